@@ -1,0 +1,33 @@
+"""Fine-tune with Hugging Face's Trainer or a native PyTorch loop, and run the same script on a laptop or a cluster.
+
+Names are resolved at first use: importing this package does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "Accelerator": "accel_trainer.accelerator",
+    "Seq2SeqTrainer": "accel_trainer.trainer",
+    "Seq2SeqTrainingArguments": "accel_trainer.trainer",
+    "Trainer": "accel_trainer.trainer",
+    "TrainingArguments": "accel_trainer.trainer",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

@@ -1,0 +1,1 @@
+"""Typed configuration and where each value came from. Imports no torch."""

@@ -1,0 +1,49 @@
+"""Errors of accel_trainer. Every message says what was found, what was expected, and what to do.
+
+Each class is also the builtin that callers already catch, so `except ValueError` keeps working.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "AccelTrainerError",
+    "CheckpointNotFoundError",
+    "ConfigError",
+    "IncompatibleCheckpointError",
+    "MissingExtraError",
+    "ProcessGroupError",
+    "did_you_mean",
+]
+
+
+class AccelTrainerError(Exception):
+    """Base of every error that accel_trainer raises on purpose."""
+
+
+class ConfigError(AccelTrainerError, ValueError):
+    """An option has a value that cannot be honoured."""
+
+
+class ProcessGroupError(AccelTrainerError, RuntimeError):
+    """The processes of a job do not agree, or one of them failed."""
+
+
+class CheckpointNotFoundError(AccelTrainerError, FileNotFoundError):
+    """A checkpoint, or a file that belongs to it, is not where it was looked for."""
+
+
+class IncompatibleCheckpointError(AccelTrainerError, ValueError):
+    """A checkpoint exists, and does not fit the model, the optimizer or the job."""
+
+
+class MissingExtraError(AccelTrainerError, ImportError):
+    """An optional dependency is needed; the message names the extra to install."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `"; did you mean 'x'?"` for the nearest known name, or an empty string."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]!r}?" if matches else ""

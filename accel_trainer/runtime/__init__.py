@@ -1,0 +1,1 @@
+"""Where this process is: rank, device, process group, collectives."""

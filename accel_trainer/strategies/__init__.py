@@ -1,0 +1,1 @@
+"""How a model and its optimizer are laid out over the ranks."""

@@ -1,0 +1,65 @@
+"""Nested structures: dicts, lists, tuples, namedtuples, dataclasses and mapping classes such as BatchEncoding.
+
+No torch here: what a leaf is, is the caller's to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+__all__ = ["honor_type", "is_namedtuple", "leaves", "map_leaves"]
+
+T = TypeVar("T")
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Whether `data` is an instance of a `collections.namedtuple` or `typing.NamedTuple` class."""
+    return isinstance(data, tuple) and hasattr(data, "_fields") and hasattr(data, "_asdict")
+
+
+def honor_type(original: T, values: Iterator[Any]) -> T:
+    """Build a list, tuple or namedtuple of `original`'s class from `values`."""
+    if is_namedtuple(original):
+        return type(original)(*values)  # type: ignore[call-arg]
+    return type(original)(values)  # type: ignore[call-arg]
+
+
+def map_leaves(function: Callable[[Any], Any], data: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Return a structure of the same classes with `function` applied to each leaf.
+
+    Args:
+        is_leaf: called on every node before it is entered; true stops the descent there. Anything that is not a
+            container is a leaf too.
+    """
+    if is_leaf is not None and is_leaf(data):
+        return function(data)
+    if isinstance(data, (list, tuple)):
+        return honor_type(data, (map_leaves(function, item, is_leaf=is_leaf) for item in data))
+    if isinstance(data, Mapping):
+        mapped = {key: map_leaves(function, value, is_leaf=is_leaf) for key, value in data.items()}
+        return mapped if type(data) is dict else _rebuild_mapping(data, mapped)
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        changes = {
+            field.name: map_leaves(function, getattr(data, field.name), is_leaf=is_leaf)
+            for field in dataclasses.fields(data)
+            if field.init
+        }
+        return dataclasses.replace(data, **changes)
+    return function(data)
+
+
+def _rebuild_mapping(original: Any, mapped: dict[Any, Any]) -> Any:
+    """Rebuild a mapping class. Model outputs and BatchEncoding take a dict; a class that does not falls back to dict."""
+    try:
+        return type(original)(mapped)
+    except TypeError:
+        return mapped
+
+
+def leaves(data: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+    """Yield the leaves of `data` in the order in which `map_leaves` visits them."""
+    found: list[Any] = []
+    map_leaves(found.append, data, is_leaf=is_leaf)
+    return iter(found)

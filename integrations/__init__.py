@@ -1,0 +1,1 @@
+"""Adapters to other libraries, one role a file. Nothing imports this package: the registry names what it holds."""
