@@ -1,0 +1,297 @@
+"""Which process this is, on which device, and the process group it belongs to.
+
+With `launch/`, the only reader of the environment. Nothing here writes to it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from accel_trainer import logging
+from accel_trainer.errors import ConfigError, ProcessGroupError
+
+__all__ = [
+    "LaunchInfo",
+    "ProcessContext",
+    "destroy_process_group",
+    "find_launch_info",
+    "init_process",
+    "read_environment",
+    "select_device",
+]
+
+logger = logging.get_logger(__name__)
+
+_DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessContext:
+    """This process's place in the job. Picklable; holds no group and no mesh."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+    backend: str | None
+    """Name of the process group's backend; None when the job is one process without a group."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0 of the job."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self.local_rank == 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is anybody to communicate with."""
+        return self.world_size > 1
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchInfo:
+    """What a launcher said about this process, before anything is initialised."""
+
+    launcher: str
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    main_address: str | None
+    main_port: int | None
+
+
+def read_environment() -> dict[str, str]:
+    """Return a copy of this process's environment, for `config.resolve` and `init_process`."""
+    return dict(os.environ)
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except KeyError:
+        raise ProcessGroupError(
+            f"{name} is not set although another variable of the launcher is; set it, or start the job with "
+            "`accel-trainer launch` or torchrun"
+        ) from None
+    except ValueError:
+        raise ProcessGroupError(f"{name}={environ[name]!r} is not an integer; check what launched this process") from None
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> LaunchInfo:
+    rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
+    single_node = environ.get("LOCAL_WORLD_SIZE") is None and environ.get("LOCAL_RANK") is None
+    return LaunchInfo(
+        launcher="torchrun",
+        rank=rank,
+        local_rank=rank if single_node else _integer(environ, "LOCAL_RANK"),
+        world_size=world_size,
+        local_world_size=int(environ.get("LOCAL_WORLD_SIZE", world_size)),
+        main_address=environ.get("MASTER_ADDR"),
+        main_port=_integer(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None,
+    )
+
+
+def first_slurm_host(node_list: str) -> str:
+    """Return the first host of a SLURM node list such as `gpu[003-007,012],login1`."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?", node_list)
+    if match is None:
+        raise ProcessGroupError(f"SLURM node list {node_list!r} cannot be read; set MASTER_ADDR to the first node")
+    return match.group(1) + (match.group(2) or "")
+
+
+def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo:
+    rank, world_size = _integer(environ, "SLURM_PROCID"), _integer(environ, "SLURM_STEP_NUM_TASKS")
+    tasks = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", str(world_size)))
+    node_list = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    address = environ.get("MASTER_ADDR") or (first_slurm_host(node_list) if node_list else None)
+    # Two jobs on one node must not meet: the port follows the job number.
+    port = int(environ.get("MASTER_PORT", 12000 + int(environ.get("SLURM_JOB_ID", 0)) % 20000))
+    return LaunchInfo(
+        launcher="SLURM",
+        rank=rank,
+        local_rank=_integer(environ, "SLURM_LOCALID"),
+        world_size=world_size,
+        local_world_size=int(tasks.group()) if tasks else world_size,
+        main_address=address,
+        main_port=port,
+    )
+
+
+def _from_mpi(environ: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> LaunchInfo:
+    world_size = _integer(environ, size)
+    local_world_size = int(environ.get(local_size, world_size))
+    address = environ.get("MASTER_ADDR")
+    if address is None and local_world_size == world_size:
+        address = "127.0.0.1"
+    return LaunchInfo(
+        launcher="MPI",
+        rank=_integer(environ, rank),
+        local_rank=int(environ.get(local_rank, environ[rank])),
+        world_size=world_size,
+        local_world_size=local_world_size,
+        main_address=address,
+        main_port=int(environ.get("MASTER_PORT", _DEFAULT_PORT)),
+    )
+
+
+def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo | None:
+    """Return what the launcher says: torchrun's variables first, then Open MPI, Intel MPI / MPICH and SLURM (srun).
+
+    Returns:
+        None when no launcher started this process.
+
+    Raises:
+        ProcessGroupError: the variables of a launcher are incomplete or contradict each other.
+    """
+    info = None
+    if "RANK" in environ or ("WORLD_SIZE" in environ and "LOCAL_RANK" in environ):
+        info = _from_torchrun(environ)
+    elif "OMPI_COMM_WORLD_SIZE" in environ:
+        info = _from_mpi(
+            environ,
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        )
+    elif "PMI_SIZE" in environ and "PMI_RANK" in environ and "SLURM_PROCID" not in environ:
+        info = _from_mpi(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    elif "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
+        info = _from_slurm(environ)
+        if info.world_size == 1:
+            return None
+    if info is not None and not 0 <= info.rank < info.world_size:
+        raise ProcessGroupError(f"{info.launcher} says rank {info.rank} of {info.world_size}; ranks go from 0 to world size - 1")
+    return info
+
+
+def select_device(local_rank: int, local_world_size: int, *, use_cpu: bool) -> torch.device:
+    """Return this rank's device: the machine's accelerator (cuda, xpu, mps, ...) or the CPU.
+
+    Args:
+        use_cpu: wins over every accelerator.
+
+    Raises:
+        ConfigError: the node has an accelerator but fewer devices than ranks, or one that cannot be shared by ranks.
+    """
+    accelerator = None if use_cpu or not torch.accelerator.is_available() else torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return torch.device("cpu")
+    if accelerator.type == "mps":
+        if local_world_size > 1:
+            raise ConfigError(
+                f"{local_world_size} processes were started on this node, and its one mps device serves one process; "
+                "start one process, or pass --cpu (use_cpu=True) to run them on the CPU"
+            )
+        return torch.device("mps")
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise ConfigError(
+            f"local rank {local_rank} has no device: {local_world_size} processes were started on this node, which has "
+            f"{count} {accelerator.type} device(s); start at most {count} processes per node, or pass --cpu (use_cpu=True)"
+        )
+    return torch.device(accelerator.type, local_rank)
+
+
+def _select_backend(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "gloo"
+    # Objects and CPU tensors are gathered too (metrics, checkpoints), hence a backend for the CPU beside the device's.
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, timeout_seconds: float) -> None:
+    address = info.main_address
+    if address is None:
+        raise ProcessGroupError(
+            f"{info.launcher} started rank {info.rank} of {info.world_size} and MASTER_ADDR is not set; "
+            "set MASTER_ADDR to the address of rank 0's node"
+        )
+    port = info.main_port if info.main_port is not None else _DEFAULT_PORT
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{address}:{port}",
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ProcessGroupError(
+            f"rank {info.rank} of {info.world_size} could not join the process group at {address}:{port} "
+            f"(backend {backend}, {info.launcher}): {error}. Check that all ranks were started and can reach that address"
+        ) from error
+    atexit.register(destroy_process_group)
+
+
+def _share_cores(environ: Mapping[str, str], device: torch.device, local_world_size: int) -> None:
+    """Give each CPU rank its part of the cores: N ranks with a full thread pool each run slower than one."""
+    if device.type == "cpu" and local_world_size > 1 and "OMP_NUM_THREADS" not in environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
+
+
+def init_process(
+    environ: Mapping[str, str], *, use_cpu: bool = False, timeout_seconds: float = 1800.0, backend: str | None = None
+) -> ProcessContext:
+    """Join the job that a launcher started, or stand alone when none did.
+
+    Collective when a launcher started more than one process: every rank calls it. A later call returns the same
+    context and joins nothing twice; a group that the user has initialised is used as it is.
+
+    Args:
+        environ: the environment, from `read_environment()`.
+        use_cpu: run on the CPU although an accelerator is there.
+        timeout_seconds: how long a collective may wait, on any backend, the CPU's included.
+        backend: for `torch.distributed`, e.g. "nccl"; chosen for the device when None.
+
+    Raises:
+        ProcessGroupError: the launcher's variables are incomplete, or the group cannot be formed.
+        ConfigError: the device cannot serve this rank.
+    """
+    info = find_launch_info(environ)
+    if dist.is_available() and dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        local_rank = info.local_rank if info else rank
+        local_world_size = info.local_world_size if info else world_size
+        device = select_device(local_rank, local_world_size, use_cpu=use_cpu)
+        joined = dist.get_backend_config()
+        if device.type != "cpu" and device.type not in joined:
+            raise ConfigError(
+                f"the process group was initialised with backend {joined!r}, which cannot carry {device.type} tensors; "
+                f"initialise it with {_select_backend(device)!r}, or pass use_cpu=True"
+            )
+        logging.set_rank(rank)
+        return ProcessContext(rank, local_rank, world_size, local_world_size, device, dist.get_backend())
+    if info is None:
+        logging.set_rank(0)
+        return ProcessContext(0, 0, 1, 1, select_device(0, 1, use_cpu=use_cpu), None)
+    device = select_device(info.local_rank, info.local_world_size, use_cpu=use_cpu)
+    if device.type not in ("cpu", "mps"):
+        torch.accelerator.set_device_index(device.index)
+    _share_cores(environ, device, info.local_world_size)
+    _init_process_group(info, device, backend or _select_backend(device), timeout_seconds)
+    logging.set_rank(info.rank)
+    return ProcessContext(
+        info.rank, info.local_rank, info.world_size, info.local_world_size, device, dist.get_backend()
+    )
+
+
+def destroy_process_group() -> None:
+    """Leave the process group, if there is one. Collective where the backend says so; safe to call twice."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
