@@ -1,0 +1,142 @@
+"""A test fails that leaves variables, threads, processes, a process group, files or changed torch defaults behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# What a launcher sets: the tests must not depend on how pytest itself was started.
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "CUDA_VISIBLE_DEVICES",
+)
+_LAUNCHER_PREFIXES = ("ACCELERATE_", "ACCEL_TRAINER_", "FSDP_", "OMPI_", "SLURM_", "TORCHELASTIC_")
+
+# Set by libraries while they are imported or warm up, whoever does so first.
+_ALLOWED_VARIABLES = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
+_ALLOWED_VARIABLE_PREFIXES = ("TRITON_", "HYPOTHESIS_")
+
+# Daemon threads that live as long as the process and belong to a library, by the start of their name or their class.
+_ALLOWED_THREADS = (
+    "pytest_timeout",
+    "fsspecIO",
+    "asyncio_",
+    "QueueFeederThread",
+    "InductorSubproc",
+    "SubprocPool",
+    "TMonitor",
+)
+
+_ALLOWED_FILES = {".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache", "__pycache__"}
+
+# Threads and processes that are on their way out get this long.
+_SETTLE_SECONDS = 2.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_launcher_environment() -> Iterator[None]:
+    """Run the session as one process without a launcher, whatever started pytest."""
+    patch = pytest.MonkeyPatch()
+    for name in list(os.environ):
+        if name in _LAUNCHER_VARIABLES or name.startswith(_LAUNCHER_PREFIXES):
+            patch.delenv(name)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(no_launcher_environment: None) -> Iterator[None]:
+    """Fail the test that leaves something behind, and clean up so that only this test fails."""
+    environ, threads, files, defaults = dict(os.environ), set(threading.enumerate()), _files(), _torch_defaults()
+    children = set(multiprocessing.active_children())
+    yield
+    leaks = [
+        *_process_group_leaks(),
+        *_environment_leaks(environ),
+        *_wait_until_gone("thread", lambda: _new_threads(threads)),
+        *_wait_until_gone("child process", lambda: set(multiprocessing.active_children()) - children),
+        *(f"file {path}" for path in sorted(_files() - files)),
+        *(f"torch {name} = {value}" for name, value in _torch_defaults().items() if defaults.get(name, value) != value),
+    ]
+    if leaks:
+        pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)
+
+
+def _process_group_leaks() -> list[str]:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return []
+    distributed.destroy_process_group()
+    return ["an initialised process group"]
+
+
+def _environment_leaks(before: dict[str, str]) -> list[str]:
+    leaks = []
+    for name in sorted({*before, *os.environ}):
+        old, new = before.get(name), os.environ.get(name)
+        if old == new or name in _ALLOWED_VARIABLES or name.startswith(_ALLOWED_VARIABLE_PREFIXES):
+            continue
+        leaks.append(f"environment variable {name}={new!r}, before {old!r}")
+        if old is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = old
+    return leaks
+
+
+def _new_threads(before: set[threading.Thread]) -> set[threading.Thread]:
+    return {
+        thread
+        for thread in threading.enumerate()
+        if thread not in before
+        and not (
+            thread.daemon and (thread.name.startswith(_ALLOWED_THREADS) or type(thread).__name__ in _ALLOWED_THREADS)
+        )
+    }
+
+
+def _wait_until_gone(kind: str, find: Any) -> list[str]:
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while (left := find()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return sorted(f"{kind} {item.name!r}" for item in left)
+
+
+def _files() -> set[str]:
+    """Entries of the project's root and of the working directory, and our own in the root of the temporary files."""
+    own = {str(path) for path in Path(tempfile.gettempdir()).glob("accel[_-]trainer*")}
+    directories = {ROOT, Path.cwd()} if Path.cwd().is_relative_to(ROOT) else {ROOT}
+    return own | {str(path) for folder in directories for path in folder.iterdir() if path.name not in _ALLOWED_FILES}
+
+
+def _torch_defaults() -> dict[str, Any]:
+    """Global switches of torch that change what later tests compute."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "get_default_dtype"):
+        return {}
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "default device": str(torch.get_default_device()),
+        "grad mode": torch.is_grad_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+    }

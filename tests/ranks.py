@@ -1,0 +1,321 @@
+"""Run a function on several ranks: `run_ranks(function, world_size, ...)`, real processes with real process groups.
+
+The ranks are forked from a server that has torch imported: a rank costs about 0.05 s instead of the seconds of an import.
+The rendezvous store lives in the test process, on a loopback port that the kernel chose (torchrun's agent does likewise):
+nothing races for a port, and a rank that ends early does not take the store away from the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from multiprocessing import connection, forkserver
+from pathlib import Path
+from typing import Any
+
+__all__ = ["RankFailure", "free_port", "preload", "run_ranks"]
+
+# Seconds that the other ranks get after one has failed: enough for them to report an error of their own.
+GRACE_SECONDS = 3.0
+
+_PRELOADED = [
+    "pytest",
+    "torch",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "tests.ranks",
+]
+_SCRUBBED_PREFIXES = ("ACCELERATE_", "ACCEL_TRAINER_", "FSDP_", "OMPI_", "PMI_", "SLURM_", "TORCHELASTIC_")
+
+Environment = Mapping[str, "str | None"]
+
+
+class RankFailure(Exception):
+    """At least one rank raised, died or hung.
+
+    Attributes:
+        failures: what each failing rank has to say, by rank: a formatted traceback, or how it died, or where it hung.
+    """
+
+    def __init__(self, failures: Mapping[int, str], world_size: int) -> None:
+        self.failures = dict(sorted(failures.items()))
+        blocks = [f"--- rank {rank} ---\n{text.rstrip()}" for rank, text in self.failures.items()]
+        super().__init__(f"{len(blocks)} of {world_size} ranks failed\n" + "\n".join(blocks))
+
+
+def preload(*modules: str) -> None:
+    """Have the fork server import these modules too; call it at the top of a test module, before any rank runs.
+
+    For imports that every rank would otherwise pay for: `preload("transformers.trainer")`.
+    """
+    _PRELOADED.extend(module for module in modules if module not in _PRELOADED)
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago, below the range from which the kernel serves outgoing connections."""
+    for offset in range(1000):
+        port = 20_000 + (os.getpid() * 131 + time.time_ns() + offset * 7) % 10_000
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port between 20000 and 30000 on 127.0.0.1")
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    env: Environment | Callable[[int], Environment] | None = None,
+    timeout: float = 60,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call `function(*args, **kwargs)` on every rank of a job of `world_size` processes and return the results by rank.
+
+    Each rank has the environment and the working directory of the caller, without what another launcher left there,
+    plus RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, OMP_NUM_THREADS=1; torch computes
+    with one thread. The function joins the process group itself; the group is destroyed when it returns.
+
+    Args:
+        function: a module-level function, also one of a test module; found again in the rank by its file and name.
+        env: variables to set (`None` removes one) on every rank, or a function from the rank to them. Without
+            TORCHELASTIC_USE_AGENT_STORE, rank 0 hosts the store, as under a launcher that is not torchrun.
+        timeout: seconds until the ranks that still run are killed and reported.
+
+    Raises:
+        RankFailure: names every rank that raised, died or hung.
+    """
+    if "<locals>" in function.__qualname__ or "<lambda>" in function.__qualname__:
+        raise TypeError(
+            f"run_ranks needs a module-level function, and {function.__qualname__} cannot be imported by a rank"
+        )
+    context = _fork_server()
+    payload = pickle.dumps((args, kwargs))
+    with _agent_store() as agent_port, tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        ranks: list[_Rank] = []
+        fallback_port = free_port()
+        try:
+            for index in range(world_size):
+                changes = dict(env(index) if callable(env) else env or {})
+                port = fallback_port if changes.get("TORCHELASTIC_USE_AGENT_STORE", "True") is None else agent_port
+                environ = _rank_environment(index, world_size, port, changes)
+                stack_path = str(Path(folder, f"{index}.txt"))
+                call = _Call(_locate(function), payload, environ, os.getcwd(), stack_path, timeout + 30)
+                ranks.append(_start(context, index, call))
+            return _collect(ranks, time.monotonic() + timeout, timeout)
+        finally:
+            for rank in ranks:
+                rank.kill()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a rank is sent: which function, with what, where."""
+
+    target: tuple[str, str | None, str]
+    payload: bytes
+    environ: dict[str, str]
+    directory: str
+    stack_path: str
+    lifetime_seconds: float
+
+
+@dataclass
+class _Rank:
+    """One started rank, as the test process sees it."""
+
+    index: int
+    process: Any
+    pipe: connection.Connection
+    stack_path: str
+    result: Any = None
+    failure: str | None = None
+    is_done: bool = field(default=False)
+
+    def read(self) -> None:
+        """Take the rank's answer, or note that it died without one."""
+        self.is_done = True
+        try:
+            is_ok, data = pickle.loads(self.pipe.recv_bytes())
+            if is_ok:
+                self.result = pickle.loads(data)
+            else:
+                self.failure = data
+        except (EOFError, ConnectionResetError):
+            self.process.join(5)
+            self.failure = f"rank {self.index} died without an answer: {_describe_exit(self.process.exitcode)}"
+        except Exception:
+            self.failure = f"the result of rank {self.index} cannot be unpickled here\n{traceback.format_exc()}"
+
+    def interrupt(self, reason: str) -> None:
+        """End a rank that still runs, and keep where it was: SIGABRT makes its faulthandler write the stacks."""
+        self.is_done = True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGABRT)
+        self.process.join(2)
+        self.kill()
+        stack = Path(self.stack_path).read_text(errors="replace") if Path(self.stack_path).exists() else ""
+        self.failure = f"rank {self.index} {reason}\n{stack or '(no stack: the rank was stopped or had not started)'}"
+
+    def kill(self) -> None:
+        """Make sure that the rank and the processes it started are gone."""
+        # The rank leads a process group of its own: its loader workers go with it, also when the rank itself is gone.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(10)
+        self.pipe.close()
+
+
+def _describe_exit(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by signal {-code} ({signal.Signals(-code).name})"
+    return f"exit code {code}"
+
+
+def _fork_server() -> Any:
+    """Start the server once, from the project's root: what it preloads must be found whatever the caller's directory."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    with contextlib.chdir(Path(__file__).resolve().parents[1]):
+        forkserver.ensure_running()
+    return context
+
+
+@contextlib.contextmanager
+def _agent_store() -> Iterator[int]:
+    """Host the rendezvous store in this process, on loopback only; yields its port."""
+    import torch.distributed as dist
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    try:
+        yield port
+    finally:
+        del store
+
+
+def _rank_environment(rank: int, world_size: int, port: int, changes: Environment) -> dict[str, str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_SCRUBBED_PREFIXES)}
+    environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    }
+    for name, value in changes.items():
+        if value is None:
+            environ.pop(name, None)
+        else:
+            environ[name] = value
+    return environ
+
+
+def _locate(function: Callable[..., Any]) -> tuple[str, str | None, str]:
+    """Module name, file and qualified name: enough to find the function again in another process."""
+    path = getattr(sys.modules.get(function.__module__), "__file__", None)
+    return function.__module__, path and os.path.abspath(path), function.__qualname__
+
+
+def _start(context: Any, index: int, call: _Call) -> _Rank:
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_rank_main, args=(sender, call), name=f"rank-{index}")
+    process.start()
+    sender.close()
+    return _Rank(index, process, receiver, call.stack_path)
+
+
+def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> list[Any]:
+    """Wait for every answer; after the first failure or at the deadline, end what still runs."""
+    reason = f"had not finished after {timeout:g} s and was killed; it was here:"
+    while running := [rank for rank in ranks if not rank.is_done]:
+        ready = connection.wait([rank.pipe for rank in running], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            for rank in running:
+                rank.interrupt(reason)
+        for rank in running:
+            if rank.pipe in ready:
+                rank.read()
+        if any(rank.failure for rank in ranks) and time.monotonic() + GRACE_SECONDS < deadline:
+            deadline = time.monotonic() + GRACE_SECONDS
+            reason = f"was still running {GRACE_SECONDS:g} s after another rank had failed; it was here:"
+    failures = {rank.index: rank.failure for rank in ranks if rank.failure}
+    if failures:
+        raise RankFailure(failures, len(ranks))
+    return [rank.result for rank in ranks]
+
+
+def _rank_main(pipe: connection.Connection, call: _Call) -> None:
+    """The whole life of a rank: environment, function, process group down, answer."""
+    stacks = open(call.stack_path, "w")  # noqa: SIM115  stays open for faulthandler until the process ends
+    _isolate(stacks.fileno(), call.lifetime_seconds)
+    os.chdir(call.directory)
+    os.environ.clear()
+    os.environ.update(call.environ)
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        function = _find(*call.target)
+        args, kwargs = pickle.loads(call.payload)
+        # Plain pickle: the one of multiprocessing would pass tensors as shared memory that dies with this rank.
+        answer = pickle.dumps((True, pickle.dumps(function(*args, **kwargs))))
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    except BaseException:
+        answer = pickle.dumps((False, traceback.format_exc()))
+    pipe.send_bytes(answer)
+    pipe.close()
+
+
+def _isolate(stack_fd: int, lifetime_seconds: float) -> None:
+    """Give the rank a process group of its own, a stack dump on SIGABRT, and an end even when nobody waits for it."""
+    os.setpgid(0, 0)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable(stack_fd, all_threads=True)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, lifetime_seconds)
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _find(module_name: str, path: str | None, qualname: str) -> Callable[..., Any]:
+    """Import the module under the name it has in the test process, from its file where it is not on the path."""
+    if module_name not in sys.modules and path is not None:
+        try:
+            spec = importlib.util.find_spec(module_name)
+        except (ImportError, ValueError):
+            spec = None
+        if spec is None or spec.origin is None or not os.path.samefile(spec.origin, path):
+            spec = importlib.util.spec_from_file_location(module_name, path)
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[module_name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[module_name])
+    found: Any = importlib.import_module(module_name)
+    for name in qualname.split("."):
+        found = getattr(found, name)
+    return found
