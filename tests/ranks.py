@@ -1,8 +1,8 @@
 """Run a function on several ranks: `run_ranks(function, world_size, ...)`, real processes with real process groups.
 
-The ranks are forked from a server that has torch imported: a rank costs about 0.05 s instead of the seconds of an import.
-The rendezvous store lives in the test process, on a loopback port that the kernel chose (torchrun's agent does likewise):
-nothing races for a port, and a rank that ends early does not take the store away from the others.
+The ranks are forked from a server that has torch imported: a rank costs about 0.05 s, not the seconds of an import.
+The rendezvous store lives in the test process, on a loopback port that the kernel chose, much as torchrun's agent has
+it: nothing races for a port, and a rank that ends early does not take the store away from the others.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _describe_exit(code: int | None) -> str:
 
 
 def _fork_server() -> Any:
-    """Start the server once, from the project's root: what it preloads must be found whatever the caller's directory."""
+    """Start the server once, from the project's root: what it preloads must be found wherever the caller is."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with contextlib.chdir(Path(__file__).resolve().parents[1]):
