@@ -1,0 +1,115 @@
+# `make demo` and `make test` work from a clean clone with Python 3.11 or newer and a C++ compiler.
+# Everything is installed below the repository: .venv/ (this project) and .compat/ (other versions of its peers).
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# The interpreter that creates .venv: the first of these that is new enough. Override: make PYTHON=/path/to/python3.11
+CANDIDATES := python3.11 python3 python3.12 python3.13 python3.14 python
+PYTHON ?= $(firstword $(foreach python,$(CANDIDATES),$(shell \
+	$(python) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(python))))
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+INSTALL := $(PIP) install --quiet --constraint constraints.txt
+
+TORCH := torch==2.13.0
+ACCELERATE := accelerate==1.15.0
+# Releases of transformers that the Trainer is tested on besides the pinned one, each with what only that release needs.
+TRANSFORMERS := 5.17.0 5.20.0
+NEEDS_5.17.0 := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
+NEEDS_5.20.0 :=
+
+# What to run: make test TESTS=tests/config PYTEST_ARGS="-x -k yaml"
+TESTS ?=
+MATRIX_TESTS ?= tests/trainer tests/test_imports.py
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+DEMO_RANKS ?= 2
+DEMO_CONFIG ?= fsdp_configs/full_shard.yaml
+DEMO_ARGS ?=
+
+PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
+with_path = PYTHONPATH="$(CURDIR)/.compat/$(1)$${PYTHONPATH:+:$$PYTHONPATH}"
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: $(VENV)/.installed ## fine-tune a classifier under FSDP on two processes (GPUs when there are enough)
+	gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \
+	$(BIN)/accel-trainer launch --config_file $(DEMO_CONFIG) --num_processes $(DEMO_RANKS) \
+		$$([ "$$gpus" -ge $(DEMO_RANKS) ] || echo --cpu) examples/finetune_classifier.py $(DEMO_ARGS)
+
+.PHONY: test
+test: $(VENV)/.installed ## run the tests
+	$(PYTEST) $(TESTS)
+
+.PHONY: test-accelerate
+test-accelerate: $(VENV)/.installed .compat/accelerate/.installed ## run the tests with Hugging Face accelerate present
+	$(call with_path,accelerate) $(PYTEST) $(TESTS)
+
+.PHONY: test-matrix
+test-matrix: $(TRANSFORMERS:%=test-transformers-%) ## run the Trainer's tests on older releases of transformers
+
+.PHONY: $(TRANSFORMERS:%=test-transformers-%)
+$(TRANSFORMERS:%=test-transformers-%): test-transformers-%: $(VENV)/.installed .compat/transformers-%/.installed
+	$(call with_path,transformers-$*) $(BIN)/python -c \
+		'import transformers; assert transformers.__version__ == "$*", transformers.__version__'
+	$(call with_path,transformers-$*) $(PYTEST) $(MATRIX_TESTS)
+
+.PHONY: check
+check: $(VENV)/.dev ## lint, format, floors and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy
+
+.PHONY: format
+format: $(VENV)/.dev ## mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: bench
+bench: $(VENV)/.installed .compat/accelerate/.installed ## compare with plain PyTorch and with upstream's Trainer
+	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+
+.PHONY: clean
+clean: ## remove everything that these targets created
+	rm -rf $(VENV) .compat build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+# Each step leaves a stamp, so that a step runs again only when what it depends on has changed.
+
+$(VENV)/.created:
+	@[ -n "$(PYTHON)" ] || { echo "No Python 3.11 or newer was found (looked for: $(CANDIDATES))." \
+		"Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+		f"{sys.executable} is Python {sys.version.split()[0]}; accel_trainer needs 3.11 or newer. Name one: make PYTHON=/path/to/python3.11")'
+	"$(PYTHON)" -m venv $(VENV)
+	@touch $@
+
+# torch first: the largest wheel, and the one whose build (CPU, CUDA) the machine's own pip configuration chooses.
+$(VENV)/.torch: constraints.txt | $(VENV)/.created
+	$(INSTALL) $(TORCH) setuptools wheel
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(INSTALL) --no-build-isolation --editable '.[examples,test]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(INSTALL) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+.compat/accelerate/.installed: $(VENV)/.torch
+	rm -rf $(@D)
+	$(INSTALL) --no-deps --target $(@D) $(ACCELERATE) psutil
+	@touch $@
+
+.compat/transformers-%/.installed: Makefile | $(VENV)/.torch
+	rm -rf $(@D)
+	$(PIP) install --quiet --no-deps --target $(@D) transformers==$* $(NEEDS_$*)
+	@touch $@

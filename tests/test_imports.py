@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import accel_trainer
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("accel_trainer", "integrations", "fsdp_configs", "examples")
+FOUNDATIONS = ("errors", "logging", "registry", "tree")
+OPTIONAL = ("deepspeed", "torch_xla")
+
+# Imports everything; prints which of our modules asked for accelerate, what could not be imported, and whether some
+# other library (transformers, when accelerate is installed) brought accelerate in.
+IMPORT_ALL = """
+import importlib, json, pkgutil, sys
+
+asked = []
+
+class Recorder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "accelerate":
+            frame = sys._getframe(1)
+            while frame and frame.f_globals.get("__name__", "").partition(".")[0] in ("importlib", "_frozen_importlib"):
+                frame = frame.f_back
+            asked.append(frame.f_globals.get("__name__", "?") if frame else "?")
+        return None
+
+sys.meta_path.insert(0, Recorder())
+import accel_trainer
+failed = {}
+names = [module.name for module in pkgutil.walk_packages(accel_trainer.__path__, "accel_trainer.")]
+for name in names:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        failed[name] = [error.name, str(error)]
+print(json.dumps({"asked": asked, "failed": failed, "names": names, "present": "accelerate" in sys.modules}))
+"""
+
+
+def modules_of(package: str) -> list[str]:
+    """Return the modules of a package of accel_trainer by their import names."""
+    folder = ROOT / "accel_trainer" / package
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(folder.rglob("*.py"))]
+    return [name.removesuffix(".__init__") for name in names]
+
+
+def loaded_after(*modules: str) -> set[str]:
+    """Import the modules in a fresh interpreter and return the top-level names in sys.modules."""
+    code = "".join(f"import {module}\n" for module in modules)
+    code += "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    command = [sys.executable, "-c", code]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return set(finished.stdout.split())
+
+
+def imports_of_accelerate(source: str) -> list[int]:
+    """Return the lines on which a source text imports accelerate, by statement or by name at run time."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names = [node.module]
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__", "find_spec", "reload", "require"):
+                names = [str(node.args[0].value)]
+        if any(name.partition(".")[0] == "accelerate" for name in names):
+            lines.append(node.lineno)
+    return lines
+
+
+@pytest.fixture(scope="module")
+def imported() -> dict:
+    command = [sys.executable, "-c", IMPORT_ALL]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+def test_importing_the_package_loads_no_heavy_library():
+    assert loaded_after("accel_trainer") & {"torch", "numpy", "transformers", "datasets", "accelerate"} == set()
+
+
+def test_foundations_and_config_load_no_torch():
+    modules = [f"accel_trainer.{name}" for name in FOUNDATIONS] + modules_of("config")
+    assert loaded_after(*modules) & {"torch", "numpy", "transformers", "accelerate"} == set()
+
+
+def test_the_command_line_loads_no_torch():
+    assert loaded_after("accel_trainer.launch.cli") & {"torch", "numpy", "transformers", "accelerate"} == set()
+
+
+def test_the_core_loads_no_transformers():
+    assert "transformers" not in loaded_after("accel_trainer.accelerator")
+
+
+@pytest.mark.parametrize("name", [name for name in accel_trainer.__all__ if name != "__version__"])
+def test_every_public_name_is_found_at_first_use(name: str):
+    value = getattr(accel_trainer, name)
+    assert value is getattr(importlib.import_module(accel_trainer._EXPORTS[name]), name)
+
+
+def test_an_unknown_public_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'accel_trainer' has no attribute 'Acelerator'"):
+        accel_trainer.Acelerator  # noqa: B018
+
+
+def test_dir_lists_the_public_names_before_they_are_loaded():
+    assert set(accel_trainer.__all__) <= set(dir(accel_trainer))
+
+
+def test_every_module_can_be_imported(imported: dict):
+    broken = {name: text for name, (missing, text) in imported["failed"].items() if missing not in OPTIONAL}
+    assert broken == {}
+    assert {"accel_trainer.integrations", "accel_trainer.fsdp_configs"} <= set(imported["names"])
+
+
+def test_importing_every_module_never_asks_for_accelerate(imported: dict):
+    assert [name for name in imported["asked"] if name.partition(".")[0] == "accel_trainer"] == []
+
+
+def test_accelerate_comes_in_only_when_another_library_asks_for_it(imported: dict):
+    assert not imported["present"] or any(name.startswith("transformers") for name in imported["asked"])
+
+
+def test_no_source_of_ours_imports_accelerate():
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for folder in SOURCES
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line in imports_of_accelerate(path.read_text())
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import accelerate",
+        "import os, accelerate.utils as u",
+        "def f():\n    from accelerate.state import PartialState",
+        "import importlib\nimportlib.import_module('accelerate.utils')",
+        "__import__('accelerate')",
+    ],
+)
+def test_the_scan_sees_every_way_of_importing_accelerate(source: str):
+    assert len(imports_of_accelerate(source)) == 1
+
+
+@pytest.mark.parametrize("source", ["import accel_trainer", "from .accelerate import x", "print('accelerate')"])
+def test_the_scan_lets_other_imports_pass(source: str):
+    assert imports_of_accelerate(source) == []
