@@ -1,0 +1,119 @@
+"""Which dtype each part of a step runs in. Values here; the strategies apply them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_trainer.config import MixedPrecision
+from accel_trainer.errors import ConfigError
+from accel_trainer.tree import map_leaves
+
+__all__ = ["AutocastForward", "PrecisionPolicy", "apply_autocast", "build_precision", "remove_autocast"]
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionPolicy:
+    """The dtypes of a training step."""
+
+    compute: torch.dtype | None = None
+    """Of matrix products and gathered parameters; None runs everything in the parameters' own dtype."""
+    reduce: torch.dtype | None = None
+    """Of gradients while they are reduced over the ranks; None means their own."""
+    output: torch.dtype | None = None
+    """Floating-point outputs of the model are cast to it; None leaves them."""
+    loss_scaling: bool = False
+    """Whether losses are scaled so that small fp16 gradients do not vanish."""
+
+
+def _supports_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    if device.type == "mps":
+        return torch.backends.mps.is_available() and torch.backends.mps.is_macos_or_newer(14, 0)
+    return True
+
+
+def build_precision(mixed_precision: str, device: torch.device, *, origin: str = "mixed_precision") -> PrecisionPolicy:
+    """Return the policy for `mixed_precision` on `device`.
+
+    bf16 reduces gradients in fp32: the sum over many ranks in bf16 loses the small ones.
+
+    Args:
+        mixed_precision: "no", "bf16" or "fp16".
+        origin: how the option was given, for the message.
+
+    Raises:
+        ConfigError: the device cannot honour it. Nothing is replaced by fp32 in silence.
+    """
+    if mixed_precision == MixedPrecision.NO:
+        return PrecisionPolicy()
+    if mixed_precision == MixedPrecision.BF16:
+        if not _supports_bf16(device):
+            raise ConfigError(
+                f"{origin}: bf16 was asked for and {device} does not support it; use 'no', or 'fp16' on a GPU"
+            )
+        return PrecisionPolicy(compute=torch.bfloat16, reduce=torch.float32, output=torch.float32)
+    if mixed_precision == MixedPrecision.FP16:
+        if device.type == "cpu":
+            raise ConfigError(
+                f"{origin}: fp16 was asked for on the CPU, which has no fp16 training (it would run in fp32); "
+                "use 'bf16' or 'no'"
+            )
+        return PrecisionPolicy(compute=torch.float16, reduce=torch.float32, output=torch.float32, loss_scaling=True)
+    raise ConfigError(
+        f"{origin}: {mixed_precision!r} is not offered on {device} by this version; use 'no', 'bf16' or 'fp16'"
+    )
+
+
+class AutocastForward:
+    """A model's forward under autocast, with floating-point outputs cast back.
+
+    An instance attribute named `forward`, not a hook and not a wrapper module: it compiles with fullgraph, pickles and
+    deep-copies with the model, keeps the signature that others inspect, and `del model.forward` undoes it.
+    """
+
+    def __init__(self, model: nn.Module, compute: torch.dtype, output: torch.dtype | None) -> None:
+        self.model = model
+        self.device_type = next((p.device.type for p in model.parameters()), "cpu")
+        self.compute = compute
+        self.output = output
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(functools.partial(type(self.model).forward, self.model))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the class's forward under autocast."""
+        with torch.autocast(self.device_type, dtype=self.compute):
+            outputs = type(self.model).forward(self.model, *args, **kwargs)
+        return outputs if self.output is None else cast_floating(outputs, self.output)
+
+
+def cast_floating(data: Any, dtype: torch.dtype) -> Any:
+    """Return `data` with its 16-bit floating-point tensors cast to `dtype`; other leaves are left as they are."""
+
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16):
+            return leaf.to(dtype)
+        return leaf
+
+    return map_leaves(cast, data, is_leaf=lambda node: isinstance(node, torch.Tensor))
+
+
+def apply_autocast(model: nn.Module, policy: PrecisionPolicy) -> None:
+    """Run `model`'s forward under autocast from now on; does nothing when the policy computes in full precision."""
+    if policy.compute is None or isinstance(model.__dict__.get("forward"), AutocastForward):
+        return
+    model.forward = AutocastForward(model, policy.compute, policy.output)  # type: ignore[method-assign]
+
+
+def remove_autocast(model: nn.Module) -> None:
+    """Undo `apply_autocast`."""
+    if isinstance(model.__dict__.get("forward"), AutocastForward):
+        del model.forward

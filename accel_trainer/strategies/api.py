@@ -1,0 +1,157 @@
+"""The contract: what a model with its optimizer can do once it has been laid out over the processes.
+
+The facade and the Trainer drive these classes and nothing else; they never ask which engine runs. The calls of one
+optimizer step, on every rank and in this order:
+
+    unit.set_gradient_sync(False); loss = unit.model(...); unit.backward(loss)      # all but the last micro-batch
+    unit.set_gradient_sync(True);  loss = unit.model(...); unit.backward(loss)      # the last one
+    unit.clip_grad_norm(max_norm)                                                  # optional
+    outcome = unit.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accel_trainer.config import Resolved, RunConfig
+from accel_trainer.precision import PrecisionPolicy
+from accel_trainer.runtime.process import ProcessContext
+
+__all__ = ["Capabilities", "CheckpointIO", "StepOutcome", "Strategy", "TrainJob", "TrainUnit", "WrapPolicyFunction"]
+
+WrapPolicyFunction = Callable[[nn.Module], bool]
+"""Called with every submodule; true makes it a unit of sharding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Facts about a strategy, asked by validation; a branch on one of them is not a branch on an engine."""
+
+    min_world_size: int = 1
+    """Fewer processes than this cannot do what the strategy is for."""
+    max_world_size: int | None = None
+    """More processes than this would each train alone; None means no bound."""
+    deferred_sync: bool = True
+    """Whether `set_gradient_sync(False)` saves communication."""
+    shards_parameters: bool = False
+    """Whether a rank holds only its part of each parameter; a forward is then collective, in evaluation too."""
+    distributed_type: str = "NO"
+    """The member of DistributedType that users compare with; `MULTI` stands for MULTI_CPU, MULTI_GPU, ... by device."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainJob:
+    """What a strategy lays out, and how it was asked to."""
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    """None: evaluation only, or an optimizer that is bound later."""
+    resolved: Resolved
+    device_placement: bool = True
+    """False leaves the model where the user put it."""
+    wrap_policy: WrapPolicyFunction | None = None
+    """A callable given in Python; it wins over the configuration's policy."""
+    scaler: torch.amp.GradScaler | None = None
+    """Shared by every unit of an Accelerator, since one loss may reach several models."""
+    ddp_options: Mapping[str, Any] = field(default_factory=dict)
+    """Extra keyword arguments for DistributedDataParallel, given in Python."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The resolved configuration."""
+        return self.resolved.config
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What an optimizer step did."""
+
+    applied: bool
+    """False when the update was skipped because fp16 gradients overflowed."""
+    grad_norm: Tensor | None = None
+    """Global gradient norm before clipping, where the engine computed one in its step."""
+
+
+class CheckpointIO(Protocol):
+    """State in and out of a unit, keyed by the user's parameter names, never by rank. Every method is collective."""
+
+    def full_model_state(self) -> dict[str, Tensor]:
+        """Return all parameters and persistent buffers as CPU tensors on rank 0, and an empty dict elsewhere."""
+
+    def load_full_model_state(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
+        """Load what `full_model_state` returned. Rank 0's mapping is what counts; other ranks may pass an empty one."""
+
+    def full_optimizer_state(self) -> dict[str, Any]:
+        """Return `{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}` on rank 0, `{}` elsewhere."""
+
+    def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """Load what `full_optimizer_state` returned. Rank 0's mapping is what counts."""
+
+    def save_sharded_optimizer(self, path: Path) -> None:
+        """Write the optimizer's state, each rank its own part, to a torch.distributed.checkpoint directory."""
+
+    def load_sharded_optimizer(self, path: Path) -> None:
+        """Read what `save_sharded_optimizer` wrote, on any number of ranks."""
+
+
+@runtime_checkable
+class TrainUnit(Protocol):
+    """A model with its optimizer, after layout; the only thing the facade drives."""
+
+    model: nn.Module
+    """What the user calls; possibly a wrapper such as DistributedDataParallel."""
+    module: nn.Module
+    """The user's own module, with the user's class and parameter names."""
+    optimizer: Optimizer | None
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Say whether the next backward exchanges gradients. Called before the forward of a micro-batch."""
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Accumulate gradients of `loss`, which the caller has already divided. Collective when gradients are exchanged."""
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the accumulated gradients; used when an accumulation window turned out shorter than planned."""
+
+    def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+        """Bound the global norm of the gradients and return it as it was before.
+
+        Returns:
+            Scalar, or None where the engine clips inside its step; `step` then applies the bound and returns the norm.
+        """
+
+    def clip_grad_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Clamp every gradient element to [-clip_value, clip_value]."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> StepOutcome:
+        """Update the parameters. Collective where the engine exchanges something in its step."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the optimizer's parameters."""
+
+    def bind_optimizer(self, optimizer: Optimizer) -> None:
+        """Take an optimizer built before or after layout; one built before is re-bound by parameter name."""
+
+    def checkpoint_io(self) -> CheckpointIO:
+        """Return the reader and writer of this unit's state."""
+
+
+class Strategy(Protocol):
+    """How a module is laid out over the ranks."""
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+
+    def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> TrainUnit:
+        """Lay out the job's model and optimizer. Collective: every rank calls it with the same job.
+
+        Raises:
+            ConfigError: the job cannot be laid out as asked; raised before any collective and on every rank alike.
+        """

@@ -1,0 +1,73 @@
+"""DistributedDataParallel: every rank holds the whole model, gradients are averaged."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_trainer.precision import PrecisionPolicy, apply_autocast
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.strategies.api import Capabilities, TrainJob
+from accel_trainer.strategies.compile import apply_compile
+from accel_trainer.strategies.native import NativeUnit, place
+from accel_trainer.strategies.sync import broadcast_module_states
+
+__all__ = ["DDPStrategy", "DDPUnit"]
+
+
+class DDPUnit(NativeUnit):
+    """A module replicated over the ranks."""
+
+    def __init__(self, model: nn.Module, module: nn.Module, scaler: torch.amp.GradScaler | None = None) -> None:
+        super().__init__(model, module, scaler)
+        self._replicas = model if isinstance(model, DistributedDataParallel) else None
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Exchange gradients in the next backward, or keep them local. The setter that DDP.no_sync() itself uses."""
+        if self._replicas is not None:
+            self._replicas.require_backward_grad_sync = enabled
+
+
+def build_ddp_options(job: TrainJob, process: ProcessContext) -> dict[str, Any]:
+    """Return the keyword arguments of DistributedDataParallel: the configuration's, overridden by those given in Python."""
+    config = job.config.ddp
+    options: dict[str, Any] = {
+        "find_unused_parameters": config.find_unused_parameters,
+        "broadcast_buffers": config.broadcast_buffers,
+        "bucket_cap_mb": config.bucket_cap_mb,
+        "static_graph": config.static_graph,
+        "gradient_as_bucket_view": config.gradient_as_bucket_view,
+    }
+    options.update(job.ddp_options)
+    if process.device.type != "cpu" and job.device_placement:
+        options.update(device_ids=[process.device.index], output_device=process.device.index)
+    return options
+
+
+class DDPStrategy:
+    """Replicas with averaged gradients, on any device."""
+
+    name: ClassVar[str] = "ddp"
+    capabilities: ClassVar[Capabilities] = Capabilities(min_world_size=1, distributed_type="MULTI")
+
+    def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> DDPUnit:
+        """Place, autocast and wrap the model. Collective: DDP broadcasts rank 0's parameters and buffers.
+
+        A model without trainable parameters has no gradients to average: it is placed and returned unwrapped.
+        """
+        module = job.model
+        place(module, job, process)
+        apply_autocast(module, precision)
+        apply_compile(module, job.config.compile)
+        model = module
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            model = DistributedDataParallel(module, **build_ddp_options(job, process))
+        elif process.is_distributed:
+            broadcast_module_states(module, process.device)
+        unit = DDPUnit(model, module, job.scaler)
+        if job.optimizer is not None:
+            unit.bind_optimizer(job.optimizer)
+        return unit

@@ -1,0 +1,76 @@
+"""Norms and clipping of gradients, plain and sharded ones mixed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+__all__ = ["clip_grad_norm", "clip_grad_value", "gradients_of", "scale_gradients"]
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients of the parameters that have one; a tied parameter counts once."""
+    seen: set[int] = set()
+    gradients = []
+    for parameter in parameters:
+        if parameter.grad is not None and id(parameter) not in seen:
+            seen.add(id(parameter))
+            gradients.append(parameter.grad)
+    return gradients
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _group_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
+    """Norm over gradients that live on one mesh, or on none. Collective over the mesh."""
+    norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def total_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of all gradients as one vector: scalar, fp32 or the gradients' dtype.
+
+    Collective over the meshes of sharded gradients. Plain gradients are the same on every rank and count once.
+    """
+    groups: dict[object, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        groups[gradient.device_mesh if isinstance(gradient, DTensor) else None].append(gradient)
+    norms = [_group_norm(group, norm_type) for group in groups.values()]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale the gradients so that their global norm is at most `max_norm`; return the norm before that.
+
+    Collective over the meshes of sharded parameters. `max_norm=inf` only computes. As torch's own: the factor is
+    `max_norm / (norm + 1e-6)`, at most 1, applied without waiting for the device.
+    """
+    gradients = gradients_of(parameters)
+    if not gradients:
+        return torch.tensor(0.0)
+    norm = total_norm(gradients, norm_type)
+    if max_norm != float("inf"):
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_([_local(gradient) for gradient in gradients], factor.to(gradients[0].device))
+    return norm
+
+
+def clip_grad_value(parameters: Iterable[Tensor], clip_value: float) -> None:
+    """Clamp every gradient element to [-clip_value, clip_value]. Local to each rank: a shard is clamped where it is."""
+    gradients = [_local(gradient) for gradient in gradients_of(parameters)]
+    if gradients:
+        torch._foreach_clamp_min_(gradients, -clip_value)
+        torch._foreach_clamp_max_(gradients, clip_value)
+
+
+def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiply all gradients by `factor`."""
+    gradients = [_local(gradient) for gradient in gradients_of(parameters)]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)

@@ -1,0 +1,42 @@
+"""Make ranks start from the same values."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["broadcast_module_states"]
+
+_BUCKET_BYTES = 64 * 2**20
+
+
+def broadcast_module_states(module: nn.Module, device: torch.device) -> None:
+    """Give every rank rank 0's parameters and buffers, in buckets of 64 MiB on `device`.
+
+    Collective: every rank calls it with the same module. Without it, a model initialised from different seeds would be
+    sharded into pieces of different models, and nothing would say so.
+    """
+    tensors = {id(t): t.detach() for t in [*module.parameters(), *module.buffers()] if t.numel()}
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors.values():
+        bucket.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+        if size >= _BUCKET_BYTES:
+            _broadcast_bucket(bucket, device)
+            bucket, size = [], 0
+    _broadcast_bucket(bucket, device)
+
+
+def _broadcast_bucket(bucket: list[torch.Tensor], device: torch.device) -> None:
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in bucket:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for tensors in by_dtype.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device)
+        dist.broadcast(flat, src=0)
+        offset = 0
+        for tensor in tensors:
+            tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
+            offset += tensor.numel()

@@ -1,0 +1,250 @@
+"""State of torch modules and torch optimizers by parameter name, sharded (DTensor) or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
+
+__all__ = ["TorchCheckpointIO"]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _to_full_cpu(tensor: Tensor, keep: bool) -> Tensor | None:
+    """Return the whole tensor on the CPU where `keep`, else None. Collective for a DTensor."""
+    full = tensor.detach()
+    if isinstance(full, DTensor):
+        full = full.full_tensor()
+    return full.to("cpu", copy=True) if keep else None
+
+
+def _broadcast_object(value: Any) -> Any:
+    """Return rank 0's value on every rank. Collective."""
+    if _world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _copy_from_rank_zero(target: Tensor, source: Tensor | None) -> None:
+    """Fill `target`, whole or a shard, with the full tensor that rank 0 passes. Collective on several ranks."""
+    with torch.no_grad():
+        if _world_size() == 1:
+            assert source is not None
+            target.copy_(source)
+            return
+        device = target.device
+        full = torch.empty(target.shape, dtype=target.dtype, device=device)
+        if source is not None:
+            full.copy_(source)
+        if isinstance(target, DTensor):
+            placed = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=0)
+            target.to_local().copy_(placed.to_local())
+        else:
+            dist.broadcast(full, src=0)
+            target.copy_(full)
+
+
+def _describe(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:10])
+    return f"{shown} and {len(names) - 10} more" if len(names) > 10 else shown
+
+
+class TorchCheckpointIO:
+    """Implements `strategies.api.CheckpointIO` for plain modules, DDP's inner module and FSDP2 modules."""
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer | None) -> None:
+        self.module = module
+        self.optimizer = optimizer
+
+    def full_model_state(self) -> dict[str, Tensor]:
+        """Return all parameters and persistent buffers as CPU tensors on rank 0, `{}` elsewhere. Collective.
+
+        Tied parameters share one tensor, under every name they have.
+        """
+        keep = _rank() == 0
+        state: dict[str, Tensor] = {}
+        seen: dict[int, Tensor] = {}
+        for name, tensor in self._model_tensors():
+            if id(tensor) in seen:
+                state[name] = seen[id(tensor)]
+                continue
+            full = _to_full_cpu(tensor, keep)
+            if full is not None:
+                state[name] = seen[id(tensor)] = full
+        return state
+
+    def _model_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.module.state_dict(keep_vars=True).items())
+
+    def load_full_model_state(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
+        """Load a full state; rank 0's mapping is what counts. Collective.
+
+        A tied parameter may be stored under one of its names only.
+
+        Raises:
+            IncompatibleCheckpointError: names or shapes differ; every rank raises, and nothing was loaded.
+        """
+        own = dict(self._model_tensors())
+        plan = _broadcast_object(self._plan_model_load(own, state, strict) if _rank() == 0 else None)
+        if isinstance(plan, str):
+            raise IncompatibleCheckpointError(plan)
+        for name, stored_name in plan:
+            _copy_from_rank_zero(own[name], state[stored_name] if _rank() == 0 else None)
+
+    def _plan_model_load(
+        self, own: Mapping[str, Tensor], state: Mapping[str, Tensor], strict: bool
+    ) -> list[tuple[str, str]] | str:
+        """Return (own name, stored name) for each distinct tensor to load, or the message of what does not fit."""
+        aliases: dict[int, list[str]] = {}
+        for name, tensor in own.items():
+            aliases.setdefault(id(tensor), []).append(name)
+        plan, missing = [], []
+        for names in aliases.values():
+            stored = next((name for name in names if name in state), None)
+            if stored is None:
+                missing.append(names[0])
+            else:
+                plan.append((names[0], stored))
+        unexpected = [name for name in state if name not in own]
+        shapes = [
+            f"{name} is {tuple(state[stored].shape)} in the checkpoint and {tuple(own[name].shape)} in the model"
+            for name, stored in plan
+            if tuple(state[stored].shape) != tuple(own[name].shape)
+        ]
+        problems = shapes[:10]
+        if strict and missing:
+            problems.append(f"missing in the checkpoint: {_describe(missing)}")
+        if strict and unexpected:
+            problems.append(f"not in the model: {_describe(unexpected)}")
+        if problems:
+            return (
+                f"the checkpoint does not fit {type(self.module).__name__}: {'; '.join(problems)}. "
+                "Build the model that was saved, or load with strict=False where names may differ"
+            )
+        return plan
+
+    def _optimizer_or_raise(self) -> Optimizer:
+        if self.optimizer is None:
+            raise ConfigError(f"{type(self.module).__name__} has no optimizer to save or load; pass one to prepare()")
+        return self.optimizer
+
+    def _parameter_names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.module.named_parameters()}
+
+    def full_optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizer's state keyed by parameter name on rank 0, `{}` elsewhere. Collective."""
+        optimizer, names, keep = self._optimizer_or_raise(), self._parameter_names(), _rank() == 0
+        state: dict[str, Any] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                entry = {
+                    key: _to_full_cpu(value, keep) if isinstance(value, Tensor) else value
+                    for key, value in optimizer.state.get(parameter, {}).items()
+                }
+                if entry:
+                    state[names[id(parameter)]] = entry
+        groups = [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": [names[id(p)] for p in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        return {"state": state, "param_groups": groups} if keep else {}
+
+    def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """Load a full optimizer state; rank 0's mapping is what counts. Collective.
+
+        Raises:
+            IncompatibleCheckpointError: it was saved for other parameters or groups; every rank raises.
+        """
+        optimizer, names = self._optimizer_or_raise(), self._parameter_names()
+        own_groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        outline = _broadcast_object(_outline_optimizer(state, own_groups) if _rank() == 0 else None)
+        if isinstance(outline, str):
+            raise IncompatibleCheckpointError(outline)
+        for group, stored in zip(optimizer.param_groups, outline["param_groups"], strict=True):
+            group.update({key: value for key, value in stored.items() if key != "params"})
+        parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+        for name, entry in outline["state"].items():
+            own: dict[str, Any] = {}
+            for key, value in entry.items():
+                source = state["state"][name][key] if _rank() == 0 and isinstance(value, _TensorOutline) else None
+                own[key] = value.build(parameters[name], source) if isinstance(value, _TensorOutline) else value
+            optimizer.state[parameters[name]] = own
+
+    def save_sharded_optimizer(self, path: Path) -> None:
+        """Write the optimizer's state as a torch.distributed.checkpoint directory, each rank its part. Collective."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        state = get_optimizer_state_dict(self.module, self._optimizer_or_raise())
+        dcp.save({"optimizer": state}, storage_writer=dcp.FileSystemWriter(path))
+
+    def load_sharded_optimizer(self, path: Path) -> None:
+        """Read a torch.distributed.checkpoint directory written by any number of ranks. Collective."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+        optimizer = self._optimizer_or_raise()
+        state = {"optimizer": get_optimizer_state_dict(self.module, optimizer)}
+        dcp.load(state, storage_reader=dcp.FileSystemReader(path))
+        set_optimizer_state_dict(self.module, optimizer, state["optimizer"])
+
+
+class _TensorOutline:
+    """Shape and dtype of a tensor that rank 0 holds, sent ahead of its values."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+
+    def build(self, parameter: Tensor, source: Tensor | None) -> Tensor:
+        """Return the tensor, laid out like `parameter` when it has its shape. Collective on several ranks."""
+        like_parameter = self.shape == tuple(parameter.shape)
+        if like_parameter:
+            target = torch.empty_like(parameter, dtype=self.dtype, requires_grad=False)
+        else:
+            # Adam's step counter stays on the CPU unless the optimizer is capturable or fused on the device.
+            target = torch.empty(self.shape, dtype=self.dtype, device=self._device(parameter))
+        _copy_from_rank_zero(target, source)
+        return target
+
+    def _device(self, parameter: Tensor) -> torch.device:
+        on_group = dist.is_initialized() and "cpu" not in dist.get_backend_config()
+        return parameter.device if on_group else torch.device("cpu")
+
+
+def _outline_optimizer(state: Mapping[str, Any], own_groups: list[list[str]]) -> dict[str, Any] | str:
+    """Return rank 0's optimizer state with tensors replaced by outlines, or the message of what does not fit."""
+    stored_groups = [list(group["params"]) for group in state.get("param_groups", [])]
+    if stored_groups != own_groups:
+        stored_names = {name for group in stored_groups for name in group}
+        own_names = {name for group in own_groups for name in group}
+        missing, unexpected = sorted(own_names - stored_names), sorted(stored_names - own_names)
+        return (
+            f"the optimizer state was saved for {len(stored_groups)} group(s) of {len(stored_names)} parameter(s), and this "
+            f"optimizer has {len(own_groups)} group(s) of {len(own_names)}; missing: {_describe(missing) or 'none'}; "
+            f"not in this optimizer: {_describe(unexpected) or 'none'}. Build the optimizer that was saved"
+        )
+    outlined = {
+        name: {key: _TensorOutline(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
+        for name, entry in state["state"].items()
+    }
+    return {"state": outlined, "param_groups": state["param_groups"]}
+
+

@@ -1,0 +1,115 @@
+"""Which submodules of a model become units of sharding."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from torch import nn
+
+from accel_trainer import logging
+from accel_trainer.config import Resolved, WrapPolicy
+from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.strategies.api import WrapPolicyFunction
+
+__all__ = ["find_blocks", "find_ignored_modules"]
+
+logger = logging.get_logger(__name__)
+
+
+def _blocks_by_class(model: nn.Module, class_names: Iterable[str], origin: str) -> list[nn.Module]:
+    """Return the submodules of the named classes.
+
+    Raises:
+        ConfigError: a name matches no submodule; the message names the classes that are there.
+    """
+    present = {type(module).__name__ for module in model.modules()}
+    for name in class_names:
+        if name not in present:
+            leaves_last = sorted(present - {type(m).__name__ for m in model.modules() if not any(m.children())})
+            raise ConfigError(
+                f"{origin}: no module of class {name!r} in {type(model).__name__}{did_you_mean(name, present)} "
+                f"Its module classes: {', '.join(leaves_last)}"
+            )
+    wanted = set(class_names)
+    return [module for module in model.modules() if type(module).__name__ in wanted]
+
+
+def _declared_blocks(model: nn.Module) -> list[str]:
+    """Return the class names in the `_no_split_modules` of the model and its parts that occur in it."""
+    declared: set[str] = set()
+    for module in model.modules():
+        declared.update(getattr(module, "_no_split_modules", None) or ())
+    present = {type(module).__name__ for module in model.modules()}
+    return sorted(declared & present)
+
+
+def _blocks_by_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
+    """Return submodules, deepest first, that hold at least `min_num_params` parameters not yet in a deeper unit."""
+    chosen: list[nn.Module] = []
+    taken: set[int] = set()
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            visit(child)
+        remaining = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
+        if module is not model and sum(remaining.values()) >= min_num_params:
+            chosen.append(module)
+            taken.update(remaining)
+
+    visit(model)
+    return chosen
+
+
+def find_blocks(model: nn.Module, resolved: Resolved, policy: WrapPolicyFunction | None) -> list[nn.Module]:
+    """Return the submodules to shard as units of their own, in the order of `model.modules()`; the root is not among them.
+
+    A callable wins; then the configuration: class names, else the model's own `_no_split_modules`; by size; or none.
+
+    Raises:
+        ConfigError: a class name matches nothing, or the transformer policy has no class to go by.
+    """
+    config = resolved.config.fsdp
+    if policy is not None:
+        chosen = [module for module in model.modules() if policy(module)]
+    elif config.wrap_policy == WrapPolicy.NONE:
+        chosen = []
+    elif config.wrap_policy == WrapPolicy.SIZE:
+        chosen = _blocks_by_size(model, config.min_num_params)
+    elif config.wrap_classes:
+        chosen = _blocks_by_class(model, config.wrap_classes, resolved.describe("fsdp.wrap_classes"))
+    else:
+        chosen = _blocks_by_class(model, _declared_blocks(model), "model._no_split_modules")
+        if not chosen:
+            logger.warning(
+                "%s declares no _no_split_modules and fsdp.wrap_classes is empty: the whole model is one unit of sharding. "
+                "Name its block classes in fsdp.wrap_classes to gather less memory at once",
+                type(model).__name__,
+            )
+    picked = {id(module) for module in chosen}
+    # ModuleList and ModuleDict have no forward, so a unit made of one would never gather its parameters.
+    return [
+        module
+        for module in model.modules()
+        if id(module) in picked and module is not model and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    ]
+
+
+def find_ignored_modules(model: nn.Module, resolved: Resolved) -> list[nn.Module]:
+    """Return the submodules whose names match `fsdp.ignored_modules`, regular expressions for the full name.
+
+    Raises:
+        ConfigError: an expression is invalid or matches nothing.
+    """
+    found = []
+    for pattern in resolved.config.fsdp.ignored_modules:
+        origin = resolved.describe("fsdp.ignored_modules")
+        try:
+            expression = re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"{origin}: {pattern!r} is not a regular expression: {error}") from error
+        matches = [module for name, module in model.named_modules() if name and expression.fullmatch(name)]
+        if not matches:
+            raise ConfigError(f"{origin}: {pattern!r} matches the name of no submodule of {type(model).__name__}")
+        found.extend(matches)
+    return found
