@@ -1,1 +1,1 @@
-"""Ready-made configurations, usable by name: `Accelerator(config="full_shard")` or `fsdp_config="full_shard"`."""
+"""Ready-made configurations; each file is usable by its name without suffix: `config="full_shard"`."""

@@ -1,1 +1,59 @@
 """Typed configuration and where each value came from. Imports no torch."""
+
+from __future__ import annotations
+
+from accel_trainer.config.dialects import Dialect
+from accel_trainer.config.environment import RESERVED_VARIABLES, variable_name
+from accel_trainer.config.files import FileConfig, packaged_names, read_file
+from accel_trainer.config.fsdp_dialect import fsdp_options
+from accel_trainer.config.render import to_file_dict, to_yaml
+from accel_trainer.config.schema import (
+    AccumulationConfig,
+    CompileConfig,
+    DataConfig,
+    DDPConfig,
+    FieldSpec,
+    FrozenDict,
+    FSDPConfig,
+    LaunchConfig,
+    MixedPrecision,
+    RunConfig,
+    StateDictType,
+    WrapPolicy,
+    field_specs,
+    get_value,
+)
+from accel_trainer.config.settings import Setting, Source, SourceKind
+from accel_trainer.config.sources import Resolved, build_config, resolve
+
+__all__ = [
+    "RESERVED_VARIABLES",
+    "AccumulationConfig",
+    "CompileConfig",
+    "DDPConfig",
+    "DataConfig",
+    "Dialect",
+    "FSDPConfig",
+    "FieldSpec",
+    "FileConfig",
+    "FrozenDict",
+    "LaunchConfig",
+    "MixedPrecision",
+    "Resolved",
+    "RunConfig",
+    "Setting",
+    "Source",
+    "SourceKind",
+    "StateDictType",
+    "WrapPolicy",
+    "build_config",
+    "field_specs",
+    "fsdp_options",
+    "get_value",
+    "packaged_names",
+    "read_file",
+    "resolve",
+    "to_file_dict",
+    "to_yaml",
+    "variable_name",
+]

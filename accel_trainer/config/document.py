@@ -1,0 +1,97 @@
+"""What a configuration file says before anyone interprets it: a tree of values that remember their line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accel_trainer.errors import ConfigError
+
+__all__ = ["MAX_DEPTH", "MAX_NODES", "Document", "Key", "Node", "document_from_mapping", "duplicate_key_problem"]
+
+MAX_NODES = 10_000
+"""Values a file may hold after its aliases are expanded; the longest real configurations have about 200."""
+
+MAX_DEPTH = 32
+"""Levels of nesting a file may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One value: a scalar, a list of nodes, or a dict of nodes by `Key`.
+
+    `text` is the scalar as it stands in the file without quotes around it (None for quoted ones and for containers),
+    so that a message can tell `no` from `false`, and a text option can take `0`.
+    """
+
+    value: Any
+    line: int | None = None
+    text: str | None = None
+
+    def plain(self) -> Any:
+        """Return the value as Python dicts, lists and scalars."""
+        if isinstance(self.value, dict):
+            return {key.name: node.plain() for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain() for node in self.value]
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key of a mapping, with its line; two keys of one name are the same key."""
+
+    name: str
+    line: int | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A parsed configuration: `name` is what messages call it, `problems` are errors that do not stop the reading."""
+
+    name: str
+    root: Node
+    problems: tuple[str, ...] = ()
+
+    def at(self, line: int | None) -> str:
+        """Return ` at NAME:LINE`, or ` in NAME` for a source that has no lines."""
+        return f" in {self.name}" if line is None else f" at {self.name}:{line}"
+
+    def where(self, line: int | None) -> str:
+        """Return `NAME:LINE`, or `NAME` for a source that has no lines."""
+        return self.name if line is None else f"{self.name}:{line}"
+
+
+def duplicate_key_problem(name: str, key: Key, content: Mapping[Key, Node]) -> str:
+    """Return the message for a key that a mapping of a file gives twice."""
+    first_line = next(known.line for known in content if known == key)
+    return f"key {key.name!r} at {name}:{key.line} was already given at line {first_line}; keep one of the two"
+
+
+def document_from_mapping(content: Mapping[str, Any], name: str) -> Document:
+    """Read a Python mapping as a document without lines.
+
+    Raises:
+        ConfigError: a key is not a string, or the mapping is nested deeper than `MAX_DEPTH` (it may contain itself).
+    """
+    return Document(name, _node(content, name, 0))
+
+
+def _node(value: Any, name: str, depth: int) -> Node:
+    if depth > MAX_DEPTH:
+        raise ConfigError(f"{name} is nested deeper than {MAX_DEPTH} levels; expected a configuration of few levels")
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ConfigError(f"key {key!r} in {name} is not a string; keys are the names of options")
+        return Node({Key(str(key)): _node(item, name, depth + 1) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return Node([_node(item, name, depth + 1) for item in value])
+    return Node(value)

@@ -1,0 +1,164 @@
+"""The environment level: our own `ACCEL_TRAINER_*` variables, and those that accelerate's launcher sets.
+
+Nothing here reads `os.environ`; the variables come in as a mapping.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from accel_trainer.config import fsdp_dialect
+from accel_trainer.config.accelerate_dialect import put_parallelism
+from accel_trainer.config.fsdp_dialect import Entry
+from accel_trainer.config.schema import field_specs
+from accel_trainer.config.settings import Layer, SourceKind
+from accel_trainer.config.validation import show
+from accel_trainer.errors import did_you_mean
+
+__all__ = ["LAUNCH_VARIABLE", "RESERVED_VARIABLES", "read_environment_layer", "read_launch_variable", "variable_name"]
+
+PREFIX = "ACCEL_TRAINER_"
+LAUNCH_VARIABLE = "ACCEL_TRAINER_LAUNCH"
+
+RESERVED_VARIABLES = {
+    LAUNCH_VARIABLE: "what `accel-trainer launch` was told: its configuration file and its flags, as JSON",
+    "ACCEL_TRAINER_FAULT": "fault injection, read in tests only",
+    "ACCEL_TRAINER_LOG_LEVEL": "level of the package's log messages",
+}
+"""Variables with our prefix that are not options of the tree."""
+
+_DIRECT = {
+    "ACCELERATE_MIXED_PRECISION": "mixed_precision",
+    "ACCELERATE_USE_CPU": "use_cpu",
+    "ACCELERATE_DEBUG_MODE": "debug",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "accumulation.num_steps",
+    "ACCELERATE_CPU_AFFINITY": "launch.enable_cpu_affinity",
+    "ACCELERATE_DYNAMO_BACKEND": "compile.backend",
+    "ACCELERATE_DYNAMO_MODE": "compile.mode",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "compile.fullgraph",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": "compile.dynamic",
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "compile.regional",
+}
+_ENGINES = {"ACCELERATE_USE_FSDP": "fsdp2", "ACCELERATE_USE_DEEPSPEED": "deepspeed"}
+
+
+def variable_name(path: str) -> str:
+    """Return our own variable for an option: `fsdp.wrap_classes` is `ACCEL_TRAINER_FSDP__WRAP_CLASSES`."""
+    return PREFIX + path.upper().replace(".", "__")
+
+
+def read_environment_layer(environ: Mapping[str, str]) -> Layer:
+    """Return what the variables set; our own win over accelerate's, and empty ones count as not set."""
+    given = {name: value for name, value in environ.items() if value.strip()}
+    foreign = _read_foreign(given)
+    own = Layer(SourceKind.ENVIRONMENT, lenient=True)
+    paths = {variable_name(path): path for path in field_specs()}
+    for name, value in given.items():
+        if name in paths:
+            own.put(paths[name], value, where=name, subject=f"environment variable {name}")
+        elif name.startswith(PREFIX) and name not in RESERVED_VARIABLES:
+            hint = did_you_mean(name, [*paths, *RESERVED_VARIABLES])
+            own.problems.append(f"unknown environment variable {name!r}{hint}")
+    own.settings = {**foreign.settings, **own.settings}
+    own.problems = [*foreign.problems, *own.problems]
+    own.notes = [*foreign.notes, *own.notes]
+    return own
+
+
+def _read_foreign(given: Mapping[str, str]) -> Layer:
+    layer = Layer(SourceKind.ENVIRONMENT, lenient=True)
+    for name, path in _DIRECT.items():
+        value: Any = given.get(name)
+        if value is not None:
+            value = value.lower() if path == "compile.backend" else value
+            layer.put(path, value, where=name, subject=f"environment variable {name}")
+    engines = [name for name in _ENGINES if _is_true(given, name, layer)]
+    if len(engines) > 1:
+        layer.problems.append(f"environment variables {' and '.join(engines)} are both true; a run has one strategy")
+        return layer
+    if _is_true(given, "ACCELERATE_USE_MEGATRON_LM", layer):
+        layer.problems.append(
+            "environment variable ACCELERATE_USE_MEGATRON_LM is true, which is not offered: use FSDP or DeepSpeed"
+        )
+    if "ACCELERATE_USE_FSDP" in engines:
+        _read_fsdp(given, layer)
+    if engines and "strategy" not in layer.settings:
+        layer.put("strategy", _ENGINES[engines[0]], where=engines[0], subject=f"environment variable {engines[0]}")
+    if _is_true(given, "ACCELERATE_USE_PARALLELISM_CONFIG", layer):
+        _read_parallelism(given, layer, is_fsdp="ACCELERATE_USE_FSDP" in engines)
+    return layer
+
+
+def _is_true(given: Mapping[str, str], name: str, layer: Layer) -> bool:
+    word = given.get(name, "false").strip().lower()
+    if word not in ("true", "1", "yes", "y", "t", "on", "false", "0", "no", "n", "f", "off"):
+        layer.problems.append(f"environment variable {name} is {show(given[name])}; expected true or false")
+    return word in ("true", "1", "yes", "y", "t", "on")
+
+
+def _read_fsdp(given: Mapping[str, str], layer: Layer) -> None:
+    entries = {
+        name.removeprefix("FSDP_").lower(): Entry(name, value, name, f"environment variable {name}")
+        for name, value in given.items()
+        if name.startswith("FSDP_") and fsdp_dialect.is_known_key(name)
+    }
+    _drop_launcher_defaults(entries)
+    translated = list(entries.values())
+    fsdp_dialect.translate_entries(translated, layer, source_name="the environment (FSDP_*)", default_version=1)
+
+
+def _drop_launcher_defaults(entries: dict[str, Entry]) -> None:
+    """Forget the defaults that accelerate's launcher exports beside the one value that was asked for."""
+
+    def word(key: str) -> str:
+        return str(entries[key].value).strip().lower() if key in entries else ""
+
+    if word("sharding_strategy") in ("full_shard", "1") and "reshard_after_forward" in entries:
+        del entries["sharding_strategy"]
+    elif "sharding_strategy" in entries and word("reshard_after_forward") == "true":
+        del entries["reshard_after_forward"]
+    if not word("auto_wrap_policy").startswith("size"):
+        entries.pop("min_num_params", None)
+    if word("version") == "2":
+        for key in ("use_orig_params", "sync_module_states"):
+            entries.pop(key, None)
+    if word("forward_prefetch") == "false":
+        del entries["forward_prefetch"]
+
+
+def _read_parallelism(given: Mapping[str, str], layer: Layer, *, is_fsdp: bool) -> None:
+    sizes = {}
+    for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"):
+        variable = f"PARALLELISM_CONFIG_{name.upper()}"
+        value = given.get(variable, "1").strip()
+        subject = f"environment variable {variable}"
+        if value.isdecimal() and int(value) >= 1:
+            sizes[name] = (subject, variable, int(value))
+        else:
+            layer.problems.append(f"{subject} is {show(value)}; expected a whole number of at least 1")
+    put_parallelism(sizes, layer, is_fsdp=is_fsdp)
+
+
+def read_launch_variable(environ: Mapping[str, str], problems: list[str]) -> tuple[str | None, dict[str, Any]]:
+    """Return the configuration file and the flags that our launcher was given; what is wrong is added to `problems`."""
+    text = environ.get(LAUNCH_VARIABLE, "")
+    if not text.strip():
+        return None, {}
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        problems.append(
+            f"environment variable {LAUNCH_VARIABLE} is not valid JSON: {error}; `accel-trainer launch` sets it"
+        )
+        return None, {}
+    file = content.get("config_file") if isinstance(content, dict) else None
+    flags = (content.get("flags") or {}) if isinstance(content, dict) else None
+    if not isinstance(flags, dict) or not isinstance(file, str | None) or content.keys() - {"config_file", "flags"}:
+        problems.append(
+            f"environment variable {LAUNCH_VARIABLE} is {show(text)}; expected a JSON object with 'config_file' and "
+            "'flags', as `accel-trainer launch` sets it"
+        )
+        return None, {}
+    return file, flags

@@ -1,0 +1,165 @@
+"""Finding and reading one configuration: a path, a packaged name, JSON text, or a mapping."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from accel_trainer.config.dialects import Dialect, read_document
+from accel_trainer.config.document import Document, document_from_mapping
+from accel_trainer.config.json_reader import read_json
+from accel_trainer.config.settings import Setting
+from accel_trainer.config.yaml_reader import read_yaml
+from accel_trainer.errors import ConfigError, did_you_mean
+
+__all__ = [
+    "MAX_BYTES",
+    "ConfigSource",
+    "FileConfig",
+    "FileProblemsError",
+    "packaged_names",
+    "problem_report",
+    "read_file",
+]
+
+ConfigSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any]"
+
+MAX_BYTES = 1_000_000
+"""Size that a configuration file may have."""
+
+_PACKAGED_FOLDER = Path(__file__).resolve().parents[1] / "fsdp_configs"
+_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+class FileProblemsError(ConfigError):
+    """A configuration file that cannot be used; `problems` has one line for each thing that is wrong."""
+
+    def __init__(self, problems: list[str], name: str) -> None:
+        super().__init__(problem_report(problems, name))
+        self.problems = tuple(problems)
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (FileProblemsError, (list(self.problems), self.name))
+
+
+def problem_report(problems: list[str], name: str) -> str:
+    """Return the message of an error about one problem or several."""
+    if len(problems) == 1:
+        return problems[0]
+    return "\n  - ".join([f"{len(problems)} problems in {name}:", *problems])
+
+
+@dataclass(frozen=True, slots=True)
+class FileConfig:
+    """A configuration that was read and checked, before it is merged with the other sources.
+
+    Attributes:
+        name: what messages call it: the path as given, `JSON text`, `the config dict`.
+        path: the file, absolute; None for text and mappings.
+        dialect: how it is spelled.
+        settings: the options it sets, by dotted path.
+        notes: remarks that a run should log once.
+        content: what it holds, as plain Python values under the keys as written.
+    """
+
+    name: str
+    path: Path | None
+    dialect: Dialect
+    settings: Mapping[str, Setting]
+    notes: tuple[str, ...]
+    content: Mapping[str, Any]
+
+
+def packaged_names() -> tuple[str, ...]:
+    """Return the names of the ready-made configurations, sorted."""
+    return tuple(sorted(path.stem for path in _PACKAGED_FOLDER.iterdir() if path.suffix in _SUFFIXES))
+
+
+def read_file(source: ConfigSource) -> FileConfig:
+    """Read one configuration and check everything in it.
+
+    Args:
+        source: the path of a YAML or JSON file (with or without suffix), the name of a packaged configuration, the
+            text of a JSON object, or a mapping.
+
+    Raises:
+        FileProblemsError: a `ConfigError` with all problems of the file; also when it is missing or unreadable.
+    """
+    name, path, document = _load(source)
+    dialect, layer = read_document(document)
+    if layer.problems:
+        raise FileProblemsError(layer.problems, name)
+    return FileConfig(name, path, dialect, layer.settings, tuple(layer.notes), document.root.plain())
+
+
+def _load(source: ConfigSource) -> tuple[str, Path | None, Document]:
+    path: Path | None = None
+    name = "the config dict"
+    try:
+        if isinstance(source, Mapping):
+            return name, path, document_from_mapping(source, name)
+        if isinstance(source, str) and source.lstrip().startswith("{"):
+            name = "the JSON text"
+            return name, path, read_json(source, name)
+        name, path = _locate(source)
+        text = _read_text(path)
+        is_json = path.suffix == ".json" or (path.suffix not in _SUFFIXES and text.lstrip().startswith("{"))
+        return name, path, (read_json if is_json else read_yaml)(text, name)
+    except ConfigError as error:
+        raise FileProblemsError([str(error)], name) from None
+
+
+def _locate(source: str | os.PathLike[str]) -> tuple[str, Path]:
+    """Return the display name and the absolute path of a configuration; an existing file wins over a packaged name."""
+    if not isinstance(source, str | os.PathLike) or not os.fspath(source):
+        raise ConfigError(
+            f"a configuration is {source!r}, of type {type(source).__name__}; "
+            "expected a path, a packaged name, JSON text or a mapping"
+        )
+    name = os.fspath(source)
+    path = Path(os.path.abspath(os.path.expanduser(name)))
+    if path.is_file():
+        return name, path
+    if Path(name).name == name and not path.suffix:
+        for suffix in _SUFFIXES:
+            packaged = _PACKAGED_FOLDER / f"{name}{suffix}"
+            if packaged.is_file():
+                return f"fsdp_configs/{packaged.name}", packaged
+    if path.is_dir():
+        raise ConfigError(f"config file {name!r} is a directory: {path}; give the file in it")
+    raise ConfigError(_missing(name, path))
+
+
+def _missing(name: str, path: Path) -> str:
+    names = packaged_names()
+    if Path(name).name == name and not path.suffix:
+        hint = did_you_mean(name, names)
+        return (
+            f"config file {name!r} not found: there is no file {path} and no packaged configuration of that name"
+            f"{hint or '.'} Packaged: {', '.join(names)}"
+        )
+    siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+    where = "" if path.parent.is_dir() else f"; the directory {path.parent} does not exist either"
+    return f"config file {name!r} not found: there is no file {path}{where}{did_you_mean(path.name, siblings)}"
+
+
+def _read_text(path: Path) -> str:
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise ConfigError(
+                f"config file {path} has {size} bytes; expected at most {MAX_BYTES}. Is it a configuration?"
+            )
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        reason = os.strerror(error.errno or errno.EIO)
+        raise ConfigError(f"config file {path} cannot be read: {reason}; check its permissions") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"config file {path} is not UTF-8 text: byte {error.start} does not decode; save it as UTF-8"
+        ) from None

@@ -1,0 +1,293 @@
+"""The configuration tree: plain frozen values, one field for each option, a line of documentation under each field.
+
+Nothing here reads a file or the environment (`sources.py`) and nothing imports torch. Options are addressed by their
+dotted path in the tree: `mixed_precision`, `fsdp.wrap_classes`, `accumulation.num_steps`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NoReturn
+
+__all__ = [
+    "AccumulationConfig",
+    "CompileConfig",
+    "DDPConfig",
+    "DataConfig",
+    "FSDPConfig",
+    "FieldSpec",
+    "FrozenDict",
+    "LaunchConfig",
+    "MixedPrecision",
+    "RunConfig",
+    "StateDictType",
+    "WrapPolicy",
+    "field_specs",
+    "get_value",
+    "section_names",
+]
+
+
+class MixedPrecision(StrEnum):
+    """The number format of forward and backward; parameters and optimizer state stay in fp32."""
+
+    NO = "no"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP8 = "fp8"
+
+
+class WrapPolicy(StrEnum):
+    """How FSDP groups parameters: one group for each transformer layer, for each module of a size, or one for all."""
+
+    TRANSFORMER = "transformer"
+    SIZE = "size"
+    NONE = "none"
+
+
+class StateDictType(StrEnum):
+    """What a checkpoint of a sharded model holds: the whole tensors in one file, or the shards of every rank."""
+
+    FULL = "full"
+    SHARDED = "sharded"
+
+
+class FrozenDict(dict[str, Any]):
+    """A dict that cannot change, down to its nested values; it can be hashed, pickled and written as JSON."""
+
+    def __init__(self, content: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> None:
+        super().__init__({key: _freeze(value) for key, value in dict(content).items()})
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("this mapping is part of a frozen configuration; copy it with dict(...) to change it")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (FrozenDict, (dict(self),))
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return FrozenDict(value)
+    if isinstance(value, list | tuple):
+        return tuple(_freeze(item) for item in value)
+    return value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """How data loaders are split over the ranks."""
+
+    split_batches: bool = False
+    """A loader's batch size is the global one, cut into one slice for each rank; else it is the size on each rank."""
+    dispatch_batches: bool | None = None
+    """Rank 0 reads the data and sends it to the others; None lets every rank read its own part."""
+    even_batches: bool = True
+    """Fill the last round of batches with samples from the beginning, so that all ranks take as many steps."""
+    use_seedable_sampler: bool = True
+    """Shuffle by seed and epoch, so that the order is the same for any number of ranks and after a resume."""
+    data_seed: int | None = None
+    """Seed of the shuffle; None takes the seed that `set_seed` put into torch."""
+    non_blocking: bool = False
+    """Copy batches to the device without waiting; of use with pinned memory."""
+    use_stateful_dataloader: bool = False
+    """Take loaders whose position is saved by the loader itself (torchdata's StatefulDataLoader)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AccumulationConfig:
+    """How many micro-batches make one update."""
+
+    num_steps: int = 1
+    """Micro-batches for each optimizer step, at least 1."""
+    sync_with_dataloader: bool = True
+    """Close the accumulation window at the end of the loader, even when it is not full."""
+    sync_each_batch: bool = False
+    """Reduce gradients after every micro-batch: more traffic, less memory in sharded strategies."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompileConfig:
+    """What torch.compile does to the model."""
+
+    backend: str = "no"
+    """`no` does not compile; else a backend of torch.compile such as `inductor`, `eager`, `aot_eager`."""
+    mode: str = "default"
+    """default, reduce-overhead, max-autotune, or max-autotune-no-cudagraphs."""
+    fullgraph: bool = False
+    """Make a graph break an error."""
+    dynamic: bool | None = None
+    """Compile for changing shapes: true always, false never, None as torch.compile finds out."""
+    regional: bool = False
+    """Compile each repeated block once instead of the whole model: starts much faster."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DDPConfig:
+    """Options of DistributedDataParallel."""
+
+    find_unused_parameters: bool = False
+    """Look in every forward for parameters that get no gradient; needed when the model skips some of them."""
+    broadcast_buffers: bool = True
+    """Send the buffers of rank 0 to the others before every forward."""
+    bucket_cap_mb: int = 25
+    """Gradients are reduced in buckets of this many MiB."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same order."""
+    gradient_as_bucket_view: bool = True
+    """Keep gradients inside the buckets: saves memory of the size of all gradients."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FSDPConfig:
+    """Options of fully sharded data parallel (FSDP2, `fully_shard`)."""
+
+    reshard_after_forward: bool = True
+    """Free gathered parameters after the forward (ZeRO-3); false keeps them until the backward (ZeRO-2)."""
+    wrap_policy: WrapPolicy = WrapPolicy.TRANSFORMER
+    """What becomes one communication group: transformer layers, modules of `min_num_params`, or the whole model."""
+    wrap_classes: tuple[str, ...] = ()
+    """Class names of the layers to wrap; empty takes the model's own `_no_split_modules`."""
+    min_num_params: int = 100_000_000
+    """With wrap_policy size: a module with at least this many parameters is wrapped."""
+    offload_params: bool = False
+    """Keep parameters, gradients and optimizer state in CPU memory between uses."""
+    activation_checkpointing: bool = False
+    """Compute the activations of wrapped layers again in the backward instead of keeping them."""
+    cpu_ram_efficient_loading: bool = False
+    """Only rank 0 holds the whole model in CPU memory while it is laid out."""
+    state_dict_type: StateDictType = StateDictType.FULL
+    """Checkpoints hold whole tensors in one file (full) or the shards of each rank (sharded)."""
+    ignored_modules: tuple[str, ...] = ()
+    """Regular expressions; a module whose whole name matches one of them is not sharded."""
+    backward_prefetch: bool = True
+    """Gather the next group's parameters while the backward of this one runs."""
+    forward_prefetch: bool = False
+    """Gather the next group's parameters while the forward of this one runs."""
+    replicate_size: int = 1
+    """Hybrid sharding: number of replicas of the model; ranks / replicate_size ranks share one replica's shards."""
+    replicate_per_node: bool = False
+    """Hybrid sharding with one replica on each node, whatever the number of nodes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchConfig:
+    """How processes are started; read by the launcher, and compared with the running job."""
+
+    num_processes: int | None = None
+    """Processes over all machines; None takes what the launcher or the machine offers."""
+    num_machines: int = 1
+    """Machines of the job."""
+    machine_rank: int = 0
+    """Number of this machine, from 0."""
+    main_process_ip: str | None = None
+    """Address of machine 0; None is this machine."""
+    main_process_port: int | None = None
+    """Port on machine 0; None picks a free one on one machine, 29500 on several."""
+    rdzv_backend: str = "static"
+    """Rendezvous of torch's elastic agent: static, c10d, ..."""
+    rdzv_conf: str = ""
+    """Further rendezvous settings, `key=value,key=value`."""
+    same_network: bool = True
+    """All machines are in one local network."""
+    gpu_ids: str = "all"
+    """`all`, or the numbers of the GPUs to use: `0,2`."""
+    enable_cpu_affinity: bool = False
+    """Bind each process to the CPU cores near its GPU."""
+    num_cpu_threads_per_process: int | None = None
+    """Threads of one process (OMP_NUM_THREADS); None shares the cores among the processes."""
+    max_restarts: int = 0
+    """How often the elastic agent starts the workers again after a failure."""
+    monitor_interval_seconds: float = 0.1
+    """How often the elastic agent looks at its workers, in seconds."""
+    tee: str = "0"
+    """Worker output that is also shown on the console, in the notation of torchrun's --tee."""
+    log_dir: str | None = None
+    """Folder for the workers' logs; None keeps no logs."""
+    role: str = "default"
+    """Name of the workers in the elastic agent's messages."""
+    main_training_function: str = "main"
+    """Function to call in a notebook or script that is launched by function."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Everything that can be set about a run."""
+
+    strategy: str = "auto"
+    """auto, single, ddp, fsdp2, or any registered name; auto is ddp on several ranks and single on one."""
+    mixed_precision: MixedPrecision = MixedPrecision.NO
+    """no, bf16, fp16 or fp8."""
+    use_cpu: bool = False
+    """Run on the CPU even when the machine has an accelerator."""
+    debug: bool = False
+    """Check before each collective that all ranks call it with the same shapes."""
+    timeout_seconds: float = 1800.0
+    """How long a rank waits for the others in a collective, in seconds."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Data loaders."""
+    accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
+    """Gradient accumulation."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    """torch.compile."""
+    ddp: DDPConfig = field(default_factory=DDPConfig)
+    """DistributedDataParallel."""
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    """Fully sharded data parallel."""
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    """Starting processes."""
+    deepspeed: Mapping[str, Any] = field(default_factory=FrozenDict)
+    """The DeepSpeed block of the configuration file, kept as written."""
+
+    def __post_init__(self) -> None:
+        # A caller's dict would make the tree mutable, and a mappingproxy could not be pickled.
+        object.__setattr__(self, "deepspeed", FrozenDict(self.deepspeed))
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSpec:
+    """One option of the tree: its dotted path, its resolved type annotation and its default."""
+
+    path: str
+    annotation: Any
+    default: Any
+
+
+def _walk(section: Any, prefix: str) -> Iterator[FieldSpec]:
+    hints = typing.get_type_hints(type(section))
+    for item in dataclasses.fields(section):
+        default = getattr(section, item.name)
+        if dataclasses.is_dataclass(default):
+            yield from _walk(default, f"{prefix}{item.name}.")
+        else:
+            yield FieldSpec(f"{prefix}{item.name}", hints[item.name], default)
+
+
+@functools.cache
+def field_specs() -> Mapping[str, FieldSpec]:
+    """Return every option of `RunConfig` by dotted path, in the order of the tree."""
+    return {spec.path: spec for spec in _walk(RunConfig(), "")}
+
+
+@functools.cache
+def section_names() -> tuple[str, ...]:
+    """Return the names of the nested sections: data, accumulation, compile, ddp, fsdp, launch."""
+    return tuple(dict.fromkeys(path.partition(".")[0] for path in field_specs() if "." in path))
+
+
+def get_value(config: RunConfig, path: str) -> Any:
+    """Return the value at a dotted path such as `fsdp.wrap_policy`."""
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value

@@ -1,0 +1,82 @@
+"""One level of configuration: values by dotted path, the place each came from, and everything wrong with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from accel_trainer.config.schema import field_specs
+from accel_trainer.config.validation import WrongValueError, coerce, show
+
+__all__ = ["Layer", "Setting", "Source", "SourceKind"]
+
+
+class SourceKind(StrEnum):
+    """The levels of precedence, weakest first."""
+
+    DEFAULT = "default"
+    FILE = "file"
+    ENVIRONMENT = "environment"
+    CLI = "cli"
+    PYTHON = "python"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a value came from.
+
+    `where` is what a person would look for: `train.yaml:8`, `ACCELERATE_MIXED_PRECISION`, `--mixed_precision`,
+    `Accelerator(mixed_precision=...)`; for a default it is `default`.
+    """
+
+    kind: SourceKind
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A checked value of one option and its source."""
+
+    path: str
+    value: Any
+    source: Source
+
+
+class Layer:
+    """Collects the settings of one level; a wrong value becomes a problem, so that all of them are reported at once."""
+
+    def __init__(self, kind: SourceKind, *, lenient: bool = False) -> None:
+        self.kind = kind
+        self.lenient = lenient
+        self.settings: dict[str, Setting] = {}
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self._subjects: dict[str, str] = {}
+
+    def put(self, path: str, value: Any, *, where: str, subject: str, text: str | None = None) -> None:
+        """Set the option at `path`; None means "not set".
+
+        Args:
+            path: dotted path of an existing option.
+            value: as the source gave it.
+            where: the source, for `Source.where`.
+            subject: how a message names this value, such as `num_processes at train.yaml:14`.
+            text: the scalar as it stood unquoted in a file.
+        """
+        if value is None:
+            return
+        try:
+            checked = coerce(field_specs()[path], value, lenient=self.lenient, text=text)
+        except WrongValueError as error:
+            self.problems.append(f"{subject} is {show(value)}; expected {error.expected}{error.hint}")
+            return
+        known = self.settings.get(path)
+        if known is not None and known.value != checked:
+            self.problems.append(
+                f"{subject} contradicts {self._subjects[path]}: they set {path} to {show(checked)} and to "
+                f"{show(known.value)}; keep one of the two"
+            )
+            return
+        self.settings[path] = Setting(path, checked, Source(self.kind, where))
+        self._subjects[path] = subject

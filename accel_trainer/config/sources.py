@@ -1,0 +1,165 @@
+"""From the sources of a configuration to the tree: explicit Python > command line > environment > file > default.
+
+Each option is decided on its own, and every value remembers where it came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accel_trainer.config.environment import read_environment_layer, read_launch_variable
+from accel_trainer.config.files import ConfigSource, FileConfig, FileProblemsError, problem_report, read_file
+from accel_trainer.config.schema import RunConfig, field_specs, get_value
+from accel_trainer.config.settings import Layer, Setting, Source, SourceKind
+from accel_trainer.config.validation import cross_problems, show, unused_notes
+from accel_trainer.errors import ConfigError, did_you_mean
+
+__all__ = ["Resolved", "build_config", "resolve"]
+
+_KEYWORDS = {
+    "accumulation.num_steps": "gradient_accumulation_steps",
+    "data.split_batches": "split_batches",
+    "timeout_seconds": "timeout",
+}
+"""Names under which users pass an option whose path they never wrote; the facade's `cpu` is given as use_cpu."""
+
+_DEFAULT = Source(SourceKind.DEFAULT, "default")
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration that is complete and checked.
+
+    Attributes:
+        config: the tree.
+        sources: where each value came from, for every dotted path.
+        notes: one-line remarks that a run should log once, such as keys of FSDP1 that were mapped.
+    """
+
+    config: RunConfig
+    sources: Mapping[str, Source]
+    notes: tuple[str, ...] = ()
+
+    def source(self, path: str) -> Source:
+        """Return where the value at a dotted path came from."""
+        _check_path(path)
+        return self.sources[path]
+
+    def value(self, path: str) -> Any:
+        """Return the value at a dotted path."""
+        _check_path(path)
+        return get_value(self.config, path)
+
+    def is_set(self, path: str) -> bool:
+        """Tell whether any source gave the option, even if it gave its default."""
+        return self.source(path).kind is not SourceKind.DEFAULT
+
+    def describe(self, path: str) -> str:
+        """Return `mixed_precision=bf16 (from train.yaml:8)`, for messages."""
+        source = self.source(path)
+        origin = "default" if source.kind is SourceKind.DEFAULT else f"from {source.where}"
+        return f"{path}={_plain_text(self.value(path))} ({origin})"
+
+    def explain(self) -> list[tuple[str, Any, Source]]:
+        """Return (dotted path, value, source) of every option, in the order of the tree."""
+        return [(path, get_value(self.config, path), self.sources[path]) for path in field_specs()]
+
+
+def _plain_text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(value)}]"
+    return str(value) if isinstance(value, str) else show(value)
+
+
+def _check_path(path: str) -> None:
+    if path not in field_specs():
+        raise ConfigError(f"unknown option {path!r}{did_you_mean(path, field_specs())}")
+
+
+def resolve(
+    *,
+    explicit: Mapping[str, Any] | None = None,
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    file: ConfigSource | FileConfig | None = None,
+    explicit_name: str = "Accelerator",
+) -> Resolved:
+    """Return the configuration that all sources make together.
+
+    Args:
+        explicit: Python arguments by dotted path; None values count as not given.
+        flags: command-line flags by dotted path; values may still be text.
+        environ: environment variables, usually all; `ACCEL_TRAINER_LAUNCH` brings the launcher's file and flags.
+        file: a path, a packaged name, JSON text, a mapping, or what `read_file` returned; replaces the launcher's.
+        explicit_name: what messages call the receiver of the `explicit` arguments.
+
+    Raises:
+        ConfigError: everything that is wrong in any of the sources, all at once.
+    """
+    environ = environ or {}
+    problems: list[str] = []
+    launch_file, launch_flags = read_launch_variable(environ, problems)
+    layers = [
+        _file_layer(file if file is not None else launch_file, problems),
+        read_environment_layer(environ),
+        _named_layer({**launch_flags, **(flags or {})}, SourceKind.CLI, _flag_name),
+        _named_layer(
+            explicit or {}, SourceKind.PYTHON, lambda path: f"{explicit_name}({_KEYWORDS.get(path, path)}=...)"
+        ),
+    ]
+    settings: dict[str, Setting] = {}
+    for layer in layers:
+        problems.extend(layer.problems)
+        settings.update(layer.settings)
+    sources = {path: settings[path].source if path in settings else _DEFAULT for path in field_specs()}
+    config = build_config({path: setting.value for path, setting in settings.items()})
+    notes = [note for layer in layers for note in layer.notes]
+    resolved = Resolved(config, sources, ())
+    problems.extend(cross_problems(config, resolved.describe))
+    if problems:
+        raise ConfigError(problem_report(problems, "the configuration"))
+    notes.extend(unused_notes(config, settings.keys(), resolved.describe))
+    return dataclasses.replace(resolved, notes=tuple(notes))
+
+
+def build_config(values: Mapping[str, Any]) -> RunConfig:
+    """Return the tree that has these values at these dotted paths and defaults elsewhere; checks nothing."""
+    top: dict[str, Any] = {}
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        section, _, name = path.rpartition(".")
+        (sections.setdefault(section, {}) if section else top)[name] = value
+    config = RunConfig(**top)
+    replaced = {name: dataclasses.replace(getattr(config, name), **options) for name, options in sections.items()}
+    return dataclasses.replace(config, **replaced)
+
+
+def _file_layer(file: ConfigSource | FileConfig | None, problems: list[str]) -> Layer:
+    layer = Layer(SourceKind.FILE)
+    if file is None:
+        return layer
+    try:
+        content = file if isinstance(file, FileConfig) else read_file(file)
+    except FileProblemsError as error:
+        problems.extend(error.problems)
+        return layer
+    layer.settings = dict(content.settings)
+    layer.notes = list(content.notes)
+    return layer
+
+
+def _flag_name(path: str) -> str:
+    return f"--{path.removeprefix('launch.')}"
+
+
+def _named_layer(values: Mapping[str, Any], kind: SourceKind, name_of: Callable[[str], str]) -> Layer:
+    layer = Layer(kind, lenient=kind is SourceKind.CLI)
+    for path, value in values.items():
+        if path not in field_specs():
+            layer.problems.append(f"unknown option {path!r}{did_you_mean(path, field_specs())}")
+        else:
+            layer.put(path, value, where=name_of(path), subject=name_of(path))
+    return layer

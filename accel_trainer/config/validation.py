@@ -1,0 +1,243 @@
+"""What a value must be: types, ranges and closed sets of every option, and the checks between options."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Any
+
+from accel_trainer.config.schema import FieldSpec, FrozenDict, RunConfig, WrapPolicy, get_value
+from accel_trainer.errors import did_you_mean
+
+__all__ = ["WrongValueError", "coerce", "cross_problems", "show"]
+
+_TRUE_WORDS = ("true", "1", "yes", "y", "t", "on")
+_FALSE_WORDS = ("false", "0", "no", "n", "f", "off")
+
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+class WrongValueError(Exception):
+    """A value does not fit its option; `expected` and `hint` complete the sentence `NAME is VALUE; expected ...`."""
+
+    def __init__(self, expected: str, hint: str = "") -> None:
+        super().__init__(expected, hint)
+        self.expected = expected
+        self.hint = hint
+
+
+def show(value: Any) -> str:
+    """Return a value as it would stand in a configuration file, cut to a readable length."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, StrEnum):
+        return repr(str(value))
+    if isinstance(value, Mapping | list | tuple):
+        kind = "a mapping" if isinstance(value, Mapping) else "a list"
+        return f"{kind} of {len(value)} entries" if len(value) else f"an empty {kind.split()[1]}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _at_least(bound: int) -> tuple[Callable[[Any], bool], str]:
+    return (lambda value: value >= bound), f"a whole number of at least {bound}"
+
+
+def _is_regex_list(patterns: tuple[str, ...]) -> bool:
+    try:
+        return all(re.compile(pattern) is not None for pattern in patterns)
+    except re.error:
+        return False
+
+
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "strategy": (lambda name: bool(name.strip()), "the name of a strategy such as auto, single, ddp or fsdp2"),
+    "timeout_seconds": (lambda seconds: seconds > 0, "a positive number of seconds"),
+    "data.data_seed": _at_least(0),
+    "accumulation.num_steps": _at_least(1),
+    "compile.backend": (
+        lambda name: bool(name.strip()),
+        "'no' or the name of a torch.compile backend such as 'inductor'",
+    ),
+    "compile.mode": (lambda mode: mode in COMPILE_MODES, f"one of {', '.join(map(repr, COMPILE_MODES))}"),
+    "ddp.bucket_cap_mb": _at_least(1),
+    "fsdp.min_num_params": _at_least(1),
+    "fsdp.replicate_size": _at_least(1),
+    "fsdp.ignored_modules": (_is_regex_list, "a list of valid regular expressions for module names"),
+    "launch.num_processes": _at_least(1),
+    "launch.num_machines": _at_least(1),
+    "launch.machine_rank": _at_least(0),
+    "launch.main_process_port": (lambda port: 0 <= port <= 65535, "a port number from 0 to 65535"),
+    "launch.gpu_ids": (lambda ids: bool(re.fullmatch(r"all|\d+(,\d+)*", ids)), "'all' or GPU numbers such as '0,2'"),
+    "launch.num_cpu_threads_per_process": _at_least(1),
+    "launch.max_restarts": _at_least(0),
+    "launch.monitor_interval_seconds": (lambda seconds: seconds > 0, "a positive number of seconds"),
+}
+
+
+def coerce(spec: FieldSpec, value: Any, *, lenient: bool = False, text: str | None = None) -> Any:
+    """Return `value` as the type of the option, checked against its range.
+
+    Args:
+        spec: the option.
+        value: what the source gave; never None (a null stands for "not set" everywhere).
+        lenient: take text for numbers and booleans too, as environment variables and accelerate's files need.
+        text: the scalar as it stood unquoted in a file, if it did.
+
+    Raises:
+        WrongValueError: the value does not fit.
+    """
+    kind = _without_none(spec.annotation)
+    result: Any
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        result = _enum(kind, value, text)
+    elif kind is bool:
+        result = _bool(value, lenient)
+    elif kind is int:
+        result = _int(value, lenient)
+    elif kind is float:
+        result = _float(value, lenient)
+    elif kind is str:
+        result = _str(value, text)
+    elif typing.get_origin(kind) is tuple:
+        result = _names(value, split=spec.path != "fsdp.ignored_modules")
+    else:
+        result = _mapping(value, lenient)
+    check, expected = _RANGES.get(spec.path, (None, ""))
+    if check is not None and not check(result):
+        raise WrongValueError(expected)
+    return result
+
+
+def _without_none(annotation: Any) -> Any:
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        return next(kind for kind in typing.get_args(annotation) if kind is not type(None))
+    return annotation
+
+
+def _unquoted_hint(value: Any, text: str | None) -> str:
+    """Explain why a word that YAML reads as a boolean did not arrive as text."""
+    if not isinstance(value, bool) or text is None or text.lower() in ("true", "false"):
+        return ""
+    return f"; YAML reads an unquoted {text} as {show(value)}: write '{text.lower()}' in quotes"
+
+
+def _enum(kind: type[StrEnum], value: Any, text: str | None) -> StrEnum:
+    members = {member.value: member for member in kind}
+    if isinstance(value, str):
+        found = members.get(value.strip().lower())
+        if found is not None:
+            return found
+    hint = did_you_mean(value.lower(), members) if isinstance(value, str) else _unquoted_hint(value, text)
+    raise WrongValueError(f"one of {', '.join(map(repr, members))}", hint)
+
+
+def _bool(value: Any, lenient: bool) -> bool:
+    if isinstance(value, bool):
+        return value
+    if lenient and isinstance(value, str | int):
+        word = str(value).strip().lower()
+        if word in _TRUE_WORDS or word in _FALSE_WORDS:
+            return word in _TRUE_WORDS
+    quoted = isinstance(value, str) and value.strip().lower() in (*_TRUE_WORDS, *_FALSE_WORDS)
+    raise WrongValueError("true or false", " without quotes" if quoted else "")
+
+
+def _int(value: Any, lenient: bool) -> int:
+    if isinstance(value, str):
+        if re.fullmatch(r"[-+]?0[0-9_]+", value):
+            decimal = value.lstrip("+-0_") or "0"
+            raise WrongValueError("a whole number", f"; a leading zero means octal to some readers: write {decimal}")
+        if lenient:
+            try:
+                value = float(value) if re.search(r"[.eE]", value) else int(value)
+            except ValueError:
+                raise WrongValueError("a whole number") from None
+        else:
+            raise WrongValueError("a whole number", " without quotes" if re.fullmatch(r"[-+]?\d+", value) else "")
+    # 1e8 is a float to every parser; people write it for a number of parameters.
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise WrongValueError("a whole number")
+    return value
+
+
+def _float(value: Any, lenient: bool) -> float:
+    if lenient and isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise WrongValueError("a number") from None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise WrongValueError("a finite number" if isinstance(value, float) else "a number")
+    return float(value)
+
+
+def _str(value: Any, text: str | None) -> str:
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, os.PathLike):
+        return str(os.fspath(value))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return text if text is not None else str(value)
+    raise WrongValueError("text", _unquoted_hint(value, text))
+
+
+def _names(value: Any, *, split: bool) -> tuple[str, ...]:
+    if isinstance(value, str):
+        parts = value.split(",") if split else [value]
+        return tuple(part.strip() for part in parts if part.strip())
+    is_list = isinstance(value, list | tuple | set | frozenset)
+    if not is_list or not all(isinstance(item, str) and item.strip() for item in value):
+        raise WrongValueError("a list of names")
+    names = sorted(value) if isinstance(value, set | frozenset) else value
+    return tuple(name.strip() for name in names)
+
+
+def _mapping(value: Any, lenient: bool) -> FrozenDict:
+    if lenient and isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise WrongValueError("a JSON object") from None
+    if not isinstance(value, Mapping):
+        raise WrongValueError("a mapping of options")
+    return FrozenDict(value)
+
+
+def cross_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
+    """Return what contradicts between options; `describe` gives `path=value (from where)` for a dotted path."""
+    problems = []
+    launch = config.launch
+    if config.fsdp.replicate_per_node and config.fsdp.replicate_size > 1:
+        problems.append(
+            f"{describe('fsdp.replicate_per_node')} contradicts {describe('fsdp.replicate_size')}: "
+            "give the number of replicas, or one per node, not both"
+        )
+    if launch.machine_rank >= launch.num_machines:
+        problems.append(
+            f"{describe('launch.machine_rank')} does not fit {describe('launch.num_machines')}: "
+            "machines are numbered from 0 to num_machines - 1"
+        )
+    if launch.num_processes is not None and launch.num_processes % launch.num_machines:
+        problems.append(
+            f"{describe('launch.num_processes')} cannot be divided over {describe('launch.num_machines')}: "
+            "every machine runs the same number of processes"
+        )
+    return problems
+
+
+def unused_notes(config: RunConfig, given: typing.Collection[str], describe: Callable[[str], str]) -> list[str]:
+    """Return remarks on options that were given and that another option leaves without effect."""
+    notes = []
+    for path, policy in (("fsdp.wrap_classes", WrapPolicy.TRANSFORMER), ("fsdp.min_num_params", WrapPolicy.SIZE)):
+        if path in given and config.fsdp.wrap_policy is not policy and get_value(config, path):
+            notes.append(f"{describe(path)} is not used: {describe('fsdp.wrap_policy')}")
+    return notes
