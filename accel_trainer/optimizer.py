@@ -1,0 +1,119 @@
+"""The optimizer that a training loop holds: a real torch Optimizer that steps when its accumulation window ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from accel_trainer.accelerator import PreparedUnit
+
+__all__ = ["AcceleratedOptimizer"]
+
+
+class AcceleratedOptimizer(Optimizer):
+    """Wraps the user's optimizer; `step` and `zero_grad` may be called on every micro-batch.
+
+    Inside `accumulate()` they act on the last micro-batch of the window only. State, groups and hooks are those of the
+    wrapped optimizer, found under `.optimizer`.
+    """
+
+    def __init__(self, optimizer: Optimizer, prepared: PreparedUnit) -> None:
+        # Optimizer.__init__ is not called: the wrapped optimizer holds the groups and the state.
+        self.optimizer = optimizer
+        self._prepared = prepared
+        self._step_was_skipped = False
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """State by parameter."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Parameter groups with their options."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Default options of new groups."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step left the parameters as they were, because fp16 gradients overflowed."""
+        return self._step_was_skipped
+
+    @property
+    def ends_window(self) -> bool:
+        """Whether `step` acts now: the current micro-batch is the last of its accumulation window."""
+        return self._prepared.window.is_last
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the parameters at the end of an accumulation window; do nothing before it. See the unit's `step`."""
+        prepared = self._prepared
+        if not prepared.window.is_last:
+            return None
+        prepared.finish_window()
+        outcome = prepared.unit.step(closure)
+        self._step_was_skipped = not outcome.applied
+        return None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients at the end of an accumulation window; keep them before it."""
+        if self._prepared.window.is_last:
+            self._prepared.unit.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters of the prepared model."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the wrapped optimizer's state."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> None:
+        """Put a schedule-free optimizer into training mode; nothing for others."""
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()  # type: ignore[attr-defined]
+
+    def eval(self) -> None:
+        """Put a schedule-free optimizer into evaluation mode; nothing for others."""
+        if callable(getattr(self.optimizer, "eval", None)):
+            self.optimizer.eval()  # type: ignore[attr-defined]
+
+    def register_step_pre_hook(self, hook: Any) -> torch.utils.hooks.RemovableHandle:
+        """Register a hook on the wrapped optimizer's step."""
+        return self.optimizer.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> torch.utils.hooks.RemovableHandle:
+        """Register a hook on the wrapped optimizer's step."""
+        return self.optimizer.register_step_post_hook(hook)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)

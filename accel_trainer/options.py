@@ -1,0 +1,193 @@
+"""What was passed to `Accelerator(...)`, brought to configuration paths, and the checks before anything is laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_trainer.config import Resolved, resolve
+from accel_trainer.errors import ConfigError
+from accel_trainer.plugins import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+)
+from accel_trainer.registry import load_strategy
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.strategies.api import Strategy, WrapPolicyFunction
+
+__all__ = ["AcceleratorOptions", "FSDPDescription", "build_strategy", "resolve_options"]
+
+
+@dataclass
+class FSDPDescription:
+    """The sharding in force, under the attribute names that transformers reads from `state.fsdp_plugin`."""
+
+    fsdp_version: int
+    reshard_after_forward: bool
+    state_dict_type: str
+    cpu_offload: bool
+    activation_checkpointing: bool
+    transformer_cls_names_to_wrap: list[str]
+
+
+@dataclass
+class AcceleratorOptions:
+    """Explicit options by dotted path, and the objects that no configuration file can hold."""
+
+    explicit: dict[str, Any] = field(default_factory=dict)
+    plugin_kwargs: dict[str, Any] = field(default_factory=dict)
+    wrap_policy: WrapPolicyFunction | None = None
+    ddp_options: dict[str, Any] = field(default_factory=dict)
+    scaler_options: dict[str, Any] = field(default_factory=dict)
+    backend: str | None = None
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        split_batches: bool | None,
+        mixed_precision: str | None,
+        gradient_accumulation_steps: int | None,
+        cpu: bool | None,
+        dataloader_config: DataLoaderConfiguration | None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None,
+        kwargs_handlers: Sequence[KwargsHandler],
+        dynamo_backend: str | None,
+        strategy: str | None,
+    ) -> AcceleratorOptions:
+        """Bring the constructor's arguments to dotted paths.
+
+        Raises:
+            ConfigError: two arguments say different things.
+        """
+        if gradient_accumulation_plugin is not None and gradient_accumulation_steps not in (None, 1):
+            if gradient_accumulation_steps != gradient_accumulation_plugin.num_steps:
+                raise ConfigError(
+                    f"gradient_accumulation_steps={gradient_accumulation_steps} and GradientAccumulationPlugin(num_steps="
+                    f"{gradient_accumulation_plugin.num_steps}) were both given; pass one of them"
+                )
+        options = cls()
+        scalars = {
+            "data.split_batches": split_batches,
+            "mixed_precision": mixed_precision,
+            "accumulation.num_steps": gradient_accumulation_steps,
+            "use_cpu": cpu,
+            "compile.backend": dynamo_backend,
+            "strategy": strategy,
+        }
+        options.explicit.update({path: value for path, value in scalars.items() if value is not None})
+        if dataloader_config is not None:
+            options.explicit.update(dataloader_config.options())
+        if gradient_accumulation_plugin is not None:
+            options.explicit.update(gradient_accumulation_plugin.options())
+            options.plugin_kwargs["num_steps"] = gradient_accumulation_plugin.num_steps
+            if gradient_accumulation_plugin.sync_each_batch:
+                options.plugin_kwargs["sync_each_batch"] = True
+        if fsdp_plugin is not None:
+            options.explicit.update(fsdp_plugin.options())
+            options.wrap_policy = fsdp_plugin.wrap_function
+        options._take_handlers(kwargs_handlers)
+        return options
+
+    def _take_handlers(self, handlers: Sequence[KwargsHandler]) -> None:
+        seen: set[type] = set()
+        for handler in handlers:
+            if type(handler) in seen:
+                raise ConfigError(f"kwargs_handlers holds two {type(handler).__name__}; pass one")
+            seen.add(type(handler))
+            if isinstance(handler, DistributedDataParallelKwargs):
+                self.ddp_options = handler.given()
+            elif isinstance(handler, GradScalerKwargs):
+                self.scaler_options = handler.given()
+            elif isinstance(handler, InitProcessGroupKwargs):
+                self.backend = handler.backend
+                if handler.timeout is not None:
+                    self.explicit["timeout_seconds"] = handler.timeout.total_seconds()
+            else:
+                raise ConfigError(
+                    f"kwargs_handlers holds a {type(handler).__name__}; known: DistributedDataParallelKwargs, "
+                    "GradScalerKwargs, InitProcessGroupKwargs"
+                )
+
+    def build_scaler(self, device: torch.device) -> torch.amp.GradScaler:
+        """Return the fp16 loss scaler of an Accelerator."""
+        return torch.amp.GradScaler(device.type, **self.scaler_options)
+
+    @staticmethod
+    def describe_fsdp(resolved: Resolved) -> FSDPDescription:
+        """Return the sharding in force as transformers reads it."""
+        fsdp = resolved.config.fsdp
+        return FSDPDescription(
+            fsdp_version=2,
+            reshard_after_forward=fsdp.reshard_after_forward,
+            state_dict_type=f"{fsdp.state_dict_type.upper()}_STATE_DICT",
+            cpu_offload=fsdp.offload_params,
+            activation_checkpointing=fsdp.activation_checkpointing,
+            transformer_cls_names_to_wrap=list(fsdp.wrap_classes),
+        )
+
+
+def resolve_options(
+    options: AcceleratorOptions, environ: Mapping[str, str], config: str | Path | Mapping[str, Any] | Resolved | None
+) -> Resolved:
+    """Resolve the configuration of an Accelerator; one that is resolved already is taken as it is.
+
+    Raises:
+        ConfigError: an option is wrong, or explicit options were given beside a resolved configuration.
+    """
+    if not isinstance(config, Resolved):
+        return resolve(explicit=options.explicit, environ=environ, file=config)
+    if options.explicit:
+        raise ConfigError(
+            f"config is resolved already, and {', '.join(sorted(options.explicit))} came beside it; resolve them together"
+        )
+    return config
+
+
+def _check_world_size(resolved: Resolved, process: ProcessContext) -> None:
+    """Refuse a world size that the configuration contradicts."""
+    stated = resolved.config.launch.num_processes
+    if stated is not None and stated != process.world_size:
+        raise ConfigError(
+            f"{resolved.describe('launch.num_processes')}, and this job has {process.world_size} process(es). "
+            f"Start it with `accel-trainer launch --num_processes {stated} SCRIPT`, or change the file to "
+            f"num_processes: {process.world_size}"
+        )
+
+
+def build_strategy(resolved: Resolved, process: ProcessContext) -> Strategy:
+    """Return the strategy of the job: the configured one, or `single` / `ddp` by the number of processes for "auto".
+
+    Raises:
+        ConfigError: the strategy is unknown, or cannot do its work on this number of processes.
+    """
+    name = resolved.config.strategy
+    if name == "auto":
+        name = "ddp" if process.world_size > 1 else "single"
+    strategy: Strategy = load_strategy(name)
+    facts = strategy.capabilities
+    origin = resolved.describe("strategy")
+    if process.world_size < facts.min_world_size:
+        raise ConfigError(
+            f"{origin}: strategy {name!r} needs at least {facts.min_world_size} processes and this job has "
+            f"{process.world_size}; training unsharded in its place is not an option. Start the script with "
+            f"`accel-trainer launch --num_processes {facts.min_world_size} SCRIPT` (add --cpu on a machine without GPUs), "
+            "or take the strategy out"
+        )
+    if facts.max_world_size is not None and process.world_size > facts.max_world_size:
+        raise ConfigError(
+            f"{origin}: strategy {name!r} is for {facts.max_world_size} process and this job has {process.world_size}, which "
+            "would each train alone; use 'ddp' or 'fsdp2', or start one process"
+        )
+    _check_world_size(resolved, process)
+    return strategy

@@ -1,0 +1,281 @@
+"""Where this process stands, under the names that scripts compare with: PartialState, AcceleratorState, GradientState."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from accel_trainer.runtime.process import ProcessContext, destroy_process_group, init_process, read_environment
+
+__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "ProcessView"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class DistributedType(str, Enum):
+    """Kind of distributed setup. A str, so that it compares equal to the names that other libraries use."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    TPU = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+
+    @classmethod
+    def of(cls, kind: str, device: torch.device) -> DistributedType:
+        """Return the member for a strategy's kind; `MULTI` is completed by the kind of device."""
+        if kind != "MULTI":
+            return cls(kind)
+        suffix = {"cpu": "CPU", "cuda": "GPU"}.get(device.type, device.type.upper())
+        return cls(f"MULTI_{suffix}")
+
+
+class ProcessView:
+    """What PartialState and Accelerator both tell of this process; whoever has a `process` has these."""
+
+    process: ProcessContext
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self.process.device
+
+    @property
+    def backend(self) -> str | None:
+        """Backend of the process group; None without one."""
+        return self.process.backend
+
+    @property
+    def num_processes(self) -> int:
+        """World size."""
+        return self.process.world_size
+
+    @property
+    def process_index(self) -> int:
+        """Rank in the job."""
+        return self.process.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank on this node."""
+        return self.process.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.process.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self.process.is_local_main
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the highest rank."""
+        return self.process.rank == self.process.world_size - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.process.is_distributed
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every rank is here. Collective; returns at once on one process."""
+        if self.process.is_distributed:
+            dist.barrier()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per node."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+    @contextmanager
+    def _goes_first(self, is_first: bool) -> Iterator[None]:
+        # The others wait at the first barrier until the block is done; it is reached when the block raises, too.
+        if not is_first:
+            self.wait_for_everyone()
+            yield
+            return
+        try:
+            yield
+        finally:
+            self.wait_for_everyone()
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Run a block on rank 0, then on the others. Collective: every rank enters it."""
+        with self._goes_first(self.is_main_process):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Run a block on the first rank of each node, then on the others. Collective: every rank enters it."""
+        with self._goes_first(self.is_local_main_process):
+            yield
+
+    def _only_if(self, wanted: bool, function: F) -> F:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if wanted else None
+
+        return run  # type: ignore[return-value]
+
+    def on_main_process(self, function: F) -> F:
+        """Decorate a function so that it runs on rank 0 and returns None elsewhere."""
+        return self._only_if(self.is_main_process, function)
+
+    def on_local_main_process(self, function: F) -> F:
+        """Decorate a function so that it runs on the first rank of each node."""
+        return self._only_if(self.is_local_main_process, function)
+
+    def on_last_process(self, function: F) -> F:
+        """Decorate a function so that it runs on the highest rank."""
+        return self._only_if(self.is_last_process, function)
+
+    def on_process(self, function: F | None = None, process_index: int = 0) -> Any:
+        """Decorate a function so that it runs on one rank."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return self._only_if(self.process_index == process_index, function)
+
+    def on_local_process(self, function: F | None = None, local_process_index: int = 0) -> Any:
+        """Decorate a function so that it runs on one rank of each node."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        return self._only_if(self.local_process_index == local_process_index, function)
+
+
+class PartialState(ProcessView):
+    """This process's rank and device, and the calls that only need those.
+
+    Joins the job when it is made, unless a context is given. Picklable: holds values only.
+    """
+
+    def __init__(
+        self,
+        cpu: bool | None = None,
+        *,
+        process: ProcessContext | None = None,
+        distributed_type: DistributedType | None = None,
+        timeout_seconds: float = 1800.0,
+    ) -> None:
+        """Collective when a launcher started several processes and none has joined yet.
+
+        Args:
+            cpu: run on the CPU; when None, `ACCELERATE_USE_CPU` and the launcher's options decide.
+        """
+        if process is None:
+            from accel_trainer.config import resolve
+
+            environ = read_environment()
+            explicit = {} if cpu is None else {"use_cpu": cpu}
+            resolved = resolve(explicit=explicit, environ=environ, explicit_name="PartialState")
+            process = init_process(environ, use_cpu=resolved.config.use_cpu, timeout_seconds=timeout_seconds)
+        self.process = process
+        if distributed_type is None:
+            kind = "MULTI" if process.world_size > 1 else "NO"
+            distributed_type = DistributedType.of(kind, process.device)
+        self.distributed_type = distributed_type
+
+    def __repr__(self) -> str:
+        context = self.process
+        return (
+            f"Distributed environment: {self.distributed_type}{'  Backend: ' + context.backend if context.backend else ''}\n"
+            f"Num processes: {context.world_size}\nProcess index: {context.rank}\n"
+            f"Local process index: {context.local_rank}\nDevice: {context.device}\n"
+        )
+
+    @property
+    def initialized(self) -> bool:
+        """True: a state exists only once it is known."""
+        return True
+
+    def destroy_process_group(self) -> None:
+        """Leave the process group."""
+        sys.stdout.flush()
+        destroy_process_group()
+
+
+class AcceleratorState(PartialState):
+    """A PartialState with what an Accelerator was configured to do. One per Accelerator; nothing is shared."""
+
+    def __init__(
+        self,
+        *,
+        process: ProcessContext,
+        distributed_type: DistributedType,
+        mixed_precision: str,
+        fsdp_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        parallelism_config: Any = None,
+    ) -> None:
+        super().__init__(process=process, distributed_type=distributed_type)
+        self.mixed_precision = mixed_precision
+        self.fsdp_plugin = fsdp_plugin
+        self.deepspeed_plugin = deepspeed_plugin
+        self.parallelism_config = parallelism_config
+
+
+class GradientState:
+    """What an Accelerator knows of the step it is in: whether gradients are exchanged, and where its loaders stand."""
+
+    def __init__(self, plugin_kwargs: dict[str, Any] | None = None) -> None:
+        self.plugin_kwargs = plugin_kwargs or {}
+        """What the user set of the accumulation plugin, by its field names."""
+        self.sync_gradients = True
+        self.loaders: list[Any] = []
+        """Prepared loaders that are being iterated, the innermost last."""
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches of a full accumulation window."""
+        return int(self.plugin_kwargs.get("num_steps", 1))
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The innermost prepared loader that is being iterated; None outside of loops."""
+        return self.loaders[-1] if self.loaders else None
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being iterated."""
+        return bool(self.loaders)
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the active loader's current batch is its last."""
+        return self.in_dataloader and bool(self.active_dataloader.end_of_dataloader)
+
+    @property
+    def remainder(self) -> int:
+        """Valid rows of the active loader's last global batch when it holds padding; -1 when there is nothing to cut."""
+        rows = self.active_dataloader.rows if self.in_dataloader else None
+        return sum(rows.rows) if rows is not None and rows.is_last and rows.padded else -1
+
+    def begin(self, loader: Any) -> None:
+        """A loader's iteration begins."""
+        self.loaders.append(loader)
+
+    def end(self, loader: Any) -> None:
+        """A loader's iteration ends, by exhaustion or because its loop was left."""
+        self.loaders = [active for active in self.loaders if active is not loader]
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self.sync_gradients = sync_gradients
