@@ -24,7 +24,7 @@ from accel_trainer.config.schema import (
     get_value,
 )
 from accel_trainer.config.settings import Setting, Source, SourceKind
-from accel_trainer.config.sources import Resolved, build_config, resolve
+from accel_trainer.config.sources import Resolved, build_config, flag_name, resolve
 
 __all__ = [
     "RESERVED_VARIABLES",
@@ -48,6 +48,7 @@ __all__ = [
     "WrapPolicy",
     "build_config",
     "field_specs",
+    "flag_name",
     "fsdp_options",
     "get_value",
     "packaged_names",

@@ -17,7 +17,7 @@ from accel_trainer.config.settings import Layer, Setting, Source, SourceKind
 from accel_trainer.config.validation import cross_problems, show, unused_notes
 from accel_trainer.errors import ConfigError, did_you_mean
 
-__all__ = ["Resolved", "build_config", "resolve"]
+__all__ = ["Resolved", "build_config", "flag_name", "resolve"]
 
 _KEYWORDS = {
     "accumulation.num_steps": "gradient_accumulation_steps",
@@ -25,6 +25,13 @@ _KEYWORDS = {
     "timeout_seconds": "timeout",
 }
 """Names under which users pass an option whose path they never wrote; the facade's `cpu` is given as use_cpu."""
+
+_FLAGS = {
+    "use_cpu": "cpu",
+    "accumulation.num_steps": "gradient_accumulation_steps",
+    "launch.monitor_interval_seconds": "monitor_interval",
+}
+"""Flags whose names do not follow from the path."""
 
 _DEFAULT = Source(SourceKind.DEFAULT, "default")
 
@@ -105,7 +112,7 @@ def resolve(
     layers = [
         _file_layer(file if file is not None else launch_file, problems),
         read_environment_layer(environ),
-        _named_layer({**launch_flags, **(flags or {})}, SourceKind.CLI, _flag_name),
+        _named_layer({**launch_flags, **(flags or {})}, SourceKind.CLI, flag_name),
         _named_layer(
             explicit or {}, SourceKind.PYTHON, lambda path: f"{explicit_name}({_KEYWORDS.get(path, path)}=...)"
         ),
@@ -151,8 +158,10 @@ def _file_layer(file: ConfigSource | FileConfig | None, problems: list[str]) -> 
     return layer
 
 
-def _flag_name(path: str) -> str:
-    return f"--{path.removeprefix('launch.')}"
+def flag_name(path: str) -> str:
+    """Return the flag of `accel-trainer launch` for an option: `fsdp.wrap_classes` is `--fsdp_wrap_classes`."""
+    section, _, name = path.rpartition(".")
+    return f"--{_FLAGS.get(path) or (name if section in ('', 'launch') else f'{section}_{name}')}"
 
 
 def _named_layer(values: Mapping[str, Any], kind: SourceKind, name_of: Callable[[str], str]) -> Layer:
