@@ -212,10 +212,13 @@ class _Reader:
         return None
 
     def fsdp(self, item: tuple[Key, Node] | None, block: Mapping[Key, Node], kind: str | None) -> None:
-        entries = fsdp_dialect.entries_of(self.document, block, self.layer, "fsdp_config")
-        if kind == "FSDP":
-            fsdp_dialect.translate_entries(entries, self.layer, source_name=self.document.name, default_version=1)
-        elif item is not None and entries and kind is not None:
+        # A block that is not used is still checked, in a layer of its own.
+        layer = self.layer if kind in ("FSDP", None) else Layer(self.layer.kind, lenient=True)
+        entries = fsdp_dialect.entries_of(self.document, block, layer, "fsdp_config")
+        if entries:
+            fsdp_dialect.translate_entries(entries, layer, source_name=self.document.name, default_version=1)
+        if item is not None and block and layer is not self.layer:
+            self.layer.problems.extend(layer.problems)
             self.layer.notes.append(f"{self.subject(item[0])} is not used: distributed_type is {kind}")
 
     def deepspeed(self, item: tuple[Key, Node] | None, block: Mapping[Key, Node], kind: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +109,8 @@ def _load(source: ConfigSource) -> tuple[str, Path | None, Document]:
             return name, path, read_json(source, name)
         name, path = _locate(source)
         text = _read_text(path)
-        is_json = path.suffix == ".json" or (path.suffix not in _SUFFIXES and text.lstrip().startswith("{"))
+        suffix = path.suffix.lower()
+        is_json = suffix == ".json" or (suffix not in _SUFFIXES and text.lstrip().startswith("{"))
         return name, path, (read_json if is_json else read_yaml)(text, name)
     except ConfigError as error:
         raise FileProblemsError([str(error)], name) from None
@@ -122,8 +124,13 @@ def _locate(source: str | os.PathLike[str]) -> tuple[str, Path]:
             "expected a path, a packaged name, JSON text or a mapping"
         )
     name = os.fspath(source)
+    if "\n" in name:
+        raise ConfigError(
+            f"a configuration is text of several lines that starts with {name.splitlines()[0]!r}; "
+            "expected a path, a packaged name, or the text of a JSON object: write YAML text to a file"
+        )
     path = Path(os.path.abspath(os.path.expanduser(name)))
-    if path.is_file():
+    if _is_file(path):
         return name, path
     if Path(name).name == name and not path.suffix:
         for suffix in _SUFFIXES:
@@ -143,9 +150,28 @@ def _missing(name: str, path: Path) -> str:
             f"config file {name!r} not found: there is no file {path} and no packaged configuration of that name"
             f"{hint or '.'} Packaged: {', '.join(names)}"
         )
-    siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-    where = "" if path.parent.is_dir() else f"; the directory {path.parent} does not exist either"
+    where = ""
+    siblings: list[str] = []
+    try:
+        siblings = [item.name for item in path.parent.iterdir()]
+    except FileNotFoundError:
+        where = f"; the directory {path.parent} does not exist either"
+    except OSError:
+        pass  # the names would only have been a help
     return f"config file {name!r} not found: there is no file {path}{where}{did_you_mean(path.name, siblings)}"
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    except OSError as error:
+        raise ConfigError(_unreadable(path, error)) from None
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    return f"config file {path} cannot be read: {os.strerror(error.errno or errno.EIO)}"
 
 
 def _read_text(path: Path) -> str:
@@ -157,8 +183,7 @@ def _read_text(path: Path) -> str:
             )
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        reason = os.strerror(error.errno or errno.EIO)
-        raise ConfigError(f"config file {path} cannot be read: {reason}; check its permissions") from None
+        raise ConfigError(_unreadable(path, error)) from None
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"config file {path} is not UTF-8 text: byte {error.start} does not decode; save it as UTF-8"

@@ -19,12 +19,11 @@ from accel_trainer.errors import ConfigError, did_you_mean
 
 __all__ = ["Resolved", "build_config", "flag_name", "resolve"]
 
-_KEYWORDS = {
+_ACCELERATOR_KEYWORDS: Mapping[str, str] = {
     "accumulation.num_steps": "gradient_accumulation_steps",
     "data.split_batches": "split_batches",
-    "timeout_seconds": "timeout",
+    "use_cpu": "cpu",
 }
-"""Names under which users pass an option whose path they never wrote; the facade's `cpu` is given as use_cpu."""
 
 _FLAGS = {
     "use_cpu": "cpu",
@@ -93,6 +92,7 @@ def resolve(
     environ: Mapping[str, str] | None = None,
     file: ConfigSource | FileConfig | None = None,
     explicit_name: str = "Accelerator",
+    explicit_keywords: Mapping[str, str] = _ACCELERATOR_KEYWORDS,
 ) -> Resolved:
     """Return the configuration that all sources make together.
 
@@ -102,6 +102,7 @@ def resolve(
         environ: environment variables, usually all; `ACCEL_TRAINER_LAUNCH` brings the launcher's file and flags.
         file: a path, a packaged name, JSON text, a mapping, or what `read_file` returned; replaces the launcher's.
         explicit_name: what messages call the receiver of the `explicit` arguments.
+        explicit_keywords: the receiver's own keyword for an option, where it is not the path.
 
     Raises:
         ConfigError: everything that is wrong in any of the sources, all at once.
@@ -114,7 +115,7 @@ def resolve(
         read_environment_layer(environ),
         _named_layer({**launch_flags, **(flags or {})}, SourceKind.CLI, flag_name),
         _named_layer(
-            explicit or {}, SourceKind.PYTHON, lambda path: f"{explicit_name}({_KEYWORDS.get(path, path)}=...)"
+            explicit or {}, SourceKind.PYTHON, lambda path: f"{explicit_name}({explicit_keywords.get(path, path)}=...)"
         ),
     ]
     settings: dict[str, Setting] = {}

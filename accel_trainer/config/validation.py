@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import re
 import types
@@ -123,6 +124,8 @@ def _without_none(annotation: Any) -> Any:
 
 def _unquoted_hint(value: Any, text: str | None) -> str:
     """Explain why a word that YAML reads as a boolean did not arrive as text."""
+    if value is False and (text is None or text.lower() == "false"):
+        return "; write 'no' as text"
     if not isinstance(value, bool) or text is None or text.lower() in ("true", "false"):
         return ""
     return f"; YAML reads an unquoted {text} as {show(value)}: write '{text.lower()}' in quotes"
@@ -161,12 +164,12 @@ def _int(value: Any, lenient: bool) -> int:
                 raise WrongValueError("a whole number") from None
         else:
             raise WrongValueError("a whole number", " without quotes" if re.fullmatch(r"[-+]?\d+", value) else "")
+    if not isinstance(value, bool | float) and hasattr(value, "__index__"):
+        return operator.index(value)  # numpy's integers too
     # 1e8 is a float to every parser; people write it for a number of parameters.
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise WrongValueError("a whole number")
-    return value
+    raise WrongValueError("a whole number")
 
 
 def _float(value: Any, lenient: bool) -> float:
