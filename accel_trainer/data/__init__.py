@@ -1,1 +1,19 @@
-"""Which rank reads which sample, and which rows are padding."""
+"""Reading data: who reads which sample, and what every step holds."""
+
+from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
+from accel_trainer.data.metrics import drop_padding, gather_valid, trim_gathered
+from accel_trainer.data.plan import BatchRows, DataPlan
+from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler
+
+__all__ = [
+    "BatchRows",
+    "DataPlan",
+    "PreparedDataLoader",
+    "SeedableRandomSampler",
+    "ShardedBatchSampler",
+    "drop_padding",
+    "gather_valid",
+    "prepare_data_loader",
+    "skip_first_batches",
+    "trim_gathered",
+]

@@ -1,0 +1,135 @@
+"""Gathered outputs with every sample exactly once: what the loader's plan says is padding is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, cat
+
+from accel_trainer.data.plan import BatchRows
+from accel_trainer.runtime.collectives import gather, gather_object, gather_ragged
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.tree import leaves, map_leaves
+
+__all__ = ["drop_padding", "gather_valid", "trim_gathered"]
+
+
+def drop_padding(data: Any, rows: BatchRows, shard: int) -> Any:
+    """Keep the valid rows of this shard's batch, or of anything that has one row (or k rows) for each of its samples.
+
+    Tensors without a row for each sample, 0-d ones for instance, are kept whole.
+    """
+    if rows.rows[shard] == rows.sizes[shard]:
+        return data
+    return map_leaves(
+        lambda leaf: _keep(leaf, rows.rows[shard : shard + 1], rows.sizes[shard : shard + 1]), data, is_leaf=_is_column
+    )
+
+
+def trim_gathered(data: Any, rows: BatchRows) -> Any:
+    """Keep exactly the valid rows of what was gathered from every shard, in the order of the shards.
+
+    That order is the order of the samples. A leaf that has no row for each sample but one block for each shard (a loss
+    per rank) keeps the blocks of the shards that had a sample.
+    """
+    if not rows.padded:
+        return data
+    return map_leaves(lambda leaf: _keep(leaf, rows.rows, rows.sizes), data, is_leaf=_is_column)
+
+
+def gather_valid(
+    data: Any, rows: BatchRows | None, process: ProcessContext, *, use_gather_object: bool = False, debug: bool = False
+) -> Any:
+    """Gather from every rank the rows that are no padding, in the order of the samples.
+
+    Collective: every rank calls it, once for each step.
+
+    Args:
+        data: tensors of equal shapes but for their first dimension, lists of other values (strings) with one entry for
+            each sample, or nestings of them.
+        rows: what the loader says of its present batch; None gathers everything.
+        use_gather_object: take the whole of `data`, a list or tuple with one entry for each sample, as objects.
+    """
+    if rows is not None and len(rows.rows) != process.world_size:
+        rows = None  # the sampler shards by rank itself: nobody can say what is padding
+    if use_gather_object:
+        if rows is not None:
+            data = _keep(data, rows.rows[process.rank :][:1], rows.sizes[process.rank :][:1])
+        return gather_object(data, process)
+    if not process.is_distributed:
+        return (
+            gather(data, process)
+            if isinstance(data, Tensor)
+            else map_leaves(lambda leaf: _alone(leaf, process), data, is_leaf=_is_column)
+        )
+    columns = iter(_gather_columns([c for c in leaves(data, is_leaf=_is_column)], rows, process, debug))
+    return map_leaves(lambda _: next(columns), data, is_leaf=_is_column)
+
+
+def _alone(leaf: Any, process: ProcessContext) -> Any:
+    if isinstance(leaf, Tensor):
+        return gather(leaf, process)
+    return leaf if leaf is None or isinstance(leaf, list) else [leaf]
+
+
+def _gather_columns(columns: list[Any], rows: BatchRows | None, process: ProcessContext, debug: bool) -> list[Any]:
+    tensors = [column for column in columns if isinstance(column, Tensor)]
+    if rows is None or rows.is_even:
+        gathered = iter(gather(tensors, process, debug=debug))
+    else:
+        gathered = iter([_gather_uneven(tensor, rows, process) for tensor in tensors])
+    others = [column for column in columns if not isinstance(column, Tensor) and column is not None]
+    if rows is not None:
+        others = [_keep(o, rows.rows[process.rank :][:1], rows.sizes[process.rank :][:1]) for o in others]
+    by_rank = gather_object([others], process) if others else []
+    results: list[Any] = []
+    position = 0
+    for column in columns:
+        if isinstance(column, Tensor):
+            tensor = next(gathered)
+            results.append(tensor if rows is None else _keep(tensor, rows.rows, rows.sizes))
+        elif column is None:
+            results.append(None)
+        else:
+            parts = [rank[position] for rank in by_rank]
+            is_list = all(isinstance(part, list) for part in parts)
+            results.append([entry for part in parts for entry in part] if is_list else parts)
+            position += 1
+    return results
+
+
+def _gather_uneven(tensor: Tensor, rows: BatchRows, process: ProcessContext) -> Tensor:
+    return gather(tensor, process) if tensor.ndim == 0 else gather_ragged(tensor, rows.sizes, process)
+
+
+def _is_column(node: Any) -> bool:
+    """A tensor, or a list without tensors: one value for each sample."""
+    return isinstance(node, Tensor) or (
+        type(node) is list and not any(isinstance(leaf, Tensor) for leaf in leaves(node))
+    )
+
+
+def _keep(column: Any, rows: Sequence[int], sizes: Sequence[int]) -> Any:
+    """Of a column that is one block for each shard, keep the valid rows of each block."""
+    if not isinstance(column, (Tensor, list, tuple)) or rows == sizes:
+        return column
+    length = len(column) if not isinstance(column, Tensor) or column.ndim else 0
+    total = sum(sizes)
+    if length and length % total == 0:
+        per_row = length // total
+    elif length and length % len(sizes) == 0:
+        # One block for each shard that has nothing to do with its samples: whole blocks stay or go.
+        per_row = length // len(sizes)
+        rows, sizes = [min(1, count) for count in rows], [1] * len(sizes)
+    else:
+        return column
+    parts = []
+    begin = 0
+    for valid, size in zip(rows, sizes, strict=True):
+        if valid:
+            parts.append(column[begin * per_row : (begin + valid) * per_row])
+        begin += size
+    if isinstance(column, Tensor):
+        return column[:0] if not parts else parts[0] if len(parts) == 1 else cat(parts)
+    return type(column)(entry for part in parts for entry in part)

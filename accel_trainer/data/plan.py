@@ -1,0 +1,228 @@
+"""Who reads which index: pure functions from a stream of batches to the rounds that the shards of a job take.
+
+A *round* is one global step: one batch for every shard. Everything here works on indices, so one round can be looked
+ahead without reading a sample; that is how the last step and the padding of each step are known before it is yielded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, cycle, islice
+from typing import Any
+
+import torch
+
+__all__ = [
+    "BatchRows",
+    "DataPlan",
+    "RoundRule",
+    "mix_seed",
+    "batch_indices",
+    "permutation",
+    "plan_rounds",
+    "seed_for_epoch",
+]
+
+_UINT64 = 2**64
+
+
+def seed_for_epoch(seed: int, epoch: int) -> int:
+    """Return the seed of an epoch's order: `seed + epoch`, inside the range that torch generators take."""
+    value = seed + epoch
+    return value if value < _UINT64 else value - _UINT64
+
+
+def mix_seed(*parts: int) -> int:
+    """Hash integers to one 63-bit seed (splitmix64), so that neighbouring parts give unrelated streams."""
+    state = 0
+    for part in parts:
+        state = (state + part + 0x9E3779B97F4A7C15) % _UINT64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % _UINT64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) % _UINT64
+        state ^= state >> 31
+    return state >> 1
+
+
+def permutation(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
+    """Return the shuffled order of an epoch: int64, shape (num_samples,), a function of its arguments only."""
+    generator = torch.Generator().manual_seed(seed_for_epoch(seed, epoch))
+    return torch.randperm(num_samples, generator=generator)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRows:
+    """What one global step holds, shard by shard; every shard knows all of it."""
+
+    rows: tuple[int, ...]
+    """Valid rows of each shard's batch. They come first; what follows them is padding."""
+    sizes: tuple[int, ...]
+    """Rows that each shard's batch really has, padding included."""
+    is_last: bool = False
+    """Whether this is the last step of the pass."""
+
+    @property
+    def padded(self) -> bool:
+        """Whether any shard's batch holds rows that repeat samples of another step."""
+        return self.rows != self.sizes
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the batches of all shards have the same size."""
+        return len(set(self.sizes)) <= 1
+
+    @property
+    def num_samples(self) -> int:
+        """Valid rows over all shards."""
+        return sum(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRule:
+    """How a stream of batches becomes rounds.
+
+    One shard takes the batches as they come. With several, shard r takes batch r of every `shards` batches, or with
+    `split` slice r of every batch. What happens when the batches run out within a round is in the other fields.
+    """
+
+    shards: int
+    batch_size: int | None
+    """Size of a full batch of the stream; None where batches vary in size, or are no lists at all."""
+    split: bool = False
+    even: bool = True
+    """Fill the last round with samples from the beginning of the stream (with whole batches where sizes vary)."""
+    drop_last: bool = False
+    """Leave out a last round in which not every shard has a full batch."""
+    join: bool = True
+    """Where `even` is off: give a shard without samples one sample that is not valid, so that every shard takes part
+    in every step. Off, such a shard has no batch in that round."""
+
+    @property
+    def batches_per_round(self) -> int:
+        """Batches of the stream that one round takes."""
+        return 1 if self.split else self.shards
+
+
+Round = tuple[Sequence[Any], BatchRows]
+"""One batch for every shard (None where a shard has none), and what they hold."""
+
+
+def plan_rounds(first: list[Any], rest: Iterable[Any], rule: RoundRule) -> Iterator[Round]:
+    """Yield the rounds of a stream of batches. The stream is read one round ahead, never further.
+
+    Args:
+        first: the first `rule.batches_per_round` batches of the pass; padding comes from here.
+        rest: the batches to cut into rounds, those of `first` included unless the pass starts later.
+    """
+    source = iter(rest)
+    width = rule.batches_per_round
+    upcoming = list(islice(source, width))
+    previous: BatchRows | None = None
+    while _survives(upcoming, rule):
+        current, upcoming = upcoming, list(islice(source, width))
+        is_last = not _survives(upcoming, rule)
+        if rule.split and rule.shards > 1:
+            mine, rows, sizes = _split(current[0], first, rule)
+        elif len(current) == width and not (is_last and rule.even and width > 1):
+            mine, rows = current, tuple(map(_length, current))
+            sizes = rows
+        else:
+            mine, rows, sizes = _complete(current, first, rule)
+        # Nearly all steps of a pass hold the same: they share one object.
+        if is_last or previous is None or previous.sizes != sizes or previous.rows != rows:
+            previous = BatchRows(rows, sizes, is_last)
+        yield mine, previous
+
+
+def _length(batch: Any) -> int:
+    """Rows of a batch of indices. An index that is no list, as with `batch_size=None`, is one row."""
+    try:
+        return len(batch)
+    except TypeError:
+        return 1
+
+
+def _survives(batches: Sequence[Any], rule: RoundRule) -> bool:
+    """Whether a round is taken at all: it holds something, and with `drop_last` everything it could."""
+    if not batches:
+        return False
+    if not rule.drop_last or rule.shards == 1:
+        return True
+    full = rule.batch_size
+    return len(batches) == rule.batches_per_round and (full is None or all(_length(batch) >= full for batch in batches))
+
+
+_Filled = tuple[list[Any], tuple[int, ...], tuple[int, ...]]
+"""Batches of all shards, their valid rows, their sizes."""
+
+
+def _split(batch: Any, first: list[Any], rule: RoundRule) -> _Filled:
+    """Cut one batch into contiguous slices, the first shards served first when it is short."""
+    piece = -(-max(len(batch), rule.batch_size or 0) // rule.shards)
+    mine = [batch[shard * piece : (shard + 1) * piece] for shard in range(rule.shards)]
+    rows = tuple(map(len, mine))
+    if rows[-1] == piece:
+        return mine, rows, rows
+    return _fill(mine, rows, first, rule, piece)
+
+
+def _complete(batches: list[Any], first: list[Any], rule: RoundRule) -> _Filled:
+    """Turn a last round of whole batches into one with a batch for every shard."""
+    missing = rule.shards - len(batches)
+    rows = (*map(_length, batches), *(0,) * missing)
+    if rule.even and rule.batch_size is None:
+        mine = [*batches, *islice(cycle(first), missing)]
+        return mine, rows, tuple(map(_length, mine))
+    return _fill([*batches, *([],) * missing], rows, first, rule, rule.batch_size or 0)
+
+
+def _fill(mine: list[Any], rows: tuple[int, ...], first: list[Any], rule: RoundRule, target: int) -> _Filled:
+    if rule.even:
+        # Consecutive shards continue the same cycle, so that a sample is repeated as rarely as possible.
+        spare = cycle(list(chain.from_iterable(first)))
+        mine = [[*batch, *islice(spare, max(0, target - len(batch)))] for batch in mine]
+    else:
+        alone = _one_sample(first[0]) if rule.join else None
+        mine = [batch if count else alone for batch, count in zip(mine, rows, strict=True)]
+    return mine, rows, tuple(0 if batch is None else _length(batch) for batch in mine)
+
+
+def _one_sample(batch: Any) -> Any:
+    try:
+        return batch[:1]
+    except TypeError:
+        return batch
+
+
+def batch_indices(order: range | torch.Tensor, batch_size: int, drop_last: bool, start: int = 0) -> Iterator[list[int]]:
+    """Yield the batches of an order of samples from batch `start` on, at the same cost for any `start`."""
+    if drop_last:
+        order = order[: len(order) // batch_size * batch_size]
+    remaining = order[start * batch_size :]
+    indices = remaining.tolist() if isinstance(remaining, torch.Tensor) else remaining
+    return (list(indices[begin : begin + batch_size]) for begin in range(0, len(indices), batch_size))
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlan:
+    """Which samples a shard reads at every step of an epoch, computed without a sampler or a dataset."""
+
+    num_samples: int
+    shards: int
+    shard: int
+    batch_size: int
+    """Samples in a batch; with `split`, over all shards."""
+    even: bool = True
+    drop_last: bool = False
+    split: bool = False
+    seed: int | None = None
+    """Seed of the shuffled order; None reads in order."""
+
+    def indices(self, epoch: int, start: int = 0) -> Iterator[tuple[list[int], BatchRows]]:
+        """Yield this shard's indices and what all shards hold, from step `start` of the epoch on."""
+        order = range(self.num_samples) if self.seed is None else permutation(self.num_samples, self.seed, epoch)
+        rule = RoundRule(self.shards, self.batch_size, split=self.split, even=self.even, drop_last=self.drop_last)
+        width = rule.batches_per_round
+        first = list(islice(batch_indices(order, self.batch_size, self.drop_last), width))
+        rest = batch_indices(order, self.batch_size, self.drop_last, start * width)
+        return ((batches[self.shard], rows) for batches, rows in plan_rounds(first, rest, rule))

@@ -1,0 +1,280 @@
+"""Samplers whose order depends on the seed and the epoch alone, and the one that gives a shard its part of the batches."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+
+from accel_trainer.data.plan import (
+    BatchRows,
+    RoundRule,
+    batch_indices,
+    permutation,
+    plan_rounds,
+    seed_for_epoch,
+)
+from accel_trainer.errors import ConfigError
+
+__all__ = ["SeedableRandomSampler", "ShardedBatchSampler", "find_generator"]
+
+_NESTED = ("batch_sampler", "sampler")
+
+
+class SeedableRandomSampler(RandomSampler):
+    """Shuffle by seed and epoch: the order is `torch.randperm` of a generator seeded with `seed + epoch`.
+
+    The epoch advances by one after each full pass; `set_epoch` overrides it.
+    """
+
+    def __init__(self, data_source: Sized, seed: int, epoch: int = 0) -> None:
+        super().__init__(data_source)
+        self.seed = seed
+        self.epoch = epoch
+
+    @property
+    def order(self) -> torch.Tensor:
+        """The order of the present epoch: int64, one entry for each sample."""
+        return permutation(len(self.data_source), self.seed, self.epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.order.tolist()
+        self.set_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next pass takes."""
+        self.epoch = epoch
+
+
+class _Clock:
+    """The epoch, shared by a sampler and its copies that begin elsewhere."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+
+class ShardedBatchSampler(Sampler[Any]):
+    """This shard's part of a batch sampler: every `num_processes`-th batch, or a slice of every batch.
+
+    `num_processes` and `process_index` are read when a pass begins, so they can be changed between passes.
+
+    Args:
+        batch_sampler: yields lists of indices; kept as it is under the same name. With a loader's `batch_size=None` it
+            is the loader's sampler, and what it yields is passed on whole.
+        even_batches: fill the last round from the beginning of the pass, so that every shard takes the same steps.
+        join: with `even_batches=False`, give a shard that has no samples left one sample which `BatchRows` declares
+            invalid; off, that shard's pass ends one step earlier.
+        seed: seeds the samplers that draw random numbers, the same on every shard; None leaves them as they are.
+
+    Raises:
+        ConfigError: `split_batches` with a batch size that the shards cannot share evenly.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+        *,
+        join: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        batch_size = getattr(batch_sampler, "batch_size", None)
+        if split_batches and batch_size is not None and batch_size % num_processes != 0:
+            raise ConfigError(
+                f"split_batches=True cuts each batch over {num_processes} processes, and batch_size={batch_size} is not "
+                f"a multiple of {num_processes}; choose such a batch size, or split_batches=False"
+            )
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.join = join
+        self.seed = seed
+        self.start = 0
+        self._clock = _Clock()
+        self._planned: deque[BatchRows] = deque()
+
+    @property
+    def batch_size(self) -> int | None:
+        """Size of the batches that are shared out; None where they vary."""
+        return getattr(self.batch_sampler, "batch_size", None)
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether an incomplete last round is left out."""
+        return bool(getattr(self.batch_sampler, "drop_last", False))
+
+    @property
+    def rule(self) -> RoundRule:
+        """How batches become rounds, from the present attributes."""
+        return RoundRule(
+            shards=self.num_processes,
+            batch_size=self.batch_size,
+            split=self.split_batches,
+            even=self.even_batches,
+            drop_last=self.drop_last,
+            join=self.join,
+        )
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next pass: that of the sampler which decides the order, where it has one."""
+        for node in _chain(self.batch_sampler):
+            if isinstance(epoch := getattr(node, "epoch", None), int):
+                return epoch
+        return self._clock.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next pass, here and in every sampler below."""
+        self._clock.epoch = epoch
+        for node in _chain(self.batch_sampler):
+            if callable(getattr(node, "set_epoch", None)):
+                node.set_epoch(epoch)
+
+    def starting_at(self, step: int) -> ShardedBatchSampler:
+        """Return this sampler with its next passes beginning at `step`; epoch and samplers stay shared."""
+        moved = copy.copy(self)
+        moved.start = step
+        return moved
+
+    def take_planned(self) -> deque[BatchRows]:
+        """Return the queue into which the pass begun last puts the rows of each batch as it hands out its indices."""
+        return self._planned
+
+    def __iter__(self) -> Iterator[Any]:
+        self._planned = planned = deque()
+        return self._shard(planned)
+
+    def _shard(self, planned: deque[BatchRows]) -> Iterator[Any]:
+        rule, shard = self.rule, self.process_index
+        first, rest = self._batches(rule.batches_per_round)
+        for batches, rows in plan_rounds(first, rest, rule):
+            mine = batches[shard]
+            if mine is not None:
+                planned.append(rows)
+                yield mine
+
+    def _batches(self, width: int) -> tuple[list[Any], Iterator[Any]]:
+        """Return the first round's batches, and the batches from step `start` on."""
+        base = self.batch_sampler
+        order = _known_order(base)
+        if order is not None:
+            size, drop_last = base.batch_size, base.drop_last
+            return list(batch_indices(order[: width * size], size, drop_last)), batch_indices(
+                order, size, drop_last, self.start * width
+            )
+        source = self._draw()
+        first = list(islice(source, width))
+        rest = islice(source, (self.start - 1) * width, None) if self.start else chain(first, source)
+        return first, rest
+
+    def _draw(self) -> Iterator[Any]:
+        """Iterate the batch sampler, its randomness seeded alike on every shard."""
+        if self.seed is None:
+            return iter(self.batch_sampler)
+        seed = seed_for_epoch(self.seed, self.epoch)
+        seeded, is_settled = _seeded(self.batch_sampler, seed)
+        if is_settled:
+            return iter(seeded)
+        # No generator to seed: a sampler of one's own may draw from the global streams, which differ between ranks.
+        # Nearly all draw everything at once, before the first index; this is done with the same streams on every rank.
+        with _global_streams(seed):
+            source = iter(seeded)
+            head = list(islice(source, 1))
+        return chain(head, source)
+
+    def __len__(self) -> int:
+        num_batches = len(self.batch_sampler)
+        rule = self.rule
+        if rule.split or rule.shards == 1:
+            return max(0, num_batches - self.start)
+        full, extra = divmod(num_batches, rule.shards)
+        if rule.drop_last:
+            extra = 0
+        elif rule.even or rule.join:
+            extra = min(1, extra)
+        else:
+            extra = int(self.process_index < extra)
+        return max(0, full + extra - self.start)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_planned": deque()}
+
+
+def _known_order(batch_sampler: Any) -> range | torch.Tensor | None:
+    """The order of samples, where the sampler is of a class whose order is known without iterating it."""
+    if type(batch_sampler) is not BatchSampler:
+        return None
+    sampler = batch_sampler.sampler
+    if type(sampler) is SequentialSampler:
+        return range(len(sampler))
+    return sampler.order if type(sampler) is SeedableRandomSampler else None
+
+
+def find_generator(sampler: Any) -> torch.Generator | None:
+    """Return the generator that the user gave to a sampler or to one it wraps."""
+    generators = (getattr(node, "generator", None) for node in _chain(sampler))
+    return next((generator for generator in generators if isinstance(generator, torch.Generator)), None)
+
+
+def _seeded(sampler: Any, seed: int) -> tuple[Any, bool]:
+    """Return the sampler with its generator replaced by one seeded with `seed`, and whether its order is settled.
+
+    The user's objects are left alone: samplers on the way to a generator are shallow copies.
+    """
+    if hasattr(sampler, "generator"):
+        fresh = copy.copy(sampler)
+        fresh.generator = torch.Generator().manual_seed(seed)
+        return fresh, True
+    if isinstance(sampler, (SequentialSampler, SeedableRandomSampler, list, tuple, range)):
+        return sampler, True
+    for name in _NESTED:
+        inner = getattr(sampler, name, None)
+        if inner is None or inner is sampler:
+            continue
+        seeded, is_settled = _seeded(inner, seed)
+        if seeded is not inner:
+            sampler = copy.copy(sampler)
+            setattr(sampler, name, seeded)
+        return sampler, is_settled and type(sampler) is BatchSampler
+    return sampler, False
+
+
+@contextmanager
+def _global_streams(seed: int) -> Iterator[None]:
+    """Seed Python's, NumPy's and torch's CPU streams for a block, and put them back afterwards."""
+    numpy = sys.modules.get("numpy")
+    python_state, torch_state = random.getstate(), torch.get_rng_state()
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        torch.set_rng_state(torch_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+def _chain(node: Any) -> Iterator[Any]:
+    """Yield a sampler and, one inside the other, the samplers it wraps."""
+    seen: set[int] = set()
+    while node is not None and id(node) not in seen:
+        seen.add(id(node))
+        yield node
+        node = next((inner for name in _NESTED if (inner := getattr(node, name, None)) is not None), None)

@@ -1,0 +1,442 @@
+"""What the ranks of a job say to each other: gather, reduce, broadcast, pad - over nested structures of tensors.
+
+Every collective here takes any nesting of dicts, lists, tuples, namedtuples, dataclasses and mapping classes, returns
+the same nesting, and gives the same shapes on one process as on many. Tensors may be non-contiguous and of any dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accel_trainer.errors import ConfigError, ProcessGroupError, did_you_mean
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.tree import leaves, map_leaves
+
+__all__ = [
+    "ReduceOp",
+    "broadcast",
+    "broadcast_object_list",
+    "concatenate",
+    "find_batch_size",
+    "gather",
+    "gather_object",
+    "gather_ragged",
+    "pad_across_processes",
+    "recursively_apply",
+    "reduce",
+    "send_to_device",
+]
+
+# torch 2.13 renamed it; the old name warns there, the new one is missing before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# What gloo carries. Other dtypes (int16, float8, uint32 ...) travel as their bytes.
+_CARRIED = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    }
+)
+
+
+class ReduceOp(StrEnum):
+    """How values of several ranks become one."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    """The sum divided by the number of ranks. Integers and booleans give torch's default float dtype."""
+    MIN = "min"
+    MAX = "max"
+    PROD = "prod"
+    NONE = "none"
+    """No reduction and no communication: each rank keeps its own value."""
+
+
+def gather(data: Any, process: ProcessContext, *, debug: bool = False) -> Any:
+    """Concatenate each tensor over the ranks, along dimension 0, in the order of the ranks.
+
+    Collective: every rank calls it, with tensors of the same shapes and dtypes.
+
+    Args:
+        data: a tensor or a nesting of tensors; None stays None. A 0-d tensor counts as one of shape (1,).
+        debug: compare shapes and dtypes over the ranks before any data moves.
+
+    Returns:
+        The same nesting; shape (world_size * n, ...) for a tensor of shape (n, ...).
+
+    Raises:
+        ConfigError: a leaf is no tensor; `gather_object` takes anything.
+        ProcessGroupError: with `debug`, the ranks do not have the same shapes.
+    """
+    if debug:
+        _agree("gather", data, process)
+    return _map_tensors("gather", lambda tensor: _gather_tensor(tensor, process), data)
+
+
+def gather_ragged(data: Any, sizes: Sequence[int], process: ProcessContext) -> Any:
+    """Concatenate tensors whose first dimension differs between ranks in a way that all ranks know beforehand.
+
+    Collective: every rank calls it, with the same `sizes`. No sizes are exchanged.
+
+    Args:
+        sizes: the first dimension on each rank. A tensor whose first dimension is a multiple of it has that many rows
+            for each.
+
+    Raises:
+        ConfigError: a tensor does not have the rows that `sizes` promises.
+    """
+    if len(sizes) != process.world_size:
+        raise ConfigError(f"got {len(sizes)} sizes for {process.world_size} ranks; give one for each rank")
+    return _map_tensors("gather_ragged", lambda tensor: _gather_ragged_tensor(tensor, sizes, process), data)
+
+
+def gather_object(data: Any, process: ProcessContext) -> list[Any]:
+    """Collect picklable objects of all ranks into one list, in the order of the ranks.
+
+    Collective: every rank calls it.
+
+    Returns:
+        Where every rank gave a list (or a tuple): their concatenation. Otherwise one entry for each rank, so that a
+        dict stays a dict. The same on one process as on many.
+    """
+    objects = [data]
+    if process.is_distributed:
+        objects = [None] * process.world_size
+        dist.all_gather_object(objects, data)
+    if all(type(item) in (list, tuple) for item in objects):
+        return [entry for item in objects for entry in item]
+    return objects
+
+
+def reduce(
+    data: Any, process: ProcessContext, op: ReduceOp | str = ReduceOp.SUM, *, scale: float = 1.0, debug: bool = False
+) -> Any:
+    """Reduce each tensor over the ranks; every rank gets the result.
+
+    Collective unless `op` is "none": every rank calls it, with tensors of the same shapes and dtypes.
+
+    Args:
+        op: sum, mean, min, max, prod or none. The sum of booleans counts them (int64); the mean of integers and of
+            booleans is a float of torch's default dtype; otherwise the dtype stays.
+        scale: multiplied into the result.
+
+    Raises:
+        ConfigError: `op` is none of these, or a leaf is no tensor.
+        ProcessGroupError: with `debug`, the ranks do not have the same shapes.
+    """
+    try:
+        op = ReduceOp(op)
+    except ValueError:
+        known = [member.value for member in ReduceOp]
+        raise ConfigError(
+            f"unknown reduction {op!r}{did_you_mean(str(op), known)}; use one of {', '.join(known)}"
+        ) from None
+    if debug:
+        _agree(f"reduce({op.value})", data, process)
+
+    def apply(tensor: Tensor) -> Tensor:
+        reduced = tensor if op is ReduceOp.NONE else _reduce_tensor(tensor, process, op)
+        return reduced if scale == 1.0 else reduced * scale
+
+    return _map_tensors("reduce", apply, data)
+
+
+def broadcast(data: Any, process: ProcessContext, from_process: int = 0, *, debug: bool = False) -> Any:
+    """Return the tensors of one rank on every rank. What was passed is left as it is.
+
+    Collective: every rank calls it, with tensors of the same shapes and dtypes; only those of `from_process` count.
+
+    Raises:
+        ConfigError: a leaf is no tensor; `broadcast_object_list` takes anything.
+        ProcessGroupError: with `debug`, the ranks do not have the same shapes.
+    """
+    if debug:
+        _agree("broadcast", data, process)
+
+    def apply(tensor: Tensor) -> Tensor:
+        if not process.is_distributed:
+            return tensor
+        wire = _to_wire(tensor, process).clone(memory_format=torch.contiguous_format)
+        dist.broadcast(_as_carried(wire), src=from_process)
+        return wire.to(tensor.device)
+
+    return _map_tensors("broadcast", apply, data)
+
+
+def broadcast_object_list(objects: list[Any], process: ProcessContext, from_process: int = 0) -> list[Any]:
+    """Replace the entries of a list by those of one rank, in place, and return the list.
+
+    Collective: every rank calls it, with lists of the same length.
+    """
+    if process.is_distributed:
+        dist.broadcast_object_list(objects, src=from_process)
+    return objects
+
+
+def pad_across_processes(
+    data: Any, process: ProcessContext, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+) -> Any:
+    """Pad one dimension of each tensor to its largest size over the ranks, so that the tensors can be gathered.
+
+    Collective: every rank calls it. One exchange of sizes for the whole nesting.
+
+    Args:
+        dim: the dimension to pad; a tensor that does not have it is left alone.
+        pad_index: the value to pad with.
+        pad_first: pad at the beginning instead of the end.
+    """
+    tensors = [leaf for leaf in leaves(data, is_leaf=_is_tensor) if _is_tensor(leaf)]
+    if not process.is_distributed or not tensors:
+        return data
+    sizes = torch.tensor([tensor.shape[dim] if _has_dim(tensor, dim) else 0 for tensor in tensors])
+    largest = _to_wire(sizes, process).clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    targets = iter(largest.tolist())
+    return _map_tensors("pad_across_processes", lambda t: _pad(t, dim, next(targets), pad_index, pad_first), data)
+
+
+def send_to_device(
+    data: Any, device: torch.device | str, *, non_blocking: bool = False, skip_keys: Iterable[str] = ()
+) -> Any:
+    """Move every tensor, and everything else that has a `.to(device)`, to a device.
+
+    Args:
+        skip_keys: keys of mappings whose values stay where they are.
+    """
+    skipped = frozenset((skip_keys,) if isinstance(skip_keys, str) else skip_keys)
+
+    def move(leaf: Any) -> Any:
+        if not hasattr(leaf, "to"):
+            return leaf
+        try:
+            return leaf.to(device, non_blocking=non_blocking)
+        except TypeError:  # a class of the user's own whose `to` knows no non_blocking
+            return leaf.to(device)
+
+    if skipped and isinstance(data, dict):
+        return type(data)(
+            {
+                key: value
+                if key in skipped
+                else send_to_device(value, device, non_blocking=non_blocking, skip_keys=skipped)
+                for key, value in data.items()
+            }
+        )
+    return map_leaves(move, data, is_leaf=lambda node: hasattr(node, "to"))
+
+
+def find_batch_size(data: Any) -> int | None:
+    """Return the first dimension of the first tensor that has one, or None."""
+    for leaf in leaves(data, is_leaf=_is_tensor):
+        if _is_tensor(leaf) and leaf.ndim > 0:
+            return leaf.shape[0]
+    return None
+
+
+def concatenate(parts: Sequence[Any], dim: int = 0) -> Any:
+    """Concatenate structures of the same nesting, leaf by leaf: tensors along `dim`, lists of other values end to end.
+
+    Raises:
+        ConfigError: there is nothing to concatenate.
+    """
+    if not parts:
+        raise ConfigError("concatenate got no parts; give at least one")
+    columns = [list(leaves(part, is_leaf=_is_column)) for part in parts]
+    joined = iter([_concatenate_leaves(column, dim) for column in zip(*columns, strict=True)])
+    return map_leaves(lambda _: next(joined), parts[0], is_leaf=_is_column)
+
+
+def recursively_apply(
+    function: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor),
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Apply a function to the leaves that `test_type` accepts; others stay, or are an error.
+
+    Raises:
+        ConfigError: with `error_on_other_type`, a leaf is not of the tested type.
+    """
+
+    def apply(leaf: Any) -> Any:
+        if test_type(leaf):
+            return function(leaf, *args, **kwargs)
+        if error_on_other_type:
+            raise ConfigError(f"cannot apply {getattr(function, '__name__', function)} to a {type(leaf).__name__}")
+        return leaf
+
+    return map_leaves(apply, data, is_leaf=test_type)
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, Tensor)
+
+
+def _is_column(node: Any) -> bool:
+    """A tensor, or a list that holds no tensor and no nesting: one value for each sample."""
+    return isinstance(node, Tensor) or (
+        type(node) is list and not any(isinstance(item, (Tensor, list, tuple, dict)) for item in node)
+    )
+
+
+def _map_tensors(name: str, function: Callable[[Tensor], Tensor], data: Any) -> Any:
+    if isinstance(data, Tensor):
+        return function(data)
+
+    def apply(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        if leaf is None:
+            return None
+        raise ConfigError(
+            f"{name} takes tensors and nestings of tensors, and got a {type(leaf).__name__}; "
+            "use gather_object or broadcast_object_list for other values"
+        )
+
+    return map_leaves(apply, data, is_leaf=_is_tensor)
+
+
+def _to_wire(tensor: Tensor, process: ProcessContext) -> Tensor:
+    """The tensor, detached, contiguous, and on a device that the process group can carry."""
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu" and process.device.type != "cpu" and not _carries_cpu():
+        tensor = tensor.to(process.device)
+    return tensor.contiguous()
+
+
+def _carries_cpu() -> bool:
+    return "cpu" in dist.get_backend_config()
+
+
+def _as_carried(tensor: Tensor) -> Tensor:
+    """A view of a contiguous tensor in a dtype that every backend carries."""
+    return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
+
+
+def _gather_tensor(tensor: Tensor, process: ProcessContext) -> Tensor:
+    if tensor.ndim == 0:
+        tensor = tensor[None]
+    if not process.is_distributed:
+        return tensor
+    wire = _to_wire(tensor, process)
+    out = wire.new_empty((process.world_size * wire.shape[0], *wire.shape[1:]))
+    _all_gather(_as_carried(out), _as_carried(wire))
+    return out if out.device == tensor.device else out.to(tensor.device)
+
+
+def _gather_ragged_tensor(tensor: Tensor, sizes: Sequence[int], process: ProcessContext) -> Tensor:
+    if tensor.ndim == 0:
+        tensor = tensor[None]
+    if not process.is_distributed:
+        return tensor
+    expected = sizes[process.rank]
+    per_row, remainder = divmod(tensor.shape[0], expected) if expected else (1, tensor.shape[0])
+    if remainder or per_row == 0:
+        raise ConfigError(
+            f"a tensor of shape {tuple(tensor.shape)} cannot be gathered: rank {process.rank} has {expected} rows in "
+            "this step; give tensors with one row (or the same number of rows) for each sample of the batch"
+        )
+    largest = max(sizes) * per_row
+    padded = tensor.new_zeros((largest, *tensor.shape[1:]))
+    padded[: tensor.shape[0]] = tensor.detach()
+    blocks = _gather_tensor(padded, process).split(largest)
+    return torch.cat([block[: size * per_row] for block, size in zip(blocks, sizes, strict=True)])
+
+
+_TORCH_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.MEAN: dist.ReduceOp.SUM,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.PROD: dist.ReduceOp.PRODUCT,
+}
+
+
+def _reduce_tensor(tensor: Tensor, process: ProcessContext, op: ReduceOp) -> Tensor:
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    dtype = tensor.dtype
+    if tensor.dtype is torch.bool and op in (ReduceOp.SUM, ReduceOp.MEAN):
+        dtype = torch.int64
+    reduced = tensor.detach()
+    if process.is_distributed:
+        carried = dtype if dtype in _CARRIED - {torch.bool} or tensor.is_complex() else _wider(dtype)
+        wire = _to_wire(reduced.to(carried), process).clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(wire, op=_TORCH_OPS[op])
+        reduced = wire.to(tensor.device)
+    if op is ReduceOp.MEAN:
+        mean = reduced / process.world_size
+        return mean.to(dtype) if is_float else mean
+    return reduced.to(dtype)
+
+
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.is_floating_point else torch.int64
+
+
+def _has_dim(tensor: Tensor, dim: int) -> bool:
+    return -tensor.ndim <= dim < tensor.ndim
+
+
+def _pad(tensor: Tensor, dim: int, target: int, pad_index: float, pad_first: bool) -> Tensor:
+    if not _has_dim(tensor, dim) or tensor.shape[dim] == target:
+        return tensor
+    shape = list(tensor.shape)
+    size, shape[dim] = shape[dim], target
+    padded = tensor.new_full(shape, pad_index)
+    padded.narrow(dim, target - size if pad_first else 0, size).copy_(tensor)
+    return padded
+
+
+def _concatenate_leaves(column: Sequence[Any], dim: int) -> Any:
+    head = column[0]
+    if isinstance(head, Tensor):
+        return torch.cat([part[None] if part.ndim == 0 else part for part in column], dim=dim)
+    if isinstance(head, list):
+        return [item for part in column for item in part]
+    return list(column)
+
+
+def _agree(name: str, data: Any, process: ProcessContext) -> None:
+    """Raise on every rank unless all ranks are about to do the same with tensors of the same shapes and dtypes."""
+    if not process.is_distributed:
+        return
+    mine = [name, *(_describe(leaf) for leaf in leaves(data, is_leaf=_is_tensor))]
+    everyone: list[list[str]] = [[]] * process.world_size
+    dist.all_gather_object(everyone, mine)
+    for rank, other in enumerate(everyone):
+        if other == everyone[0]:
+            continue
+        position = next(
+            (i for i, pair in enumerate(zip(everyone[0], other, strict=False)) if pair[0] != pair[1]),
+            min(len(everyone[0]), len(other)),
+        )
+        sides = [
+            f"rank {number} {entries[position] if position < len(entries) else 'nothing'}"
+            for number, entries in ((0, everyone[0]), (rank, other))
+        ]
+        what = "the operation" if position == 0 else f"leaf {position - 1} of {name}"
+        raise ProcessGroupError(
+            f"the ranks do not agree on {what}: {sides[0]}, {sides[1]}. Nothing was sent; make the shapes equal "
+            "(pad_across_processes does) or call the same collective on every rank"
+        )
+
+
+def _describe(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"has {str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape) or (1,)}"
+    return f"has a {type(leaf).__name__}"
