@@ -1,0 +1,254 @@
+"""The flags of `accel-trainer launch`: one for each option of the configuration, and a few of the launcher's own.
+
+Everything behind the script belongs to the script, also flags that are spelled like ours. `-` and `_` are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from accel_trainer.config import FieldSpec, field_specs, flag_name, fsdp_dialect, schema
+from accel_trainer.config.settings import Layer, SourceKind
+from accel_trainer.config.validation import WrongValueError, coerce
+from accel_trainer.errors import ConfigError, did_you_mean
+
+__all__ = ["Flag", "Options", "launch_flags", "options_parser", "parse_options"]
+
+_ALIASES = {
+    "use_cpu": "use_cpu",
+    "t": "launch.tee",
+    "dynamo_backend": "compile.backend",
+    "dynamo_mode": "compile.mode",
+    "dynamo_use_fullgraph": "compile.fullgraph",
+    "dynamo_use_dynamic": "compile.dynamic",
+    "dynamo_use_regional_compilation": "compile.regional",
+}
+_STRATEGY_FLAGS = {"use_fsdp": "fsdp2", "multi_gpu": "ddp"}
+_SECTION_TITLES = {
+    "": "what runs",
+    "launch": "processes and machines",
+    "accumulation": "gradient accumulation",
+    "data": "data loaders",
+    "compile": "torch.compile",
+    "ddp": "DistributedDataParallel",
+    "fsdp": "FSDP2 (also the spellings of accelerate, such as --fsdp_transformer_layer_cls_to_wrap)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag of the command line."""
+
+    name: str
+    """Without dashes, with underscores."""
+    path: str | None = None
+    """Dotted path of the option it sets; None for the launcher's own."""
+    is_switch: bool = False
+    """Alone it means true; `true` or `false` may follow."""
+    preset: str | None = None
+    """The value that a switch stands for, when that is not true or false."""
+    help: str = ""
+    metavar: str | None = None
+
+
+@dataclass(slots=True)
+class Options:
+    """What stood before the script."""
+
+    config_file: str | None = None
+    is_module: bool = False
+    no_python: bool = False
+    flags: dict[str, Any] = field(default_factory=dict)
+    """Values by dotted path, as they were written."""
+    notes: tuple[str, ...] = ()
+    rest: tuple[str, ...] = ()
+    """The script and everything after it."""
+
+
+_OWN = (
+    Flag("config_file", help="YAML or JSON file, or a packaged name such as full_shard", metavar="FILE"),
+    Flag("module", is_switch=True, help="-m: the script is the name of a module, as in python -m"),
+    Flag("no_python", is_switch=True, help="the script is a program of its own: start it without python"),
+    *(
+        Flag(name, "strategy", is_switch=True, preset=strategy, help=f"the same as --strategy {strategy}")
+        for name, strategy in _STRATEGY_FLAGS.items()
+    ),
+)
+
+
+@functools.cache
+def launch_flags() -> Mapping[str, Flag]:
+    """Return every flag by its name without dashes; aliases lead to the flag they stand for."""
+    flags = {flag.name: flag for flag in _OWN}
+    documentation = _documentation()
+    for path, spec in field_specs().items():
+        if path != "deepspeed":  # a block of a file, not a value
+            name = flag_name(path).removeprefix("--")
+            is_switch = "bool" in str(spec.annotation)
+            text = documentation.get(path, "") + (f" [{spec.default}]" if spec.default not in (None, "", ()) else "")
+            flags[name] = Flag(name, path, is_switch, None, text, _metavar(spec, is_switch))
+    flags |= {alias: flags[flag_name(path).removeprefix("--")] for alias, path in _ALIASES.items()}
+    flags["m"] = flags["module"]
+    return flags
+
+
+def _metavar(spec: FieldSpec, is_switch: bool) -> str:
+    if is_switch:
+        return "true|false"
+    if isinstance(spec.annotation, type) and issubclass(spec.annotation, StrEnum):
+        return "{" + ",".join(spec.annotation) + "}"
+    kinds = {"tuple": "A,B", "int": "N", "float": "SECONDS"}
+    return next((word for kind, word in kinds.items() if kind in str(spec.annotation)), "TEXT")
+
+
+def _documentation() -> dict[str, str]:
+    """Return the line that stands under each field of the schema, by dotted path; empty without the source."""
+    try:
+        tree = ast.parse(inspect.getsource(schema))
+    except OSError:
+        return {}
+    lines = {node.name: dict(_field_lines(node)) for node in tree.body if isinstance(node, ast.ClassDef)}
+    sections = {"": "RunConfig", **{name: type(default).__name__ for name, default in _sections().items()}}
+    return {
+        path: lines[sections[section]].get(name, "")
+        for path in field_specs()
+        for section, _, name in [path.rpartition(".")]
+    }
+
+
+def _sections() -> dict[str, Any]:
+    config = schema.RunConfig()
+    return {name: getattr(config, name) for name in schema.section_names()}
+
+
+def _field_lines(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for item, following in zip(node.body, node.body[1:], strict=False):
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and isinstance(following, ast.Expr):
+            yield item.target.id, str(ast.literal_eval(following.value))
+
+
+def options_parser(usage: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser that prints the help of the flags, grouped as the configuration is. It parses nothing itself."""
+    parser = argparse.ArgumentParser(usage=usage, description=description, add_help=False, allow_abbrev=False)
+    own = parser.add_argument_group("launcher")
+    own.add_argument("-h", "--help", action="store_true", help="show this and end")
+    groups = {title: parser.add_argument_group(text) for title, text in _SECTION_TITLES.items()}
+    seen = set()
+    for flag in launch_flags().values():
+        if flag.name in seen:
+            continue
+        seen.add(flag.name)
+        group = own if flag.path is None else groups[flag.path.rpartition(".")[0]]
+        kind: dict[str, Any] = (
+            {"action": "store_true"} if flag.path is None and flag.is_switch else {"metavar": flag.metavar}
+        )
+        if flag.preset:
+            kind = {"action": "store_true"}
+        group.add_argument(f"--{flag.name}", help=flag.help.replace("%", "%%"), **kind)
+    return parser
+
+
+def parse_options(argv: Sequence[str], command: str) -> Options:
+    """Split a command line into our options and what follows them.
+
+    Raises:
+        ConfigError: a flag is unknown, lacks its value, contradicts another, or has a value in a wrong spelling.
+    """
+    options = Options()
+    foreign: list[fsdp_dialect.Entry] = []
+    position = 0
+    while position < len(argv) and argv[position].startswith("-") and argv[position] not in ("-", "--"):
+        token = argv[position]
+        flag, value, used = _read_flag(argv, position, command)
+        position += used
+        if isinstance(flag, str):
+            foreign.append(fsdp_dialect.Entry(flag, value, token.partition("=")[0], f"--{flag}"))
+        else:
+            _apply(options, flag, value, token)
+    if position < len(argv) and argv[position] == "--":
+        position += 1
+    _translate(options, foreign)
+    options.rest = tuple(argv[position:])
+    return options
+
+
+def _read_flag(argv: Sequence[str], position: int, command: str) -> tuple[Flag | str, Any, int]:
+    """Return the flag at `position` (its name, if spelled as accelerate's), its value, and how many words it took."""
+    written, equals, value = argv[position].partition("=")
+    name = written.lstrip("-").replace("-", "_")
+    flag: Flag | str | None = launch_flags().get(name)
+    if flag is None and name.startswith("fsdp_") and fsdp_dialect.is_known_key(name):
+        flag = name
+    if flag is None or (len(name) == 1) != (not written.startswith("--")):
+        known = [f"--{known}" for known in launch_flags()]
+        hint = did_you_mean("--" + name, known) or "; there is none like it."
+        raise ConfigError(
+            f"unknown option {written!r} of {command}{hint} Options of the script stand behind the script; "
+            f"`{command} --help` lists ours"
+        )
+    following = argv[position + 1] if position + 1 < len(argv) else None
+    if not isinstance(flag, str) and flag.is_switch:
+        if equals:
+            return flag, value, 1
+        is_word = following is not None and following.lower() in ("true", "false")
+        return (flag, following, 2) if is_word else (flag, True, 1)
+    if not equals:
+        if following is None or following.partition("=")[0].lstrip("-").replace("-", "_") in _long_names(following):
+            raise ConfigError(f"option {written} of {command} needs a value, and {following or 'nothing'} follows it")
+        return flag, following, 2
+    return flag, value, 1
+
+
+def _long_names(token: str) -> Mapping[str, Flag]:
+    """The names that a word must not have to be taken for a value: those of our flags, if it is written like one."""
+    return launch_flags() if token.startswith("--") else {}
+
+
+def _apply(options: Options, flag: Flag, value: Any, token: str) -> None:
+    if flag.path is None:
+        if flag.name == "config_file":
+            options.config_file = value
+        else:
+            attribute = {"module": "is_module"}.get(flag.name, flag.name)
+            setattr(options, attribute, str(value).lower() != "false")
+        return
+    if flag.preset is not None:
+        if str(value).lower() == "false":
+            return
+        value = flag.preset
+    known = options.flags.get(flag.path)
+    if flag.path == "strategy" and known not in (None, value):
+        raise ConfigError(f"{token} asks for strategy {value!r}, and another option for {known!r}; keep one of the two")
+    if flag.path.startswith("fsdp.") and fsdp_dialect.is_known_key(flag.name):
+        value = _own_value(flag.path, flag.name, value)
+    options.flags[flag.path] = value
+
+
+def _own_value(path: str, name: str, value: Any) -> Any:
+    """Translate accelerate's spelling of a value, such as FULL_STATE_DICT, where ours does not know it."""
+    try:
+        coerce(field_specs()[path], value, lenient=True)
+    except WrongValueError:
+        options = Options()
+        _translate(options, [fsdp_dialect.Entry(name, value, f"--{name}", f"--{name}")])
+        return options.flags.get(path, value)
+    return value
+
+
+def _translate(options: Options, entries: list[fsdp_dialect.Entry]) -> None:
+    """Put FSDP flags in accelerate's spelling into the options, under our paths."""
+    layer = Layer(SourceKind.CLI, lenient=True)
+    fsdp_dialect.translate_entries(entries, layer, source_name="the command line", default_version=2)
+    if layer.problems:
+        raise ConfigError("; ".join(layer.problems))
+    for path, setting in layer.settings.items():
+        value = setting.value
+        options.flags.setdefault(path, list(value) if isinstance(value, tuple) else value)
+    options.notes = (*options.notes, *layer.notes)

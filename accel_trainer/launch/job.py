@@ -1,0 +1,245 @@
+"""From a command line to what is started: the configuration checked, the number of processes, their environment.
+
+Everything that can be wrong is said here, before the first process starts.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_trainer.config import Resolved, SourceKind, resolve
+from accel_trainer.config.environment import LAUNCH_VARIABLE
+from accel_trainer.errors import ConfigError
+from accel_trainer.launch.flags import Options
+from accel_trainer.registry import load_strategy
+
+__all__ = ["Job", "default_config_path", "plan_job", "resolve_options", "run_job"]
+
+# Left by an outer launcher or a job template; the workers get their own, a single process gets none.
+_RANK_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+# Each vendor's runtime reads its own; the others are without effect.
+_VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "HABANA_VISIBLE_DEVICES")
+_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg", "/dev/dri/renderD*", "/dev/accel*", "/dev/davinci[0-9]*")
+# The strategies that a process without a group can run; asking any other one for its facts costs an import of torch.
+_WITHOUT_GROUP = ("auto", "single")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one machine starts."""
+
+    resolved: Resolved
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    num_local_processes: int
+    needs_group: bool
+    """False: the command replaces this process. True: torch's elastic agent starts the workers."""
+
+
+def default_config_path(environ: Mapping[str, str]) -> Path:
+    """Return the configuration file that is used when none is named: it is in the cache of Hugging Face's libraries."""
+    cache = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    home = environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return Path(os.path.expanduser(home), "accel_trainer", "default_config.yaml")
+
+
+def resolve_options(options: Options, environ: Mapping[str, str]) -> tuple[Resolved, str]:
+    """Return the configuration, and the text of ACCEL_TRAINER_LAUNCH with which the workers come to the same one.
+
+    Raises:
+        ConfigError: everything that is wrong in the file, the environment and the flags.
+    """
+    file = options.config_file
+    if file is None:
+        default_path = default_config_path(environ)
+        file = str(default_path) if default_path.is_file() else None
+    elif os.path.exists(file):
+        file = os.path.abspath(file)
+    outer = {name: value for name, value in environ.items() if name != LAUNCH_VARIABLE}
+    resolved = resolve(flags=options.flags, environ=outer, file=file)
+    return resolved, json.dumps({"config_file": file, "flags": options.flags})
+
+
+def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] = ()) -> Job:
+    """Return what to start.
+
+    Args:
+        options: the parsed command line, with the script in `rest`.
+        environ: of this process.
+        argv: the command line as it was, for the command that a message proposes.
+
+    Raises:
+        ConfigError: the job as asked for cannot run; the message says what to change.
+    """
+    command = _command(options)
+    _refuse_nesting(environ)
+    resolved, launch_text = resolve_options(options, environ)
+    launch = resolved.config.launch
+    _refuse_flags_without_effect(options, resolved)
+    num_processes = _num_processes(resolved)
+    strategy = resolved.config.strategy
+    needs_group = num_processes > 1 or launch.num_machines > 1 or strategy not in _WITHOUT_GROUP
+    _check_strategy(resolved, num_processes, options, argv)
+    if needs_group and command[0] == sys.executable:
+        command = (command[0], "-u", *command[1:])
+    num_local = num_processes // launch.num_machines
+    environment = _environment(environ, resolved, launch_text, num_local, needs_group)
+    return Job(resolved, command, environment, num_local, needs_group)
+
+
+def run_job(job: Job) -> int:
+    """Start the job and return its exit code. One process without a group takes the place of this one: no return."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if job.needs_group:
+        from accel_trainer.launch.torchrun import AgentJob, run_workers
+
+        launch, use_cpu = job.resolved.config.launch, job.resolved.config.use_cpu
+        return run_workers(AgentJob(job.command, job.environment, job.num_local_processes, launch, use_cpu))
+    try:
+        os.execvpe(job.command[0], job.command, dict(job.environment))
+    except OSError as error:
+        raise ConfigError(
+            f"{job.command[0]!r} cannot be started: {error.strerror}; check the name and its rights"
+        ) from error
+
+
+def _command(options: Options) -> tuple[str, ...]:
+    if not options.rest:
+        raise ConfigError(
+            "no script to launch; usage: accel-trainer launch [options] script.py [options of the script]"
+        )
+    script = options.rest[0]
+    if options.is_module and options.no_python:
+        raise ConfigError(
+            "--module runs a module with python, and --no_python runs without python; give one of the two"
+        )
+    if options.is_module:
+        return (sys.executable, "-m", *options.rest)
+    if options.no_python:
+        if shutil.which(script) is None:
+            raise ConfigError(
+                f"program {script!r} is not found or not executable; with --no_python the script is a program"
+            )
+        return options.rest
+    if not os.path.exists(script):
+        hint = "; for a module, add -m" if not script.endswith(".py") else ""
+        raise ConfigError(f"script {script!r} does not exist (looked from {os.getcwd()}); check the path{hint}")
+    return (sys.executable, *options.rest)
+
+
+def _refuse_nesting(environ: Mapping[str, str]) -> None:
+    if "TORCHELASTIC_RUN_ID" in environ and environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            f"this is already rank {environ.get('RANK')} of {environ['WORLD_SIZE']} of another launcher, and would "
+            "start a job of its own on every rank; give the script itself to the outer launcher, or leave that one out"
+        )
+
+
+def _refuse_flags_without_effect(options: Options, resolved: Resolved) -> None:
+    given = [path for path in options.flags if path.startswith("fsdp.")]
+    if given and resolved.config.strategy in (*_WITHOUT_GROUP, "ddp"):
+        names = ", ".join(resolved.source(path).where for path in given)
+        raise ConfigError(
+            f"{names}: without effect with {resolved.describe('strategy')}; add --use_fsdp, or remove them"
+        )
+
+
+def _num_processes(resolved: Resolved) -> int:
+    """Return how many processes the job has over all machines: as asked for, else one for each device."""
+    config = resolved.config
+    if config.launch.num_processes is not None:
+        return config.launch.num_processes
+    if config.strategy == "single":
+        return 1
+    return config.launch.num_machines * max(1, _count_devices(config.use_cpu, config.launch.gpu_ids))
+
+
+def _count_devices(use_cpu: bool, gpu_ids: str) -> int:
+    if use_cpu:
+        return 0
+    if gpu_ids != "all":
+        return len(gpu_ids.split(","))
+    if not any(glob.glob(pattern) for pattern in _DEVICE_FILES):
+        return 0  # also spares the import of torch
+    import torch
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def _check_strategy(resolved: Resolved, num_processes: int, options: Options, argv: Sequence[str]) -> None:
+    strategy = resolved.config.strategy
+    counted = resolved.source("launch.num_processes").kind is not SourceKind.DEFAULT
+    source = resolved.source("launch.num_processes").where if counted else "one for each device"
+    if strategy == "single" and num_processes > 1:
+        raise ConfigError(
+            f"{resolved.describe('strategy')} is one process, and {num_processes} were asked for ({source}); "
+            "set strategy to auto, ddp or fsdp2, or num_processes to 1"
+        )
+    if strategy in _WITHOUT_GROUP:
+        return
+    facts = load_strategy(strategy).capabilities
+    if num_processes < facts.min_world_size:
+        before = argv[: len(argv) - len(options.rest)]
+        if before and before[-1] == "--":
+            before = before[:-1]
+        words = ["accel-trainer", "launch", *before, "--num_processes", str(facts.min_world_size), *options.rest]
+        raise ConfigError(
+            f"{resolved.describe('strategy')} needs at least {facts.min_world_size} processes, and this job has "
+            f"{num_processes} ({source}); launch it with:\n  {shlex.join(words)}\n"
+            "On a machine with fewer devices than that, add --cpu; or set strategy to single"
+        )
+    if facts.max_world_size is not None and num_processes > facts.max_world_size:
+        raise ConfigError(
+            f"{resolved.describe('strategy')} runs at most {facts.max_world_size} process(es), and this job has "
+            f"{num_processes} ({source}); set num_processes, or another strategy"
+        )
+
+
+def _environment(
+    environ: Mapping[str, str], resolved: Resolved, launch_text: str, num_local: int, needs_group: bool
+) -> dict[str, str]:
+    """Return the environment of the started processes: ours, without ranks of others, with the launcher's decisions."""
+    launch = resolved.config.launch
+    variables = {
+        name: value
+        for name, value in environ.items()
+        if name not in _RANK_VARIABLES and not name.startswith("TORCHELASTIC_")
+    }
+    variables[LAUNCH_VARIABLE] = launch_text
+    if launch.gpu_ids != "all" and not resolved.config.use_cpu:
+        variables |= dict.fromkeys(_VISIBLE_DEVICES, launch.gpu_ids)
+    if launch.num_cpu_threads_per_process is not None:
+        variables["OMP_NUM_THREADS"] = str(launch.num_cpu_threads_per_process)
+    elif num_local > 1:
+        # N ranks with a full thread pool each run slower than one.
+        variables.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_local)))
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    if needs_group and launch.num_machines == 1 and loopback in (name for _, name in socket.if_nameindex()):
+        variables.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    return variables
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,272 @@
+"""Start several processes on this machine with torch's elastic agent, and end with their exit code.
+
+torchrun itself ends with 1 whatever the workers said. A job that was told to stop, saved and ended with 85 must end
+with 85, so the agent runs in this process and the workers are watched one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from accel_trainer.config import LaunchConfig
+from accel_trainer.errors import ConfigError
+from accel_trainer.launch.rendezvous import LOOPBACK, BoundRendezvous, parse_settings
+
+__all__ = ["AgentJob", "run_workers", "shell_code"]
+
+# The workers may need this long to save after a signal; torchrun kills after 30 s, in the middle of a large checkpoint.
+_GRACE_SECONDS = 120
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
+_DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True, slots=True)
+class AgentJob:
+    """What this machine starts."""
+
+    command: tuple[str, ...]
+    """Program and arguments of every worker."""
+    environment: Mapping[str, str]
+    """The whole environment of the workers, but for their ranks."""
+    num_local_processes: int
+    launch: LaunchConfig
+    use_cpu: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Exit:
+    """How a worker ended. `code` is negative for a signal; `seconds` is a monotonic time."""
+
+    rank: int
+    pid: int
+    code: int
+    seconds: float
+
+
+def shell_code(code: int) -> int:
+    """Return an exit code as a shell reports it: 128 + n for signal n."""
+    return 128 - code if code < 0 else code
+
+
+def run_workers(job: AgentJob) -> int:
+    """Run the workers to their end and return the exit code of the job: of the worker that failed first, else 0.
+
+    A signal is passed on to the workers, which then have 120 s (TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to end by themselves; a
+    second one ends them at once.
+
+    Raises:
+        ConfigError: the machine has fewer devices than processes, or the rendezvous cannot be opened.
+    """
+    _check_devices(job)
+    os.environ.clear()
+    os.environ.update(job.environment)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _SIGNALS
+    _quieten()
+    with _log_destination(job.launch) as logs:
+        agent = _Agent(job, logs)
+        try:
+            result = agent.run()
+        except SignalException as caught:
+            agent.kill_rest()
+            first = agent.first_failure()
+            if agent.exits and first is None:
+                return 0
+            return shell_code(first.code) if first else 128 + int(caught.sigval)
+        if not result.is_failed():
+            return 0
+        first = agent.first_failure()
+        if first is None:
+            rank, failure = next(iter(result.failures.items()))
+            first = _Exit(rank, failure.pid, failure.exitcode, 0.0)
+        agent.report(first)
+        return shell_code(first.code)
+
+
+class _Agent(LocalElasticAgent):
+    """The elastic agent of torch, which also notes when and how each worker ended."""
+
+    def __init__(self, job: AgentJob, logs: DefaultLogsSpecs) -> None:
+        launch = job.launch
+        spec = WorkerSpec(
+            role=launch.role,
+            local_world_size=job.num_local_processes,
+            rdzv_handler=_rendezvous(launch),
+            entrypoint=job.command[0],
+            args=job.command[1:],
+            max_restarts=launch.max_restarts,
+            monitor_interval=launch.monitor_interval_seconds,
+            **_numa_binding(job),
+        )
+        grace = int(job.environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _GRACE_SECONDS))
+        super().__init__(spec, logs, shutdown_timeout=grace)
+        self.exits: list[_Exit] = []
+        self._job = job
+        self._pids: dict[int, int] = {}
+        self._watchers: list[threading.Thread] = []
+        self._starts = 0
+
+    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+        first = self.first_failure()
+        if first is not None:
+            print(
+                f"accel-trainer launch: {_how(first)}; starting the workers again "
+                f"({self._starts} of {self._job.launch.max_restarts} restarts)",
+                file=sys.stderr,
+            )
+        self._starts += 1
+        self.exits = []
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        self._pids = {worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers}
+        if self._job.launch.enable_cpu_affinity and self._job.use_cpu:
+            _bind_to_cores(pids)
+        self._watchers = [
+            threading.Thread(target=self._watch, args=(rank, pid), daemon=True) for rank, pid in self._pids.items()
+        ]
+        for watcher in self._watchers:
+            watcher.start()
+        return pids
+
+    def _watch(self, rank: int, pid: int) -> None:
+        """Wait for one worker without reaping it; the agent still sees its end by itself."""
+        exits = self.exits
+        # Reaped by the agent in the very moment of its end: its order is lost, its code is in the agent's result.
+        with contextlib.suppress(ChildProcessError):
+            status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            if status is not None:
+                code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+                exits.append(_Exit(rank, pid, code, time.monotonic()))
+
+    def first_failure(self) -> _Exit | None:
+        """Return the worker that was the first to end with an error, as far as it was seen."""
+        for watcher in self._watchers:
+            watcher.join(1.0)
+        failed = [exit_ for exit_ in self.exits if exit_.code]
+        return min(failed, key=lambda exit_: exit_.seconds) if failed else None
+
+    def kill_rest(self) -> None:
+        """End what a second signal left running. Each worker leads a process group that holds what it started."""
+        ended = {exit_.rank for exit_ in self.exits}
+        for rank, pid in self._pids.items():
+            if rank not in ended:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+
+    def report(self, first: _Exit) -> None:
+        """Say which worker failed first, and which others had ended before without an error."""
+        lines = [f"accel-trainer launch: {_how(first)}; the other workers were ended"]
+        lines += [
+            f"  rank {exit_.rank} had ended with code 0 {first.seconds - exit_.seconds:.1f} s before that"
+            for exit_ in self.exits
+            if exit_.code == 0 and exit_.seconds < first.seconds
+        ]
+        print("\n".join(lines), file=sys.stderr)
+
+
+def _how(exit_: _Exit) -> str:
+    if exit_.code >= 0:
+        return f"rank {exit_.rank} (pid {exit_.pid}) failed with exit code {exit_.code}"
+    with contextlib.suppress(ValueError):
+        name = signal.Signals(-exit_.code).name
+        return f"rank {exit_.rank} (pid {exit_.pid}) was ended by {name}, exit code {shell_code(exit_.code)}"
+    return f"rank {exit_.rank} (pid {exit_.pid}) was ended by signal {-exit_.code}"
+
+
+def _rendezvous(launch: LaunchConfig) -> RendezvousHandler:
+    settings = parse_settings(launch.rdzv_conf)
+    port = launch.main_process_port or 0
+    if launch.rdzv_backend == "static":
+        if launch.num_machines == 1:
+            return BoundRendezvous(LOOPBACK, port, 0, 1, settings)
+        if launch.main_process_ip is None:
+            raise ConfigError(
+                f"num_machines is {launch.num_machines} and main_process_ip is not set; give the address of machine 0"
+            )
+        if launch.max_restarts:
+            raise ConfigError(
+                f"max_restarts is {launch.max_restarts} on {launch.num_machines} machines with the static rendezvous, "
+                "where no machine learns that another restarts its workers; set rdzv_backend to c10d"
+            )
+        return BoundRendezvous(
+            launch.main_process_ip, port or _DEFAULT_PORT, launch.machine_rank, launch.num_machines, settings
+        )
+    parameters = RendezvousParameters(
+        backend=launch.rdzv_backend,
+        endpoint=f"{launch.main_process_ip or LOOPBACK}:{port or _DEFAULT_PORT}",
+        run_id=settings.pop("rdzv_id", "accel_trainer"),
+        min_nodes=launch.num_machines,
+        max_nodes=launch.num_machines,
+        **settings,
+    )
+    try:
+        return get_rendezvous_handler(parameters)
+    except ValueError as error:
+        raise ConfigError(f"rdzv_backend {launch.rdzv_backend!r} cannot be used: {error}") from error
+
+
+def _check_devices(job: AgentJob) -> None:
+    """Refuse before anything starts what every worker would refuse after seconds of imports."""
+    count = 0 if job.use_cpu or not torch.accelerator.is_available() else torch.accelerator.device_count()
+    ids = job.launch.gpu_ids
+    if count and ids != "all":
+        count = len(ids.split(","))
+    if count and job.num_local_processes > count:
+        raise ConfigError(
+            f"{job.num_local_processes} processes on this machine, which has {count} accelerator device(s) for them; "
+            f"start at most {count} per machine, or pass --cpu to run them on the CPU"
+        )
+
+
+def _numa_binding(job: AgentJob) -> dict[str, Any]:
+    if not job.launch.enable_cpu_affinity or job.use_cpu or not torch.cuda.is_available():
+        return {}
+    from torch.numa.binding import AffinityMode, NumaOptions
+
+    return {"numa_options": NumaOptions(affinity_mode=AffinityMode.NODE)}
+
+
+def _bind_to_cores(pids: Mapping[int, int]) -> None:
+    """Give each CPU rank its own cores, in equal parts, before it has started a second thread."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // len(pids)
+    for local_rank, pid in pids.items():
+        if share:
+            os.sched_setaffinity(pid, cores[local_rank * share : (local_rank + 1) * share])
+
+
+@contextlib.contextmanager
+def _log_destination(launch: LaunchConfig) -> Iterator[DefaultLogsSpecs]:
+    """Workers write to the console, and with a log folder to files there as well; no temporary files stay behind."""
+    tee = Std.from_str("3" if launch.log_dir and launch.tee == "0" else launch.tee)
+    if launch.log_dir or not tee:
+        yield DefaultLogsSpecs(log_dir=launch.log_dir or os.devnull, tee=tee)
+        return
+    folder = tempfile.mkdtemp(prefix="accel_trainer_")
+    try:
+        yield DefaultLogsSpecs(log_dir=folder, tee=tee)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _quieten() -> None:
+    """Leave out the agent's own lines on a failing worker: `report` says the same in one. LOGLEVEL brings them back."""
+    if "LOGLEVEL" not in os.environ:
+        for name in ("agent.server.api", "multiprocessing.api"):
+            logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
