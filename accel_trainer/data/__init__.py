@@ -1,7 +1,7 @@
 """Reading data: who reads which sample, and what every step holds."""
 
 from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
-from accel_trainer.data.metrics import drop_padding, gather_valid, trim_gathered
+from accel_trainer.data.metrics import drop_padding, keep_valid, trim_gathered
 from accel_trainer.data.plan import BatchRows, DataPlan
 from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler
 
@@ -12,7 +12,7 @@ __all__ = [
     "SeedableRandomSampler",
     "ShardedBatchSampler",
     "drop_padding",
-    "gather_valid",
+    "keep_valid",
     "prepare_data_loader",
     "skip_first_batches",
     "trim_gathered",

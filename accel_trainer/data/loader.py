@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
@@ -13,7 +13,7 @@ from accel_trainer.data.plan import BatchRows, mix_seed
 from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler, find_generator
 from accel_trainer.errors import ConfigError
 from accel_trainer.logging import get_logger
-from accel_trainer.runtime.collectives import broadcast_object_list, send_to_device
+from accel_trainer.runtime.collectives import broadcast_object, send_to_device
 from accel_trainer.runtime.process import ProcessContext
 
 __all__ = ["PreparedDataLoader", "prepare_data_loader", "skip_first_batches"]
@@ -25,12 +25,14 @@ Hook = Callable[["PreparedDataLoader"], None]
 
 
 class _Pass:
-    """One iteration over a loader: what the batch handed out last holds."""
+    """One iteration over a loader: how many batches it has handed out, and what the last one holds."""
 
-    __slots__ = ("rows",)
+    __slots__ = ("rows", "taken", "total")
 
-    def __init__(self) -> None:
+    def __init__(self, total: int | None) -> None:
         self.rows: BatchRows | None = None
+        self.taken = 0
+        self.total = total
 
 
 class PreparedDataLoader(DataLoader[Any]):
@@ -61,6 +63,22 @@ class PreparedDataLoader(DataLoader[Any]):
         return rows is not None and rows.is_last
 
     @property
+    def remaining(self) -> int | None:
+        """Steps left of the current pass, the one handed out last included; None where the length is not known."""
+        current = self._passes[-1] if self._passes else None
+        if current is None or (current.rows is not None and current.rows.is_last):
+            return None if current is None else 1
+        return None if current.total is None else current.total - current.taken + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch whose order is being read, or will be read next."""
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the epoch of `state_dict`; `skip_first_batches` moves within it."""
+        self.set_epoch(state_dict["epoch"])
+
+    @property
     def epoch(self) -> int:
         """The epoch whose order the next pass takes."""
         return self._sharder.epoch
@@ -86,13 +104,10 @@ class PreparedDataLoader(DataLoader[Any]):
     @property
     def steps_per_epoch(self) -> int | None:
         """Steps of a whole pass, or None where the length is not known."""
-        try:
-            return len(self._sharder.starting_at(0))
-        except TypeError:
-            return None
+        return _length(self._sharder.starting_at(0))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        progress = _Pass()
+        progress = _Pass(_length(self))
         epoch = self.epoch
         is_complete = False
         self._passes.append(progress)
@@ -116,10 +131,12 @@ class PreparedDataLoader(DataLoader[Any]):
         if self._device is None:
             for batch in batches:
                 progress.rows = planned.popleft()
+                progress.taken += 1
                 yield batch
         else:
             for batch in batches:
                 progress.rows = planned.popleft()
+                progress.taken += 1
                 yield send_to_device(batch, self._device, non_blocking=self._non_blocking)
 
     def _settle_epoch(self, epoch: int, is_complete: bool) -> None:
@@ -277,12 +294,10 @@ def _shard_sampler(
     base: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     generator = find_generator(base)
     if generator is not None:
-        seeds = [generator.initial_seed()]
-        broadcast_object_list(seeds, process)
-        seed = seeds[0]
+        seed = broadcast_object(generator.initial_seed(), process)
     if config.use_seedable_sampler:
-        if type(base) is BatchSampler and _is_plain_shuffle(base.sampler):
-            settings["sampler"] = SeedableRandomSampler(base.sampler.data_source, seed)
+        if type(base) is BatchSampler and _is_plain_shuffle(shuffle := base.sampler):
+            settings["sampler"] = SeedableRandomSampler(shuffle.data_source, seed)
             base = BatchSampler(settings["sampler"], base.batch_size, base.drop_last)
         elif _is_plain_shuffle(base):
             base = SeedableRandomSampler(base.data_source, seed)
@@ -293,11 +308,18 @@ def _shard_sampler(
     return sharder
 
 
-def _is_plain_shuffle(sampler: Any) -> bool:
+def _is_plain_shuffle(sampler: Any) -> TypeGuard[RandomSampler]:
     """Whether a sampler is what `shuffle=True` makes: every sample once, in random order."""
     if type(sampler) is not RandomSampler or sampler.replacement:
         return False
     return sampler.num_samples == len(sampler.data_source)
+
+
+def _length(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except TypeError:
+        return None
 
 
 def _set_dataset_epoch(dataset: Any, epoch: int, depth: int = 8) -> None:

@@ -12,7 +12,7 @@ from accel_trainer.runtime.collectives import gather, gather_object, gather_ragg
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.tree import leaves, map_leaves
 
-__all__ = ["drop_padding", "gather_valid", "trim_gathered"]
+__all__ = ["drop_padding", "keep_valid", "trim_gathered"]
 
 
 def drop_padding(data: Any, rows: BatchRows, shard: int) -> Any:
@@ -27,7 +27,7 @@ def drop_padding(data: Any, rows: BatchRows, shard: int) -> Any:
     )
 
 
-def trim_gathered(data: Any, rows: BatchRows) -> Any:
+def keep_valid(data: Any, rows: BatchRows) -> Any:
     """Keep exactly the valid rows of what was gathered from every shard, in the order of the shards.
 
     That order is the order of the samples. A leaf that has no row for each sample but one block for each shard (a loss
@@ -38,8 +38,8 @@ def trim_gathered(data: Any, rows: BatchRows) -> Any:
     return map_leaves(lambda leaf: _keep(leaf, rows.rows, rows.sizes), data, is_leaf=_is_column)
 
 
-def gather_valid(
-    data: Any, rows: BatchRows | None, process: ProcessContext, *, use_gather_object: bool = False, debug: bool = False
+def trim_gathered(
+    data: Any, rows: BatchRows | None, process: ProcessContext, *, use_objects: bool = False, debug: bool = False
 ) -> Any:
     """Gather from every rank the rows that are no padding, in the order of the samples.
 
@@ -49,11 +49,11 @@ def gather_valid(
         data: tensors of equal shapes but for their first dimension, lists of other values (strings) with one entry for
             each sample, or nestings of them.
         rows: what the loader says of its present batch; None gathers everything.
-        use_gather_object: take the whole of `data`, a list or tuple with one entry for each sample, as objects.
+        use_objects: take the whole of `data`, a list or tuple with one entry for each sample, as objects.
     """
     if rows is not None and len(rows.rows) != process.world_size:
         rows = None  # the sampler shards by rank itself: nobody can say what is padding
-    if use_gather_object:
+    if use_objects:
         if rows is not None:
             data = _keep(data, rows.rows[process.rank :][:1], rows.sizes[process.rank :][:1])
         return gather_object(data, process)
@@ -63,7 +63,7 @@ def gather_valid(
             if isinstance(data, Tensor)
             else map_leaves(lambda leaf: _alone(leaf, process), data, is_leaf=_is_column)
         )
-    columns = iter(_gather_columns([c for c in leaves(data, is_leaf=_is_column)], rows, process, debug))
+    columns = iter(_gather_columns(list(leaves(data, is_leaf=_is_column)), rows, process, debug))
     return map_leaves(lambda _: next(columns), data, is_leaf=_is_column)
 
 
@@ -124,7 +124,7 @@ def _keep(column: Any, rows: Sequence[int], sizes: Sequence[int]) -> Any:
         rows, sizes = [min(1, count) for count in rows], [1] * len(sizes)
     else:
         return column
-    parts = []
+    parts: list[Any] = []
     begin = 0
     for valid, size in zip(rows, sizes, strict=True):
         if valid:

@@ -1,4 +1,4 @@
-"""Samplers whose order depends on the seed and the epoch alone, and the one that gives a shard its part of the batches."""
+"""Samplers: an order that depends on seed and epoch alone, and a shard's part of any batch sampler."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class ShardedBatchSampler(Sampler[Any]):
         batch_size = getattr(batch_sampler, "batch_size", None)
         if split_batches and batch_size is not None and batch_size % num_processes != 0:
             raise ConfigError(
-                f"split_batches=True cuts each batch over {num_processes} processes, and batch_size={batch_size} is not "
-                f"a multiple of {num_processes}; choose such a batch size, or split_batches=False"
+                f"split_batches=True cuts each batch over {num_processes} processes, and batch_size={batch_size} is "
+                f"not a multiple of {num_processes}; choose such a batch size, or split_batches=False"
             )
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
@@ -154,7 +154,8 @@ class ShardedBatchSampler(Sampler[Any]):
         return self._planned
 
     def __iter__(self) -> Iterator[Any]:
-        self._planned = planned = deque()
+        planned: deque[BatchRows] = deque()
+        self._planned = planned
         return self._shard(planned)
 
     def _shard(self, planned: deque[BatchRows]) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from accel_trainer.tree import leaves, map_leaves
 __all__ = [
     "ReduceOp",
     "broadcast",
+    "broadcast_object",
     "broadcast_object_list",
     "concatenate",
     "find_batch_size",
@@ -122,27 +123,32 @@ def gather_object(data: Any, process: ProcessContext) -> list[Any]:
 
 
 def reduce(
-    data: Any, process: ProcessContext, op: ReduceOp | str = ReduceOp.SUM, *, scale: float = 1.0, debug: bool = False
+    data: Any,
+    process: ProcessContext,
+    reduction: ReduceOp | str = ReduceOp.SUM,
+    *,
+    scale: float = 1.0,
+    debug: bool = False,
 ) -> Any:
     """Reduce each tensor over the ranks; every rank gets the result.
 
-    Collective unless `op` is "none": every rank calls it, with tensors of the same shapes and dtypes.
+    Collective unless `reduction` is "none": every rank calls it, with tensors of the same shapes and dtypes.
 
     Args:
-        op: sum, mean, min, max, prod or none. The sum of booleans counts them (int64); the mean of integers and of
-            booleans is a float of torch's default dtype; otherwise the dtype stays.
+        reduction: sum, mean, min, max, prod or none. The sum of booleans counts them (int64); the mean of integers and
+            of booleans is a float of torch's default dtype; otherwise the dtype stays.
         scale: multiplied into the result.
 
     Raises:
-        ConfigError: `op` is none of these, or a leaf is no tensor.
+        ConfigError: `reduction` is none of these, or a leaf is no tensor.
         ProcessGroupError: with `debug`, the ranks do not have the same shapes.
     """
     try:
-        op = ReduceOp(op)
+        op = ReduceOp(reduction)
     except ValueError:
         known = [member.value for member in ReduceOp]
         raise ConfigError(
-            f"unknown reduction {op!r}{did_you_mean(str(op), known)}; use one of {', '.join(known)}"
+            f"unknown reduction {reduction!r}{did_you_mean(str(reduction), known)}; use one of {', '.join(known)}"
         ) from None
     if debug:
         _agree(f"reduce({op.value})", data, process)
@@ -184,6 +190,14 @@ def broadcast_object_list(objects: list[Any], process: ProcessContext, from_proc
     if process.is_distributed:
         dist.broadcast_object_list(objects, src=from_process)
     return objects
+
+
+def broadcast_object(value: Any, process: ProcessContext, from_process: int = 0) -> Any:
+    """Return one rank's picklable object on every rank.
+
+    Collective: every rank calls it.
+    """
+    return broadcast_object_list([value], process, from_process)[0]
 
 
 def pad_across_processes(
