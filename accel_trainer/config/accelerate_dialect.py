@@ -11,6 +11,7 @@ from typing import Any
 from accel_trainer.config import fsdp_dialect
 from accel_trainer.config.document import Document, Key, Node
 from accel_trainer.config.fsdp_dialect import is_neutral
+from accel_trainer.config.schema import field_specs, section_names
 from accel_trainer.config.settings import Layer
 from accel_trainer.config.validation import show
 from accel_trainer.errors import did_you_mean
@@ -117,7 +118,7 @@ def translate(document: Document, content: Mapping[Key, Node], layer: Layer) -> 
             if node.value not in (None, "LOCAL_MACHINE"):
                 reader.wrong(key, node, "LOCAL_MACHINE")
         elif name not in _SPECIAL:
-            hint = did_you_mean(name, known_keys()) or _dialect_hint(name)
+            hint = _dialect_hint(name) or did_you_mean(name, known_keys())
             layer.problems.append(f"unknown key {name!r}{document.at(key.line)}{hint}")
     reader.legacy(by_name.get("fp16"), by_name.get("dynamo_backend"), "mixed_precision" in by_name)
     fsdp_block = reader.section(by_name.get("fsdp_config"))
@@ -131,8 +132,6 @@ def translate(document: Document, content: Mapping[Key, Node], layer: Layer) -> 
 
 
 def _dialect_hint(name: str) -> str:
-    from accel_trainer.config.schema import field_specs, section_names
-
     if name in field_specs() or name in section_names():
         return "; it is a key of accel_trainer's own files, and this one is an accelerate file: use one of the two"
     return ""

@@ -154,7 +154,7 @@ def read_launch_variable(environ: Mapping[str, str], problems: list[str]) -> tup
         )
         return None, {}
     file = content.get("config_file") if isinstance(content, dict) else None
-    flags = (content.get("flags") or {}) if isinstance(content, dict) else None
+    flags = content.get("flags", {}) if isinstance(content, dict) else None
     if not isinstance(flags, dict) or not isinstance(file, str | None) or content.keys() - {"config_file", "flags"}:
         problems.append(
             f"environment variable {LAUNCH_VARIABLE} is {show(text)}; expected a JSON object with 'config_file' and "

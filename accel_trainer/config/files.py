@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -94,8 +95,14 @@ def read_file(source: ConfigSource) -> FileConfig:
     name, path, document = _load(source)
     dialect, layer = read_document(document)
     if layer.problems:
-        raise FileProblemsError(layer.problems, name)
+        raise FileProblemsError(sorted(layer.problems, key=lambda problem: _line_of(problem, name)), name)
     return FileConfig(name, path, dialect, layer.settings, tuple(layer.notes), document.root.plain())
+
+
+def _line_of(problem: str, name: str) -> int:
+    """Return the first line that a message names, so that problems can be listed in the order of the file."""
+    found = re.search(rf"{re.escape(name)}:(\d+)", problem)
+    return int(found.group(1)) if found else 0
 
 
 def _load(source: ConfigSource) -> tuple[str, Path | None, Document]:

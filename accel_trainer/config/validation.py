@@ -39,10 +39,7 @@ def show(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, StrEnum):
         return repr(str(value))
-    if isinstance(value, Mapping | list | tuple):
-        kind = "a mapping" if isinstance(value, Mapping) else "a list"
-        return f"{kind} of {len(value)} entries" if len(value) else f"an empty {kind.split()[1]}"
-    text = repr(value)
+    text = repr(list(value) if isinstance(value, tuple) else value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -42,7 +42,11 @@ def read_yaml(text: str, name: str) -> Document:
         return _Composer(yaml.parse(text, Loader=yaml.SafeLoader), name).compose()
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{name}:{line} is not valid YAML: {error.problem or error.context}") from None
+        problem = str(error.problem or error.context)
+        hint = (
+            "; indent with spaces" if "'\\t'" in problem else "; check the indentation" if "<block" in problem else ""
+        )
+        raise ConfigError(f"{name}:{line} is not valid YAML: {problem}{hint}") from None
     except yaml.reader.ReaderError as error:
         raise ConfigError(f"{name} is not valid YAML: character {error.character!r} is not text") from None
 
@@ -57,7 +61,8 @@ def dump_yaml(content: Any) -> str:
     for kind, pattern in _KINDS:
         # PyYAML matches with match(), so each pattern has to be closed at its end.
         Dumper.add_implicit_resolver(_TAG + kind, re.compile(f"(?:{pattern.pattern})$"), None)
-    return yaml.dump(content, Dumper=Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=120)
+    # allow_unicode would write some line separators (U+0085) as they are, which a reader takes for a space.
+    return yaml.dump(content, Dumper=Dumper, sort_keys=False, default_flow_style=False, allow_unicode=False, width=120)
 
 
 def _scalar(text: str) -> Any:

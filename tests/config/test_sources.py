@@ -1,0 +1,223 @@
+"""Precedence, the memory of where a value came from, and what is said about the result."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from accel_trainer.config import Source, SourceKind, field_specs, read_file, resolve
+from accel_trainer.errors import ConfigError
+
+
+def levels(tmp_path, *names):
+    """Return the arguments of resolve() that set accumulation.num_steps on these levels, each to its own number."""
+    file = tmp_path / "train.yaml"
+    file.write_text("# first line\naccumulation:\n  num_steps: 2\n", encoding="utf-8")
+    every = {
+        "file": file,
+        "environ": {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"},
+        "flags": {"accumulation.num_steps": "4"},
+        "explicit": {"accumulation.num_steps": 5},
+    }
+    return {name: every[name] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("names", "value", "kind", "where"),
+    [
+        ((), 1, SourceKind.DEFAULT, "default"),
+        (("file",), 2, SourceKind.FILE, "{tmp_path}/train.yaml:3"),
+        (("file", "environ"), 3, SourceKind.ENVIRONMENT, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+        (("file", "environ", "flags"), 4, SourceKind.CLI, "--gradient_accumulation_steps"),
+        (
+            ("file", "environ", "flags", "explicit"),
+            5,
+            SourceKind.PYTHON,
+            "Accelerator(gradient_accumulation_steps=...)",
+        ),
+        (("file", "explicit"), 5, SourceKind.PYTHON, "Accelerator(gradient_accumulation_steps=...)"),
+        (("environ", "explicit"), 5, SourceKind.PYTHON, "Accelerator(gradient_accumulation_steps=...)"),
+        (("file", "flags"), 4, SourceKind.CLI, "--gradient_accumulation_steps"),
+    ],
+)
+def test_the_strongest_level_wins_and_is_remembered(tmp_path, names, value, kind, where):
+    resolved = resolve(**levels(tmp_path, *names))
+
+    assert resolved.config.accumulation.num_steps == value
+    assert resolved.source("accumulation.num_steps") == Source(kind, where.format(tmp_path=tmp_path))
+
+
+def test_levels_are_merged_option_by_option(tmp_path):
+    file = tmp_path / "train.json"
+    file.write_text('{"strategy": "fsdp2",\n "mixed_precision": "bf16",\n "use_cpu": true}', encoding="utf-8")
+
+    resolved = resolve(
+        file=file, environ={"ACCEL_TRAINER_MIXED_PRECISION": "fp16"}, explicit={"use_cpu": False, "debug": None}
+    )
+
+    assert (resolved.config.strategy, resolved.config.mixed_precision, resolved.config.use_cpu) == (
+        "fsdp2",
+        "fp16",
+        False,
+    )
+    assert resolved.source("strategy").where == f"{file}:1"
+    assert resolved.source("debug").kind is SourceKind.DEFAULT  # None is "not given"
+
+
+def test_describe_says_value_and_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.yaml").write_text("mixed_precision: bf16\nfsdp:\n  wrap_classes: [A, B]\n", encoding="utf-8")
+
+    resolved = resolve(file="train.yaml")
+
+    assert resolved.describe("mixed_precision") == "mixed_precision=bf16 (from train.yaml:1)"
+    assert resolved.describe("fsdp.wrap_classes") == "fsdp.wrap_classes=[A, B] (from train.yaml:3)"
+    assert resolved.describe("use_cpu") == "use_cpu=false (default)"
+    assert resolved.describe("launch.num_processes") == "launch.num_processes=null (default)"
+
+
+def test_explain_has_one_row_for_every_option():
+    rows = resolve(file="full_shard").explain()
+
+    assert [path for path, _, _ in rows] == list(field_specs())
+    assert ("strategy", "fsdp2", Source(SourceKind.FILE, "fsdp_configs/full_shard.yaml:2")) in rows
+
+
+def test_a_resolved_configuration_survives_pickling():
+    resolved = resolve(file={"strategy": "deepspeed", "deepspeed": {"zero_stage": 3, "hosts": ["a", {"b": 1}]}})
+
+    copy = pickle.loads(pickle.dumps(resolved))
+
+    assert copy == resolved
+    assert hash(copy.config) == hash(resolved.config)
+
+
+def test_is_set_tells_a_given_default_from_a_missing_value():
+    resolved = resolve(file={"use_cpu": False})
+
+    assert resolved.is_set("use_cpu")
+    assert not resolved.is_set("debug")
+
+
+def test_an_unknown_path_is_an_error_with_the_nearest_name():
+    resolved = resolve()
+
+    with pytest.raises(ConfigError, match=r"unknown option 'fsdp\.wrap_clases'; did you mean 'fsdp\.wrap_classes'\?"):
+        resolved.source("fsdp.wrap_clases")
+    with pytest.raises(ConfigError, match=r"unknown option 'num_steps'"):
+        resolve(explicit={"num_steps": 2})
+
+
+def test_problems_of_all_levels_are_reported_at_once():
+    with pytest.raises(ConfigError) as caught:
+        resolve(
+            file={"mixed_precision": "bf61", "fsdp": {"wrap_clases": "A"}},
+            environ={"ACCELERATE_USE_CPU": "maybe"},
+            flags={"launch.num_processes": "two"},
+            explicit={"accumulation.num_steps": 0, "use_cpu": "true"},
+        )
+
+    assert str(caught.value) == (
+        "6 problems in the configuration:\n"
+        "  - mixed_precision in the config dict is 'bf61'; expected one of 'no', 'bf16', 'fp16', 'fp8'; "
+        "did you mean 'bf16'?\n"
+        "  - unknown key 'wrap_clases' in 'fsdp' in the config dict; did you mean 'wrap_classes'?\n"
+        "  - environment variable ACCELERATE_USE_CPU is 'maybe'; expected true or false\n"
+        "  - --num_processes is 'two'; expected a whole number\n"
+        "  - Accelerator(gradient_accumulation_steps=...) is 0; expected a whole number of at least 1\n"
+        "  - Accelerator(cpu=...) is 'true'; expected true or false without quotes"
+    )
+
+
+def test_the_receiver_of_explicit_arguments_can_have_its_own_names():
+    resolved = resolve(
+        explicit={"timeout_seconds": 60, "use_cpu": True},
+        explicit_name="TrainingArguments",
+        explicit_keywords={"timeout_seconds": "ddp_timeout"},
+    )
+
+    assert resolved.describe("timeout_seconds") == "timeout_seconds=60.0 (from TrainingArguments(ddp_timeout=...))"
+    assert resolved.source("use_cpu").where == "TrainingArguments(use_cpu=...)"
+
+
+def test_the_launcher_brings_its_file_and_its_flags(tmp_path):
+    file = tmp_path / "train.yaml"
+    file.write_text("mixed_precision: bf16\nuse_cpu: true\n", encoding="utf-8")
+    told = {"config_file": str(file), "flags": {"mixed_precision": "fp16", "launch.num_processes": 2}}
+
+    resolved = resolve(environ={"ACCEL_TRAINER_LAUNCH": json.dumps(told), "ACCELERATE_MIXED_PRECISION": "no"})
+
+    assert resolved.source("mixed_precision") == Source(SourceKind.CLI, "--mixed_precision")
+    assert resolved.source("launch.num_processes").where == "--num_processes"
+    assert resolved.source("use_cpu").where == f"{file}:2"
+
+
+def test_a_file_given_in_python_replaces_the_launchers():
+    told = json.dumps({"config_file": "full_shard", "flags": {}})
+
+    assert resolve(environ={"ACCEL_TRAINER_LAUNCH": told}).config.strategy == "fsdp2"
+    assert resolve(environ={"ACCEL_TRAINER_LAUNCH": told}, file="ddp").config.strategy == "ddp"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"file": 1}', '{"config_file": 3}', '{"flags": []}'])
+def test_a_damaged_launch_variable_is_an_error_that_names_it(text):
+    with pytest.raises(ConfigError, match=r"environment variable ACCEL_TRAINER_LAUNCH is .*accel-trainer launch"):
+        resolve(environ={"ACCEL_TRAINER_LAUNCH": text})
+
+
+def test_what_read_file_returned_can_be_resolved():
+    resolved = resolve(file=read_file("accelerate_fsdp_bert"))
+
+    assert resolved.config.strategy == "fsdp2"
+    assert len(resolved.notes) == 1
+
+
+def test_contradictions_between_levels_name_both_places():
+    with pytest.raises(ConfigError) as caught:
+        resolve(
+            file={"launch": {"num_machines": 2, "num_processes": 3}, "fsdp": {"replicate_size": 2}},
+            explicit={"fsdp.replicate_per_node": True},
+            flags={"launch.machine_rank": 2},
+        )
+
+    assert str(caught.value) == (
+        "3 problems in the configuration:\n"
+        "  - fsdp.replicate_per_node=true (from Accelerator(fsdp.replicate_per_node=...)) contradicts "
+        "fsdp.replicate_size=2 (from the config dict): give the number of replicas, or one per node, not both\n"
+        "  - launch.machine_rank=2 (from --machine_rank) does not fit launch.num_machines=2 (from the config dict): "
+        "machines are numbered from 0 to num_machines - 1\n"
+        "  - launch.num_processes=3 (from the config dict) cannot be divided over launch.num_machines=2 "
+        "(from the config dict): every machine runs the same number of processes"
+    )
+
+
+def test_an_option_that_another_one_leaves_without_effect_is_noted():
+    resolved = resolve(file={"fsdp": {"wrap_policy": "none", "wrap_classes": ["A"], "min_num_params": 5}})
+
+    assert resolved.notes == (
+        "fsdp.wrap_classes=[A] (from the config dict) is not used: fsdp.wrap_policy=none (from the config dict)",
+        "fsdp.min_num_params=5 (from the config dict) is not used: fsdp.wrap_policy=none (from the config dict)",
+    )
+
+
+def test_size_wrapping_needs_a_positive_size():
+    with pytest.raises(
+        ConfigError, match=r"fsdp\.min_num_params in the config dict is 0; expected a whole number of at"
+    ):
+        resolve(file={"fsdp": {"wrap_policy": "size", "min_num_params": 0}})
+
+
+def test_the_configuration_imports_no_torch_and_yaml_only_when_needed():
+    code = (
+        "import sys; from accel_trainer.config import resolve; resolve(file={'strategy': 'ddp'}); "
+        "early = 'yaml' in sys.modules; resolve(file='full_shard'); "
+        "print(early, sorted({'torch', 'numpy', 'transformers'} & sys.modules.keys()))"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == ["False", "[]"]
