@@ -1,0 +1,212 @@
+"""TrainingArguments: upstream's fields, resolved through our configuration, with our runtime underneath."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.training_args import ParallelMode
+
+from accel_trainer import logging
+from accel_trainer.config import Resolved
+from accel_trainer.errors import ConfigError
+from accel_trainer.registry import strategy_names
+from accel_trainer.runtime.process import init_process, read_environment
+from accel_trainer.state import PartialState
+from accel_trainer.trainer.fsdp_arguments import build_fsdp_dict, check_num_processes, resolve_arguments
+
+__all__ = ["Seq2SeqTrainingArguments", "TrainingArguments"]
+
+logger = logging.get_logger(__name__)
+
+_DEFAULT_TIMEOUT_SECONDS = 1800
+
+
+@dataclass(repr=False)
+class TrainingArguments(transformers.TrainingArguments):
+    """Upstream's TrainingArguments with the same fields, running on accel_trainer.
+
+    Differences: `fsdp_config` also takes YAML, whole `accelerate config` files and packaged names, and refuses unknown
+    keys; `ddp_timeout` holds on every device; `fsdp` with `use_cpu` shards on the CPU.
+
+    Attributes:
+        resolved: every option of the run with the place it came from.
+    """
+
+    eval_loss_weighting: Literal["token", "batch"] = field(
+        default="token",
+        metadata={
+            "help": "How batches are averaged in the evaluation loss: 'token' gives the exact mean over all label "
+            "tokens, whatever the batch size; 'batch' weighs each batch by its rows, as upstream on one process."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        """Resolve the configuration, then let upstream derive and check the rest."""
+        environ = read_environment()
+        self._check_batch_sizes()
+        self._refuse_deepspeed(environ)
+        self.accelerator_config = _read_accelerator_config(self.accelerator_config)
+        if self.eval_loss_weighting not in ("token", "batch"):
+            raise ConfigError(f"eval_loss_weighting={self.eval_loss_weighting!r} is neither 'token' nor 'batch'")
+        self._derive_compile_options()
+        self.resolved = resolve_arguments(
+            self._explicit_options(), fsdp=self.fsdp, fsdp_config=self.fsdp_config, environ=environ
+        )
+        self.use_cpu = self.resolved.config.use_cpu
+        with self._as_upstream_should_see():
+            super().__post_init__()
+        self.mixed_precision = str(self.resolved.config.mixed_precision)
+        self._apply_tf32_default()
+        self._take_accumulation()
+        check_num_processes(self.resolved, self.world_size)
+
+    def _check_batch_sizes(self) -> None:
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r} was given, and it counts samples or steps: use an integer of 1 or more")
+
+    def _refuse_deepspeed(self, environ: Mapping[str, str]) -> None:
+        asked = "deepspeed=..." if self.deepspeed else None
+        if environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("1", "true", "yes"):
+            asked = asked or "ACCELERATE_USE_DEEPSPEED"
+        if asked is not None:
+            raise ConfigError(
+                f"{asked} asks for DeepSpeed, which this Trainer does not run; its strategies are "
+                f"{', '.join(strategy_names())}. Use fsdp=True to shard parameters and optimizer state"
+            )
+
+    def _derive_compile_options(self) -> None:
+        if self.torch_compile_mode is not None or self.torch_compile_backend is not None:
+            self.torch_compile = True
+        if self.torch_compile and self.torch_compile_backend is None:
+            self.torch_compile_backend = "inductor"
+
+    def _explicit_options(self) -> dict[str, Any]:
+        """Return what was given in Python, by dotted path; a field at its default was not given."""
+        options: dict[str, Any] = {}
+        if self.fp16 or self.bf16:
+            options["mixed_precision"] = "fp16" if self.fp16 else "bf16"
+        if self.use_cpu:
+            options["use_cpu"] = True
+        if self.ddp_timeout != _DEFAULT_TIMEOUT_SECONDS:
+            options["timeout_seconds"] = float(self.ddp_timeout)
+        if self.torch_compile:
+            options["compile.backend"] = self.torch_compile_backend
+            options["compile.mode"] = self.torch_compile_mode or "default"
+        for name in ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph"):
+            if (value := getattr(self, f"ddp_{name}", None)) is not None:
+                options[f"ddp.{name}"] = value
+        given, defaults = self.accelerator_config, AcceleratorConfig()
+        for name in ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking"):
+            if getattr(given, name) != getattr(defaults, name):
+                options[f"data.{name}"] = getattr(given, name)
+        if self.data_seed is not None:
+            options["data.data_seed"] = self.data_seed
+        if (given.gradient_accumulation_kwargs or {}).get("sync_each_batch") is not None:
+            options["accumulation.sync_each_batch"] = given.gradient_accumulation_kwargs["sync_each_batch"]
+        return options
+
+    @contextlib.contextmanager
+    def _as_upstream_should_see(self) -> Iterator[None]:
+        """Hide what upstream would act on in its own way.
+
+        A compile option would be exported as ACCELERATE_DYNAMO_* variables; the configuration carries it. A machine
+        without an accelerator runs on its CPU, which has bf16, as if `use_cpu` had been given.
+        """
+        hidden = {
+            name: getattr(self, name)
+            for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode", "use_cpu")
+        }
+        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        try:
+            yield
+        finally:
+            for name, value in hidden.items():
+                setattr(self, name, value)
+
+    def _apply_tf32_default(self) -> None:
+        """Turn TF32 on with torch_compile, as upstream, where there is a GPU to use it."""
+        if self.torch_compile and self.tf32 is None and self.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
+
+    def _take_accumulation(self) -> None:
+        """Take gradient accumulation from the file or the environment when the argument was left at 1."""
+        source = self.resolved.source("accumulation.num_steps")
+        num_steps = self.resolved.config.accumulation.num_steps
+        if self.gradient_accumulation_steps == 1 and num_steps > 1:
+            logger.info("gradient_accumulation_steps=%d (from %s)", num_steps, source.where)
+            self.gradient_accumulation_steps = num_steps
+
+    def _process_fsdp_args(self) -> None:
+        """Put the resolved options where upstream's Trainer looks for them; there is no accelerate plugin to build."""
+        if self.fsdp:
+            self.fsdp_config = build_fsdp_dict(self.resolved)
+            # NO_SHARD resolves to plain data parallel, and upstream takes a true `fsdp` for a sharded model.
+            self.fsdp = self.resolved.config.strategy != "ddp"
+
+    @functools.cached_property
+    def _setup_devices(self) -> torch.device:
+        """Join the job and return this process's device. Collective under a launcher."""
+        if self.accelerator_config.use_configured_state and not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "Passing `'use_configured_state':True` to the AcceleratorConfig requires a pre-configured "
+                "`AcceleratorState` or `PartialState` to be defined before calling `TrainingArguments`. "
+            )
+        config = self.resolved.config
+        process = init_process(
+            read_environment(),
+            use_cpu=config.use_cpu,
+            timeout_seconds=config.timeout_seconds,
+            backend=self.ddp_backend,
+        )
+        self.distributed_state = PartialState(process=process)
+        # One process drives one device: upstream's DataParallel over all GPUs of one process is not used.
+        self._n_gpu = 0 if process.device.type == "cpu" else 1
+        return process.device
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        """Whether this process belongs to a process group."""
+        has_group = self.distributed_state is not None and self.distributed_state.backend is not None
+        return ParallelMode.DISTRIBUTED if has_group else ParallelMode.NOT_PARALLEL
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values, tokens hidden."""
+        content = super().to_dict()
+        if isinstance(content.get("accelerator_config"), AcceleratorConfig):
+            content["accelerator_config"] = content["accelerator_config"].to_dict()
+        return content
+
+
+@dataclass(repr=False)
+class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingArguments):
+    """Upstream's Seq2SeqTrainingArguments on accel_trainer; see `TrainingArguments`."""
+
+
+def _read_accelerator_config(given: Any) -> AcceleratorConfig:
+    """Return `accelerator_config` as upstream's own dataclass, from a dict, JSON text, a JSON path or an instance."""
+    if isinstance(given, AcceleratorConfig):
+        return given
+    if isinstance(given, type):
+        raise NotImplementedError(
+            "Tried passing in a callable to `accelerator_config`, but this is not supported. "
+            "Please pass in a fully constructed `AcceleratorConfig` object instead."
+        )
+    if given is None:
+        return AcceleratorConfig()
+    if isinstance(given, Mapping):
+        return AcceleratorConfig(**given)
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        return AcceleratorConfig(**json.loads(given))
+    return AcceleratorConfig.from_json_file(given)

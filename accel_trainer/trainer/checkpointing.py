@@ -1,0 +1,203 @@
+"""Checkpoints of a sharded Trainer, under upstream's file names: written once, loadable by `from_pretrained`.
+
+    model.safetensors, config.json, ...   always, in Hugging Face's format
+    optimizer.bin                         state_dict_type full: the whole state by parameter name, one torch file
+    optimizer_0/                          state_dict_type sharded: a torch.distributed.checkpoint directory
+    scheduler.pt  rng_state_R.pth  trainer_state.json  training_args.bin
+
+Read as well: what the stock Trainer writes (`optimizer.pt`; `pytorch_model_fsdp.bin`, `pytorch_model_fsdp_0/`).
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_pt_utils import reissue_pt_warnings
+from transformers.utils import logging
+
+from accel_trainer.checkpoint.weights import INDEX_NAME, WEIGHTS_NAME, SafetensorsDirectory
+from accel_trainer.config import StateDictType
+from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
+from accel_trainer.runtime.health import shared_fate
+from accel_trainer.strategies.api import CheckpointIO
+
+__all__ = [
+    "PLAIN_OPTIMIZER_NAME",
+    "has_optimizer",
+    "load_model",
+    "load_optimizer",
+    "load_scheduler",
+    "read_train_batch_size",
+    "save_model",
+    "save_optimizer",
+]
+
+logger = logging.get_logger("transformers.trainer")
+
+FULL_OPTIMIZER_NAME = "optimizer.bin"
+SHARDED_OPTIMIZER_NAME = "optimizer_0"
+PLAIN_OPTIMIZER_NAME = "optimizer.pt"
+TRAINER_STATE_NAME = "trainer_state.json"
+SCHEDULER_NAME = "scheduler.pt"
+STOCK_FULL_MODEL_NAME = "pytorch_model_fsdp.bin"
+STOCK_SHARDED_MODEL_NAME = "pytorch_model_fsdp_0"
+
+
+def _io(trainer: Any) -> CheckpointIO:
+    io: CheckpointIO = trainer.accelerator.unit_of(trainer.model).checkpoint_io()
+    return io
+
+
+def save_model(trainer: Any, output_dir: str) -> None:
+    """Write weights, configuration and processing class so that `from_pretrained` reads them. Collective."""
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    with shared_fate(trainer.accelerator.process, "save_model"):
+        if trainer.args.should_save and trainer.is_world_process_zero():
+            trainer._save(output_dir, state_dict=state)
+
+
+def save_optimizer(trainer: Any, output_dir: str) -> None:
+    """Write the optimizer's and the scheduler's state next to the model. Collective."""
+    io, directory = _io(trainer), Path(output_dir)
+    if trainer.accelerator.config.fsdp.state_dict_type is StateDictType.SHARDED:
+        io.save_sharded_optimizer(directory / SHARDED_OPTIMIZER_NAME)
+    else:
+        state = io.full_optimizer_state()
+        if state:
+            directory.mkdir(parents=True, exist_ok=True)
+            torch.save(state, directory / FULL_OPTIMIZER_NAME)
+    if trainer.args.should_save:
+        with warnings.catch_warnings(record=True) as caught:
+            torch.save(trainer.lr_scheduler.state_dict(), directory / SCHEDULER_NAME)
+        reissue_pt_warnings(caught)
+
+
+def _open_weights(directory: Path) -> Mapping[str, Tensor]:
+    """Return the weights of a checkpoint by parameter name, read from whatever form they are in."""
+    if (directory / WEIGHTS_NAME).is_file() or (directory / INDEX_NAME).is_file():
+        return SafetensorsDirectory(directory)
+    if (directory / STOCK_FULL_MODEL_NAME).is_file():
+        stored: dict[str, Tensor] = torch.load(directory / STOCK_FULL_MODEL_NAME, map_location="cpu", weights_only=True)
+        return stored
+    if (directory / STOCK_SHARDED_MODEL_NAME).is_dir():
+        return _read_dcp(directory / STOCK_SHARDED_MODEL_NAME)["model"]
+    raise CheckpointNotFoundError(
+        f"Can't find a valid checkpoint at {directory}: it holds none of {WEIGHTS_NAME}, {INDEX_NAME}, "
+        f"{STOCK_FULL_MODEL_NAME}, {STOCK_SHARDED_MODEL_NAME}/"
+    )
+
+
+def _read_dcp(directory: Path) -> dict[str, Any]:
+    """Read a whole torch.distributed.checkpoint directory in this process alone."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    content: dict[str, Any] = {}
+    _load_state_dict(content, FileSystemReader(directory), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return content
+
+
+def load_model(trainer: Any, model: nn.Module, directory: Path) -> None:
+    """Load a checkpoint's weights into a laid-out model. Collective; rank 0 reads."""
+    logger.info(f"Loading model from {directory}.")
+    weights: Mapping[str, Tensor] = {}
+    with shared_fate(trainer.accelerator.process, "load_model"):
+        if trainer.accelerator.is_main_process:
+            weights = _open_weights(directory)
+    unit = trainer.accelerator.unit_of(model)
+    names = set(unit.module.state_dict())
+    unit.checkpoint_io().load_full_model_state(
+        {name: weights[name] for name in weights if name in names} if not names.issuperset(weights) else weights,
+        strict=False,
+    )
+    _warn_of_differences(trainer, names, set(weights), unit.module)
+
+
+def _warn_of_differences(trainer: Any, own: set[str], stored: set[str], module: nn.Module) -> None:
+    if not trainer.accelerator.is_main_process:
+        return
+    named = dict(module.named_parameters(remove_duplicate=False))
+    aliases: dict[int, bool] = {}
+    for name, parameter in named.items():
+        aliases[id(parameter)] = aliases.get(id(parameter), False) or name in stored
+    missing = [name for name in sorted(own - stored) if not (name in named and aliases[id(named[name])])]
+    if missing:
+        logger.warning(f"There were missing keys in the checkpoint model loaded: {missing}.")
+    if stored - own:
+        logger.warning(f"There were unexpected keys in the checkpoint model loaded: {sorted(stored - own)}.")
+
+
+def has_optimizer(directory: str) -> bool:
+    """Whether a checkpoint has a state to resume the optimizer and the scheduler from."""
+    names = (FULL_OPTIMIZER_NAME, SHARDED_OPTIMIZER_NAME, PLAIN_OPTIMIZER_NAME)
+    return any(os.path.exists(os.path.join(directory, name)) for name in names) and os.path.isfile(
+        os.path.join(directory, SCHEDULER_NAME)
+    )
+
+
+def read_train_batch_size(directory: str) -> int | None:
+    """Return the batch size that the run which wrote a checkpoint had found."""
+    state = TrainerState.load_from_json(os.path.join(directory, TRAINER_STATE_NAME))
+    size: int | None = state.train_batch_size
+    return size
+
+
+def load_optimizer(trainer: Any, directory: Path) -> None:
+    """Load the optimizer's state, whatever number of processes and strategy wrote it. Collective.
+
+    Raises:
+        IncompatibleCheckpointError: it was saved for other parameters.
+    """
+    io = _io(trainer)
+    if (directory / SHARDED_OPTIMIZER_NAME).is_dir():
+        io.load_sharded_optimizer(directory / SHARDED_OPTIMIZER_NAME)
+        return
+    state: Mapping[str, Any] = {}
+    own = io.full_optimizer_state()
+    with shared_fate(trainer.accelerator.process, "load_optimizer"):
+        if trainer.accelerator.is_main_process:
+            state = _read_optimizer(directory, own)
+    io.load_full_optimizer_state(state)
+
+
+def _read_optimizer(directory: Path, own: Mapping[str, Any]) -> Mapping[str, Any]:
+    path = directory / FULL_OPTIMIZER_NAME
+    if not path.is_file():
+        path = directory / PLAIN_OPTIMIZER_NAME
+    stored: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return _name_parameters(stored, own, path)
+
+
+def _name_parameters(stored: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """Give a plain optimizer state, which numbers its parameters, the names that this optimizer has in their places."""
+    numbered = any(isinstance(key, int) for group in stored["param_groups"] for key in group["params"])
+    if not numbered:
+        return stored
+    sizes = [len(group["params"]) for group in stored["param_groups"]]
+    own_sizes = [len(group["params"]) for group in own["param_groups"]]
+    if sizes != own_sizes:
+        raise IncompatibleCheckpointError(
+            f"{path} was saved for parameter groups of {sizes} parameters and this optimizer has groups of {own_sizes}; "
+            "resume with the model and the optimizer options that wrote it"
+        )
+    names: dict[int, str] = {}
+    groups = []
+    for group, own_group in zip(stored["param_groups"], own["param_groups"], strict=True):
+        names.update(zip(group["params"], own_group["params"], strict=True))
+        groups.append({**group, "params": list(own_group["params"])})
+    return {"state": {names[index]: entry for index, entry in stored["state"].items()}, "param_groups": groups}
+
+
+def load_scheduler(trainer: Any, directory: Path) -> None:
+    """Load the learning-rate schedule's state; every rank reads it."""
+    with warnings.catch_warnings(record=True) as caught:
+        trainer.lr_scheduler.load_state_dict(torch.load(directory / SCHEDULER_NAME, weights_only=True))
+    reissue_pt_warnings(caught)

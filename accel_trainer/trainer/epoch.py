@@ -1,0 +1,197 @@
+"""One epoch of training: windows of micro-batches, the update at the end of each, and what callbacks see of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
+from transformers.optimization import GreedyLR
+from transformers.training_args import OptimizerNames
+from transformers.utils import logging
+
+from accel_trainer.data.loader import skip_first_batches
+
+__all__ = ["EpochRun", "run_training_step"]
+
+logger = logging.get_logger("transformers.trainer")
+
+_STEPPED_BY_METRIC = (ReduceLROnPlateau, GreedyLR)
+
+
+@dataclass(slots=True)
+class EpochRun:
+    """The state of one pass over the training data. Losses and callback order are upstream's."""
+
+    trainer: Any
+    model: nn.Module
+    epoch: int
+    steps_in_epoch: int
+    updates_in_epoch: int
+    trial: Any
+    ignore_keys_for_eval: list[str] | None
+    start_time: float
+    step: int = -1
+    """Index of the last micro-batch that was trained, in the epoch."""
+    grad_norm: Tensor | float | None = None
+    learning_rate: float | None = None
+    sync: bool | None = None
+    """Whether the model was last told to exchange gradients; telling a sharded model walks through its modules."""
+
+    def run(self, dataloader: DataLoader, skip_batches: int, resume_from_checkpoint: str | None) -> None:
+        """Train what is left of the epoch. Collective.
+
+        Args:
+            skip_batches: micro-batches that the run which wrote the checkpoint has already trained in this epoch.
+            resume_from_checkpoint: whose RNG state is restored once the first window has been read; None does not.
+        """
+        trainer, args = self.trainer, self.trainer.args
+        accumulation = args.gradient_accumulation_steps
+        if skip_batches:
+            dataloader = skip_first_batches(dataloader, skip_batches)
+            self.step = skip_batches - 1
+        elif resume_from_checkpoint is not None:
+            trainer._load_rng_state(resume_from_checkpoint)
+            resume_from_checkpoint = None
+        if hasattr(dataloader, "set_epoch"):
+            dataloader.set_epoch(self.epoch)
+        iterator = iter(dataloader)
+        remainder = self.steps_in_epoch % accumulation or accumulation
+        for update in range(skip_batches // accumulation, self.updates_in_epoch):
+            num_batches = accumulation if update != self.updates_in_epoch - 1 else remainder
+            if not self._window(iterator, num_batches, resume_from_checkpoint):
+                break
+            resume_from_checkpoint = None
+            if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
+                break
+        _close(iterator)
+        self._end()
+
+    def _window(self, iterator: Iterator[Any], num_batches: int, restore_rng_from: str | None) -> bool:
+        """Train the micro-batches of one update; return whether there were any."""
+        trainer = self.trainer
+        batches, num_items = trainer.get_batch_samples(iterator, num_batches, trainer.args.device)
+        # Divides the loss of a model that does not normalise by `num_items` itself; the last window may be short.
+        trainer.current_gradient_accumulation_steps = len(batches)
+        if restore_rng_from is not None:
+            # After the read: drawing the order of the data has used up random numbers in the interrupted run, too.
+            trainer._load_rng_state(restore_rng_from)
+        for index, inputs in enumerate(batches):
+            self.step += 1
+            self._micro_batch(inputs, num_items, is_first=index == 0, is_last=index == len(batches) - 1)
+            if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
+                break
+        return bool(batches)
+
+    def _micro_batch(self, inputs: Any, num_items: Any, *, is_first: bool, is_last: bool) -> None:
+        trainer, handler = self.trainer, self.trainer.callback_handler
+        sync = is_last or trainer.accelerator.config.accumulation.sync_each_batch
+        if sync != self.sync:
+            trainer.accelerator.set_gradient_sync(self.model, sync)
+            self.sync = sync
+        trainer.accelerator.gradient_state._set_sync_gradients(is_last)
+        if is_first:
+            trainer.control = handler.on_step_begin(trainer.args, trainer.state, trainer.control)
+        self._add_loss(trainer.training_step(self.model, inputs, num_items))
+        trainer.current_flos += float(trainer.floating_point_ops(inputs))
+        trainer._track_num_input_tokens(inputs)
+        if is_last:
+            self._update()
+        else:
+            trainer.control = handler.on_substep_end(trainer.args, trainer.state, trainer.control)
+
+    def _add_loss(self, loss: Tensor) -> None:
+        """Add to the running loss; a NaN or infinite one counts as the mean since the last log. Waits for no device."""
+        trainer = self.trainer
+        if trainer._tr_loss.device != loss.device:
+            raise ValueError(
+                f"Calculated loss must be on the original device: {trainer._tr_loss.device} but device in use is "
+                f"{loss.device}"
+            )
+        if trainer.args.logging_nan_inf_filter:
+            mean = trainer._tr_loss / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
+            loss = torch.where(loss.isfinite(), loss, mean)
+        trainer._tr_loss += loss
+
+    def _update(self) -> None:
+        trainer, args, handler = self.trainer, self.trainer.args, self.trainer.callback_handler
+        grad_norm = trainer._clip_grad_norm(self.model) if args.max_grad_norm > 0 else None
+        self.grad_norm = trainer._get_grad_norm(self.model, grad_norm=grad_norm)
+        trainer.control = handler.on_pre_optimizer_step(args, trainer.state, trainer.control)
+        trainer.optimizer.step()
+        trainer.control = handler.on_optimizer_step(args, trainer.state, trainer.control)
+        self.learning_rate = trainer._get_learning_rate()
+        scheduler = trainer.lr_scheduler
+        if not trainer.accelerator.optimizer_step_was_skipped and not isinstance(scheduler, _STEPPED_BY_METRIC):
+            scheduler.step()
+        self.model.zero_grad()
+        trainer.state.global_step += 1
+        trainer.state.epoch = self.epoch + (self.step + 1) / self.steps_in_epoch
+        trainer.control = handler.on_step_end(args, trainer.state, trainer.control)
+        self._log_save_evaluate()
+
+    def _log_save_evaluate(self) -> None:
+        trainer = self.trainer
+        trainer._maybe_log_save_evaluate(
+            trainer._tr_loss,
+            self.grad_norm,
+            self.model,
+            self.trial,
+            self.epoch,
+            self.ignore_keys_for_eval,
+            self.start_time,
+            learning_rate=self.learning_rate,
+        )
+
+    def _end(self) -> None:
+        trainer = self.trainer
+        if self.step < 0:
+            logger.warning(
+                "There seems not to be a single sample in your epoch_iterator, stopping training at step"
+                f" {trainer.state.global_step}! This is expected if you're using an IterableDataset and set"
+                f" num_steps ({trainer.state.max_steps}) higher than the number of available samples."
+            )
+            trainer.control.should_training_stop = True
+        trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
+        self._log_save_evaluate()
+
+
+def _close(iterator: Iterator[Any]) -> None:
+    """End a loader's pass now, not when the iterator is collected: the loader then knows that nobody reads it."""
+    close = getattr(iterator, "close", None)
+    if callable(close):
+        close()
+
+
+def run_training_step(trainer: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
+    """Forward and backward of one micro-batch; return its detached loss. The body of `Trainer.training_step`."""
+    args = trainer.args
+    model.train()
+    if callable(getattr(trainer.optimizer, "train", None)):
+        trainer.optimizer.train()
+    inputs = trainer._prepare_inputs(inputs)
+    with trainer.compute_loss_context_manager():
+        loss = trainer.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+    del inputs
+    if args.torch_empty_cache_steps is not None and trainer.state.global_step % args.torch_empty_cache_steps == 0:
+        _empty_cache(args.device)
+    kwargs: dict[str, Any] = {}
+    if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
+        kwargs["learning_rate"] = trainer._get_learning_rate()
+    is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if is_scaled is None:
+        by_items = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
+        is_scaled = by_items or trainer.compute_loss_func is not None
+    if not is_scaled:
+        loss = loss / trainer.current_gradient_accumulation_steps
+    trainer.accelerator.backward(loss, **kwargs)
+    return loss.detach()
+
+
+def _empty_cache(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()

@@ -1,0 +1,344 @@
+"""Evaluation and prediction: one pass, linear in the samples, every sample exactly once on any number of ranks.
+
+Each rank keeps what it predicted, and the ranks exchange it at the end (after every batch with `batch_eval_metrics` or
+`eval_do_concat_batches=False`). Upstream gathers and re-concatenates everything at every step, which is quadratic.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.utils.data import DataLoader
+from transformers.trainer_pt_utils import find_batch_size
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
+from transformers.utils import logging
+
+from accel_trainer.tree import map_leaves
+from accel_trainer.trainer.gathering import Gatherer, to_numpy, trim_rows
+
+__all__ = ["run_evaluation"]
+
+# Upstream's name: users set the verbosity of these lines through transformers' own switch.
+logger = logging.get_logger("transformers.trainer")
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What one rank holds of one kind of result (losses, predictions, labels, inputs), one entry for each step."""
+
+    steps: list[Any] = field(default_factory=list)
+    offloaded: int = 0
+
+    def add(self, step: Any) -> None:
+        """Keep a step's result; None means that there is none of this kind."""
+        if step is not None:
+            self.steps.append(step)
+
+    def offload(self) -> None:
+        """Move to the CPU what is not there yet."""
+        for index in range(self.offloaded, len(self.steps)):
+            self.steps[index] = map_leaves(
+                lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf,
+                self.steps[index],
+                is_leaf=lambda node: isinstance(node, Tensor),
+            )
+        self.offloaded = len(self.steps)
+
+
+@dataclass(slots=True)
+class _MeanLoss:
+    """The weighted mean of batch losses. Values stay on the device until the end: a step waits for nothing."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor | float] = field(default_factory=list)
+
+    def add(self, loss: Tensor, weight: Tensor | float) -> None:
+        """Count a batch's mean loss `weight` times."""
+        self.losses.append(loss.detach().float().mean())
+        self.weights.append(weight)
+
+    def value(self, accelerator: Any, skip_non_finite: bool) -> float | None:
+        """Return the mean over all ranks, or None when no rank had a loss. Collective.
+
+        Args:
+            skip_non_finite: leave out NaN and infinite losses, unless there are no others.
+        """
+        losses, weights = _to_vector(self.losses), _to_vector(self.weights)
+        # A batch of padding rows, or without labels, has weight 0 and may have the loss 0/0.
+        used = weights > 0
+        finite = used & losses.isfinite()
+        sums = torch.stack(
+            [
+                torch.tensor(float(len(self.losses)), dtype=torch.float64),
+                (losses * weights)[finite].sum(),
+                weights[finite].sum(),
+                (losses * weights)[used & ~finite].sum(),
+            ]
+        )
+        if accelerator.num_processes > 1:
+            sums = accelerator.reduce(sums.to(accelerator.device), "sum").cpu()
+        count, finite_sum, finite_weight, rest = sums.tolist()
+        if not count:
+            return None
+        total = finite_sum if skip_non_finite and finite_weight else finite_sum + rest
+        return total / finite_weight if finite_weight else math.nan
+
+
+def _to_vector(values: Sequence[Tensor | float]) -> Tensor:
+    """Return scalars as one fp64 vector on the CPU, with one copy from the device."""
+    vector = torch.tensor([0.0 if isinstance(value, Tensor) else value for value in values], dtype=torch.float64)
+    on_device = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
+    if on_device:
+        vector[on_device] = torch.stack([torch.as_tensor(values[index]) for index in on_device]).cpu().double()
+    return vector
+
+
+def _prepare_model(trainer: Any) -> tuple[nn.Module, float | None]:
+    """Return the model to call, laid out first when evaluation comes before training, and the seconds that took.
+
+    Collective when there is something to lay out.
+    """
+    args, accelerator = trainer.args, trainer.accelerator
+    model = trainer._wrap_model(trainer.model, training=False)
+    dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16 if args.bf16_full_eval else None
+    if dtype is not None and not trainer.is_in_train:
+        # Before the layout: a sharded model owns its placement.
+        model = model.to(dtype=dtype) if trainer.is_fsdp_enabled else model.to(dtype=dtype, device=args.device)
+    seconds = None
+    if not accelerator._models and model is trainer.model:
+        start_time = time.time()
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+        seconds = round(time.time() - start_time, 4)
+        if trainer.is_fsdp_enabled:
+            trainer.model = model
+            if hasattr(model, "generate"):
+                register_fsdp_forward_method(model, "generate")
+        if model is not trainer.model:
+            trainer.model_wrapped = model
+    return model, seconds
+
+
+def _log_start(trainer: Any, dataloader: DataLoader, description: str) -> None:
+    logger.info(f"\n***** Running {description} *****")
+    if has_length(dataloader):
+        logger.info(f"  Num examples = {trainer.num_examples(dataloader)}")
+    else:
+        logger.info("  Num examples: Unknown")
+    logger.info(f"  Batch size = {trainer.args.eval_batch_size}")
+
+
+@contextmanager
+def _local_counts(args: Any) -> Iterator[None]:
+    """Have each rank count and normalise its own batch: no collective, and no factor for the number of ranks."""
+    average = args.average_tokens_across_devices
+    args.average_tokens_across_devices = False
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = average
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """One batch as it came, and how much of it counts."""
+
+    inputs: Any
+    rows: int | None
+    """Valid rows, the first ones; None when the number of rows is not known."""
+    is_last: bool
+
+
+def _batches(dataloader: DataLoader, rank: int) -> Iterator[_Batch]:
+    """Yield the batches of this rank without the rows that are padding, as the loader's plan knows them.
+
+    A batch that is padding altogether is left whole, with 0 valid rows: a sharded model's forward is collective, so
+    every rank makes one at every step.
+    """
+    if not hasattr(dataloader, "rows"):
+        yield from _foreign_batches(dataloader)
+        return
+    for inputs in dataloader:
+        size, plan = find_batch_size(inputs), dataloader.rows
+        if plan is None or size is None:
+            yield _Batch(inputs, size, plan is not None and plan.is_last)
+            continue
+        valid = min(plan.rows[rank], size)
+        yield _Batch(trim_rows(inputs, size, valid) if valid else inputs, valid, plan.is_last)
+
+
+def _foreign_batches(dataloader: DataLoader) -> Iterator[_Batch]:
+    """Yield the batches of a loader that the Accelerator did not prepare: every row counts, on every rank."""
+    iterator = iter(dataloader)
+    upcoming = next(iterator, None)
+    while upcoming is not None:
+        current, upcoming = upcoming, next(iterator, None)
+        yield _Batch(current, find_batch_size(current), upcoming is None)
+
+
+class _Pass:
+    """One pass over an evaluation set."""
+
+    def __init__(self, trainer: Any, description: str) -> None:
+        self.trainer = trainer
+        self.args = trainer.args
+        self.gatherer = Gatherer(trainer.accelerator)
+        self.keeps_predictions = not self.args.batch_eval_metrics or description == "Prediction"
+        self.wants_losses = "loss" in self.args.include_for_metrics
+        self.wants_inputs = "inputs" in self.args.include_for_metrics
+        self.losses, self.predictions, self.labels, self.inputs = _Kept(), _Kept(), _Kept(), _Kept()
+        self.mean_loss = _MeanLoss()
+        self.num_rows = 0
+        self.metrics: dict[str, Any] | None = None
+
+    def step(self, model: nn.Module, batch: _Batch, loss_only: bool, ignore_keys: list[str] | None) -> None:
+        """Predict one batch and keep the results of its valid rows."""
+        trainer, args = self.trainer, self.args
+        weight = self._weight(batch)
+        loss, logits, labels = trainer.prediction_step(model, batch.inputs, loss_only, ignore_keys=ignore_keys)
+        rows = batch.rows if batch.rows is not None else find_batch_size(logits) or 1
+        if batch.rows == 0:
+            size = find_batch_size(batch.inputs)
+            logits, labels = _no_rows(logits, size), _no_rows(labels, size)
+        self.num_rows += rows
+        if logits is not None and trainer.preprocess_logits_for_metrics is not None:
+            logits = trainer.preprocess_logits_for_metrics(logits, labels)
+        losses = None
+        if loss is not None:
+            self.mean_loss.add(loss, weight)
+            losses = loss.detach().mean().expand(rows) if self.wants_losses else None
+        if args.batch_eval_metrics:
+            self._batch_metrics(batch, losses, logits, labels)
+        if self.keeps_predictions:
+            self.losses.add(losses)
+            self.predictions.add(logits)
+            self.labels.add(labels)
+            if self.wants_inputs:
+                self.inputs.add(self._main_input(batch))
+
+    def _weight(self, batch: _Batch) -> Tensor | float:
+        """Label tokens of the batch where its loss is a mean over them, else its rows; 0 for a batch of padding."""
+        if batch.rows == 0:
+            return 0.0
+        rows = float(batch.rows if batch.rows is not None else 1)
+        if self.args.eval_loss_weighting == "batch":
+            return rows
+        count = self.trainer._get_num_items_in_batch([batch.inputs], self.args.device)
+        return rows if count is None else count
+
+    def _main_input(self, batch: _Batch) -> Any:
+        name = getattr(self.trainer.model, "main_input_name", "input_ids")
+        values = self.trainer._prepare_input(batch.inputs[name])
+        return _no_rows(values, find_batch_size(batch.inputs)) if batch.rows == 0 else values
+
+    def _batch_metrics(self, batch: _Batch, losses: Any, logits: Any, labels: Any) -> None:
+        """Hand the global batch to `compute_metrics`. Collective."""
+        trainer, device = self.trainer, self.args.device
+        if trainer.compute_metrics is None or logits is None or labels is None:
+            return
+        extra: dict[str, Any] = {"losses": None, "inputs": None}
+        if self.wants_losses and losses is not None:
+            extra["losses"] = self.gatherer.gather([losses], device)
+        if self.wants_inputs:
+            inputs = batch.inputs if batch.rows != 0 else _no_rows(batch.inputs, find_batch_size(batch.inputs))
+            extra["inputs"] = self.gatherer.gather([trainer._prepare_inputs(inputs)], device)
+        self.metrics = trainer.compute_metrics(
+            EvalPrediction(
+                predictions=self.gatherer.gather([logits], device),
+                label_ids=self.gatherer.gather([labels], device),
+                **extra,
+            ),
+            compute_result=batch.is_last,
+        )
+
+    def offload(self) -> None:
+        """Move what this rank keeps to the CPU."""
+        for kept in (self.losses, self.predictions, self.labels, self.inputs):
+            kept.offload()
+
+    def collect(self, kept: _Kept) -> Any:
+        """Return all ranks' results of one kind in sample order as numpy arrays. Collective.
+
+        Returns:
+            None when there are none; with `eval_do_concat_batches=False` a list with one entry for each step.
+        """
+        accelerator = self.trainer.accelerator
+        num_steps = len(kept.steps)
+        if accelerator.num_processes > 1:
+            num_steps = max(accelerator.gather_object([num_steps]))
+        if not num_steps:
+            return None
+        if self.args.eval_do_concat_batches:
+            return to_numpy(self.gatherer.gather(kept.steps))
+        return [to_numpy(self.gatherer.gather(kept.steps[index : index + 1])) for index in range(num_steps)]
+
+    def count_rows(self) -> int:
+        """Return the number of samples over all ranks. Collective."""
+        accelerator = self.trainer.accelerator
+        return sum(accelerator.gather_object([self.num_rows])) if accelerator.num_processes > 1 else self.num_rows
+
+
+def _no_rows(data: Any, size: int | None) -> Any:
+    return trim_rows(data, size, 0) if size is not None else data
+
+
+def run_evaluation(
+    trainer: Any,
+    dataloader: DataLoader,
+    description: str,
+    prediction_loss_only: bool | None,
+    ignore_keys: list[str] | None,
+    metric_key_prefix: str,
+) -> EvalLoopOutput:
+    """Evaluate or predict with `trainer`; the body of `Trainer.evaluation_loop`. Collective.
+
+    Returns:
+        Predictions and labels in the order of the samples, one row for each; the loss is the exact weighted mean.
+    """
+    args = trainer.args
+    loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+    model, preparation_seconds = _prepare_model(trainer)
+    _log_start(trainer, dataloader, description)
+    model.eval()
+    if callable(getattr(trainer.optimizer, "eval", None)):
+        trainer.optimizer.eval()
+    trainer.callback_handler.eval_dataloader = dataloader
+    evaluation = _Pass(trainer, description)
+    with _local_counts(args):
+        for step, batch in enumerate(_batches(dataloader, trainer.accelerator.process_index), start=1):
+            evaluation.step(model, batch, loss_only, ignore_keys)
+            trainer.control = trainer.callback_handler.on_prediction_step(args, trainer.state, trainer.control)
+            if args.eval_accumulation_steps is not None and step % args.eval_accumulation_steps == 0:
+                evaluation.offload()
+    trainer.gather_function = trainer.accelerator.gather_for_metrics
+    return _finish(trainer, evaluation, metric_key_prefix, preparation_seconds)
+
+
+def _finish(trainer: Any, evaluation: _Pass, prefix: str, preparation_seconds: float | None) -> EvalLoopOutput:
+    args = trainer.args
+    predictions, labels = evaluation.collect(evaluation.predictions), evaluation.collect(evaluation.labels)
+    metrics = evaluation.metrics
+    has_metrics = trainer.compute_metrics is not None and predictions is not None and labels is not None
+    if has_metrics and not args.batch_eval_metrics:
+        extra = {
+            "losses": evaluation.collect(evaluation.losses) if evaluation.wants_losses else None,
+            "inputs": evaluation.collect(evaluation.inputs) if evaluation.wants_inputs else None,
+        }
+        metrics = trainer.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels, **extra))
+    loss = evaluation.mean_loss.value(trainer.accelerator, args.logging_nan_inf_filter)
+    results = {} if loss is None else {f"{prefix}_loss": loss}
+    if preparation_seconds is not None:
+        # Only in the evaluation that spent them: upstream repeats it, and subtracts it from every later runtime.
+        results[f"{prefix}_model_preparation_time"] = preparation_seconds
+    for key, value in denumpify_detensorize(dict(metrics or {})).items():
+        results[key if key.startswith(f"{prefix}_") else f"{prefix}_{key}"] = value
+    return EvalLoopOutput(
+        predictions=predictions, label_ids=labels, metrics=results, num_samples=evaluation.count_rows()
+    )

@@ -1,0 +1,134 @@
+"""`fsdp` and `fsdp_config` of TrainingArguments: every spelling in, one resolved configuration and one plain dict out."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from accel_trainer import logging
+from accel_trainer.config import Resolved, SourceKind, WrapPolicy, fsdp_options, resolve
+from accel_trainer.errors import ConfigError
+
+__all__ = ["build_fsdp_dict", "check_num_processes", "launch_command", "resolve_arguments"]
+
+logger = logging.get_logger(__name__)
+
+FSDPConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
+
+# Keys that upstream keeps in `args.fsdp_config` for its TPU path; its Trainer looks them up whatever the device.
+_XLA_SWITCHES = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
+
+_UPSTREAM_WRAP_POLICY = {
+    WrapPolicy.TRANSFORMER: "TRANSFORMER_BASED_WRAP",
+    WrapPolicy.SIZE: "SIZE_BASED_WRAP",
+    WrapPolicy.NONE: "NO_WRAP",
+}
+
+
+def launch_command(num_processes: int = 2) -> str:
+    """Return the command that starts the running script on `num_processes` processes, for error messages."""
+    name = os.path.basename(sys.argv[0]) if sys.argv else ""
+    script = name if name.endswith(".py") else "your_script.py"
+    return f"accel-trainer launch --num_processes {num_processes} {script}"
+
+
+def resolve_arguments(
+    explicit: Mapping[str, Any],
+    *,
+    fsdp: bool | str | Iterable[Any] | None,
+    fsdp_config: FSDPConfigSource,
+    environ: Mapping[str, str],
+) -> Resolved:
+    """Resolve the configuration of a run from arguments, `fsdp_config`, the environment and the defaults.
+
+    Args:
+        explicit: options given in Python, by dotted path.
+        fsdp: upstream's switch: true, or options such as `"full_shard auto_wrap"`. As upstream, such an option fills in
+            what `fsdp_config` does not say.
+        fsdp_config: a YAML or JSON path, JSON text, a packaged name or a dict; read only when `fsdp` is on.
+
+    Raises:
+        ConfigError: an unknown option or key, or a value of the wrong type.
+    """
+    if not fsdp:
+        if fsdp_config:
+            logger.warning("fsdp_config is not read because fsdp is not set; pass fsdp=True to shard the model")
+        return resolve(explicit=explicit, environ=environ, explicit_name="TrainingArguments")
+    file = _readable_again(fsdp_config)
+    asked = _options_of(fsdp)
+    given = {"strategy": asked.pop("strategy"), **explicit}
+    resolved = resolve(explicit=given, environ=environ, file=file, explicit_name="TrainingArguments")
+    fills = {path: value for path, value in asked.items() if resolved.source(path).kind is SourceKind.DEFAULT}
+    if not fills:
+        return resolved
+    return resolve(explicit={**given, **fills}, environ=environ, file=file, explicit_name="TrainingArguments")
+
+
+def _options_of(fsdp: bool | str | Iterable[Any]) -> dict[str, Any]:
+    if isinstance(fsdp, bool) or (isinstance(fsdp, str) and fsdp.lower() == "true"):
+        return {"strategy": "fsdp2"}
+    return fsdp_options(fsdp if isinstance(fsdp, str) else [getattr(word, "value", word) for word in fsdp])
+
+
+def _readable_again(fsdp_config: FSDPConfigSource) -> FSDPConfigSource:
+    """Give a dict that `build_fsdp_dict` made the form of a whole file: `mixed_precision` has no place in a flat one."""
+    if isinstance(fsdp_config, str) and fsdp_config.lstrip().startswith("{"):
+        try:
+            fsdp_config = json.loads(fsdp_config)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"fsdp_config is not valid JSON: {error}; pass a dict, a path, or JSON text") from error
+    if not isinstance(fsdp_config, Mapping):
+        return fsdp_config or None
+    if "mixed_precision" not in fsdp_config or "distributed_type" in fsdp_config or "fsdp_config" in fsdp_config:
+        return fsdp_config or None
+    rest = {key: value for key, value in fsdp_config.items() if key != "mixed_precision"}
+    return {"distributed_type": "FSDP", "mixed_precision": fsdp_config["mixed_precision"], "fsdp_config": rest}
+
+
+def build_fsdp_dict(resolved: Resolved) -> dict[str, Any]:
+    """Return the options in the form that upstream's Trainer looks up in `args.fsdp_config`.
+
+    `mixed_precision` is in it when a file set it: the dict then says all that the file said, and arguments that are
+    rebuilt from `to_dict()` or by `dataclasses.replace` come out the same.
+    """
+    fsdp = resolved.config.fsdp
+    content: dict[str, Any] = {
+        "version": 2,
+        "reshard_after_forward": fsdp.reshard_after_forward,
+        "auto_wrap_policy": _UPSTREAM_WRAP_POLICY[fsdp.wrap_policy],
+        "min_num_params": fsdp.min_num_params if fsdp.wrap_policy is WrapPolicy.SIZE else 0,
+        "cpu_offload": fsdp.offload_params,
+        "activation_checkpointing": fsdp.activation_checkpointing,
+        "cpu_ram_efficient_loading": fsdp.cpu_ram_efficient_loading,
+        "state_dict_type": f"{fsdp.state_dict_type.name}_STATE_DICT",
+        "forward_prefetch": fsdp.forward_prefetch,
+        **dict.fromkeys(_XLA_SWITCHES, False),
+    }
+    if fsdp.replicate_per_node:
+        content["reshard_after_forward"] = "HYBRID_SHARD" if fsdp.reshard_after_forward else "HYBRID_SHARD_ZERO2"
+    if fsdp.wrap_classes:
+        content["transformer_layer_cls_to_wrap"] = list(fsdp.wrap_classes)
+    if fsdp.ignored_modules:
+        content["ignored_modules"] = list(fsdp.ignored_modules)
+    if resolved.source("mixed_precision").kind is SourceKind.FILE:
+        content["mixed_precision"] = str(resolved.config.mixed_precision)
+    return content
+
+
+def check_num_processes(resolved: Resolved, world_size: int) -> None:
+    """Compare the running job with the one that the configuration file was written for.
+
+    Raises:
+        ConfigError: the file's `num_processes` is not the number of running processes.
+    """
+    expected = resolved.config.launch.num_processes
+    from_file = resolved.source("launch.num_processes").kind is SourceKind.FILE
+    if expected is None or expected == world_size or not from_file:
+        return
+    raise ConfigError(
+        f"{resolved.describe('launch.num_processes')}, and {world_size} process(es) run this job. Start it with "
+        f"`{launch_command(expected)}`, or set num_processes to {world_size} in the file"
+    )

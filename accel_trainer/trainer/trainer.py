@@ -1,0 +1,370 @@
+"""Trainer and Seq2SeqTrainer: upstream's classes with explicit overrides where they reach for accelerate.
+
+Nothing is patched: every override has its own name here, and `tests/trainer/test_guard.py` walks the source of the
+installed Trainer for methods that would need one. Data loading, optimizers, schedules, callbacks, logging, the hub and
+the order of everything stay upstream's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+
+from accel_trainer import logging
+from accel_trainer.accelerator import Accelerator
+from accel_trainer.config import Resolved
+from accel_trainer.errors import ConfigError
+from accel_trainer.trainer import checkpointing
+from accel_trainer.trainer.arguments import Seq2SeqTrainingArguments, TrainingArguments
+from accel_trainer.trainer.batch_size_search import find_executable_batch_size, is_out_of_memory
+from accel_trainer.trainer.epoch import EpochRun, run_training_step
+from accel_trainer.trainer.evaluation import run_evaluation
+from accel_trainer.trainer.inputs import check_dataset, load_model
+
+__all__ = ["CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
+
+logger = logging.get_logger(__name__)
+
+
+class CoreTrainerMixin:
+    """Puts a transformers Trainer on accel_trainer; stands before it in the bases of a class.
+
+    Every method is one of upstream's, with the same signature; what is not here is upstream's own.
+    """
+
+    arguments_class: type[TrainingArguments] = TrainingArguments
+
+    def __init__(self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any) -> None:
+        """Build a Trainer as upstream's; `model` may also be the path or name that `from_pretrained` takes.
+
+        Raises:
+            ConfigError: `args` are not ours, `model` is neither a module nor a path, a dataset is empty, or an option
+                cannot be honoured on this device or number of processes.
+        """
+        if args is None:
+            args = self.arguments_class(output_dir="tmp_trainer")
+        if not isinstance(args, TrainingArguments):
+            raise ConfigError(
+                f"args is a {type(args).__module__}.{type(args).__name__}, and this Trainer runs on the configuration that "
+                "accel_trainer.TrainingArguments resolves; build that one, its fields are the same"
+            )
+        super().__init__(load_model(model), args, *rest, **kwargs)
+
+    # --- set-up ----------------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Build the Accelerator of this Trainer from its arguments. Collective. Runs again for each search trial."""
+        args = self.args
+        _take_num_steps(args)
+        self.accelerator = Accelerator(config=_resolve_for_model(args, self.model))
+        if args.accelerator_config.gradient_accumulation_kwargs:
+            self.accelerator.gradient_state.plugin_kwargs.update(args.accelerator_config.gradient_accumulation_kwargs)
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=args.eval_use_gather_object
+        )
+        self.is_deepspeed_enabled = False
+        self.is_fsdp_enabled = self.accelerator.strategy.capabilities.shards_parameters
+        if self.is_fsdp_enabled:
+            if self.accelerator.config.fsdp.activation_checkpointing and _recomputes(None, args):
+                raise ConfigError(
+                    "activation_checkpointing is set in the arguments and in fsdp_config, and both would recompute the same "
+                    "layers; keep the one in fsdp_config"
+                )
+            if args.auto_find_batch_size:
+                raise ConfigError(
+                    "auto_find_batch_size is set with a sharded model: a rank that runs out of memory leaves the others "
+                    "waiting in a collective; set per_device_train_batch_size, and gradient_accumulation_steps for the rest"
+                )
+
+    def _validate_args(self) -> None:
+        check_dataset(self.train_dataset, "train_dataset")
+        check_dataset(self.eval_dataset, "eval_dataset")
+        super()._validate_args()
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        raise ConfigError(
+            "_build_accelerator_args() builds arguments for Hugging Face accelerate, which is not used here; override "
+            "create_accelerator_and_postprocess() and set self.accelerator to an accel_trainer.Accelerator"
+        )
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return the training loader; see upstream.
+
+        Raises:
+            ConfigError: the training set is empty.
+        """
+        check_dataset(self.train_dataset, "train_dataset")
+        return super().get_train_dataloader()
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Return an evaluation loader; see upstream.
+
+        Raises:
+            ConfigError: the evaluation set is empty.
+        """
+        check_dataset(None if isinstance(eval_dataset, str) else eval_dataset, "eval_dataset")
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """Return a loader to predict from; see upstream.
+
+        Raises:
+            ConfigError: the set is empty.
+        """
+        check_dataset(test_dataset, "test_dataset")
+        return super().get_test_dataloader(test_dataset)
+
+    # --- training --------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> TrainOutput:
+        """Train; see upstream. Collective."""
+        # Upstream's own search for a batch size needs accelerate: it is hidden here and done in _inner_training_loop.
+        self._searches_batch_size = self.args.auto_find_batch_size
+        self._num_flops_parameters: tuple[int, int] | None = None
+        self.args.auto_find_batch_size = False
+        try:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        finally:
+            self.args.auto_find_batch_size = self._searches_batch_size
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Any = None,
+    ) -> TrainOutput:
+        run = functools.partial(
+            super()._inner_training_loop,
+            args=args,
+            resume_from_checkpoint=resume_from_checkpoint,
+            trial=trial,
+            ignore_keys_for_eval=ignore_keys_for_eval,
+        )
+        if not self._searches_batch_size:
+            return run(batch_size)
+        args.auto_find_batch_size = True
+        start = self._train_batch_size
+        if resume_from_checkpoint is not None:
+            start = checkpointing.read_train_batch_size(resume_from_checkpoint) or start
+        return find_executable_batch_size(run, start)
+
+    def _update_auto_batch_size(self, batch_size: int) -> None:
+        """Begin an attempt of the batch-size search: nothing of the one before may hold memory or gradients."""
+        self._train_batch_size = batch_size
+        self.model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
+        self.model_wrapped = self.model
+        self.model.zero_grad()
+        if self._created_lr_scheduler:
+            self.optimizer = None
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, DataLoader]:
+        """Lay out the model, build optimizer and schedule, load a checkpoint. Collective."""
+        if not self.is_fsdp_enabled:
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if self._created_lr_scheduler:
+            self.lr_scheduler = None
+            self._created_lr_scheduler = False
+        # The optimizer is built from the sharded parameters: nothing has to be re-bound.
+        self.model = self.model_wrapped = self.accelerator.prepare_model(self.model)
+        self.optimizer = self.accelerator.prepare_optimizer(self.create_optimizer(self.model))
+        self.create_scheduler(num_training_steps=max_steps)
+        if hasattr(self.model, "generate"):
+            register_fsdp_forward_method(self.model, "generate")
+        if resume_from_checkpoint is not None:
+            self._load_from_checkpoint(resume_from_checkpoint, self.model)
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+            self._load_scaler(resume_from_checkpoint)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return self.model, train_dataloader
+
+    def _run_epoch(
+        self,
+        model: nn.Module,
+        epoch: int,
+        train_dataloader: DataLoader,
+        steps_in_epoch: int,
+        num_update_steps_per_epoch: int,
+        trial: Any,
+        ignore_keys_for_eval: Any,
+        start_time: float,
+        resume_from_checkpoint: str | None,
+        epochs_trained: int,
+        steps_trained_in_current_epoch: int,
+    ) -> None:
+        is_resumed = epoch == epochs_trained and resume_from_checkpoint is not None
+        skips = steps_trained_in_current_epoch if is_resumed and not self.args.ignore_data_skip else 0
+        EpochRun(
+            trainer=self,
+            model=model,
+            epoch=epoch,
+            steps_in_epoch=steps_in_epoch,
+            updates_in_epoch=num_update_steps_per_epoch,
+            trial=trial,
+            ignore_keys_for_eval=ignore_keys_for_eval,
+            start_time=start_time,
+        ).run(train_dataloader, skips, resume_from_checkpoint if is_resumed else None)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Train one micro-batch and return its loss; see upstream. Collective on the last one of a window."""
+        return run_training_step(self, model, inputs, num_items_in_batch)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is not None:
+            return grad_norm
+        return self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return the number of operations of a forward and backward pass; see upstream.
+
+        The parameters are counted once for each model: upstream walks through them at every step.
+        """
+        name = getattr(self.model, "main_input_name", "input_ids")
+        if name not in inputs or not hasattr(self.model, "num_parameters"):
+            return 0
+        known = getattr(self, "_num_flops_parameters", None)
+        if known is None or known[0] != id(self.model):
+            known = self._num_flops_parameters = (id(self.model), self.model.num_parameters(exclude_embeddings=True))
+        return 6 * inputs[name].numel() * known[1]
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
+        # What came after the last log is this rank's own; upstream reports it as the loss of the job.
+        self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
+        return super()._finalize_training(trial, num_train_samples, start_time)
+
+    # --- evaluation ------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluate or predict: every sample once, in order, with the exact mean loss. Collective."""
+        return run_evaluation(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
+        searches, self.args.auto_find_batch_size = self.args.auto_find_batch_size, False
+        try:
+            return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        except RuntimeError as error:
+            if searches and is_out_of_memory(error):
+                # Without "out of memory" in its class: the search must not answer with a smaller training batch.
+                raise EvaluationOutOfMemoryError(
+                    "Evaluation hit an out-of-memory error. `auto_find_batch_size` only adjusts the training batch size, "
+                    "reduce `per_device_eval_batch_size` instead."
+                ) from error
+            raise
+        finally:
+            self.args.auto_find_batch_size = searches
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model so that `from_pretrained` reads it; see upstream. Collective."""
+        if not self.is_fsdp_enabled:
+            super().save_model(output_dir, _internal_call)
+            return
+        checkpointing.save_model(self, output_dir or self.args.output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.is_fsdp_enabled:
+            checkpointing.save_optimizer(self, output_dir)
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.is_fsdp_enabled:
+            checkpointing.load_model(self, self.model if model is None else model, Path(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if self.is_fsdp_enabled:
+            logger.info("loading the best model from %s", self.state.best_model_checkpoint)
+            checkpointing.load_model(self, self.model, Path(self.state.best_model_checkpoint))
+        else:
+            super()._load_best_model()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if not checkpointing.has_optimizer(checkpoint):
+            logger.warning(
+                "%s holds no optimizer and scheduler state (it was saved with save_only_model, perhaps): training "
+                "goes on from its weights with a new optimizer and a new schedule",
+                checkpoint,
+            )
+            return
+        if os.path.isfile(os.path.join(checkpoint, checkpointing.PLAIN_OPTIMIZER_NAME)) and not self.is_fsdp_enabled:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        checkpointing.load_optimizer(self, Path(checkpoint))
+        checkpointing.load_scheduler(self, Path(checkpoint))
+
+
+class EvaluationOutOfMemoryError(RuntimeError):
+    """Memory ran out in an evaluation during a search for the training batch size."""
+
+
+def _take_num_steps(args: TrainingArguments) -> None:
+    """Take `num_steps` of `gradient_accumulation_kwargs` as the accumulation steps of the arguments."""
+    given = args.accelerator_config.gradient_accumulation_kwargs or {}
+    if "num_steps" not in given:
+        return
+    if args.gradient_accumulation_steps > 1 and args.gradient_accumulation_steps != given["num_steps"]:
+        raise ConfigError(
+            "The `AcceleratorConfig`'s `num_steps` is set but `gradient_accumulation_steps` is greater than 1 in the passed "
+            "`TrainingArguments`. If using the passed `AcceleratorConfig` is desired, do not set the `TrainingArguments` "
+            "`gradient_accumulation_steps`."
+        )
+    args.gradient_accumulation_steps = given["num_steps"]
+
+
+def _recomputes(model: Any, args: TrainingArguments) -> bool:
+    """Whether activations are computed again in the backward, by the name of this version of transformers or the last."""
+    by_argument = getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None)
+    new_name = "is_activation_checkpointing"
+    by_model = getattr(model, new_name if hasattr(type(model), new_name) else "is_gradient_checkpointing", False)
+    return bool(by_argument or by_model)
+
+
+def _resolve_for_model(args: TrainingArguments, model: Any) -> Resolved:
+    """Return the configuration of the Trainer's Accelerator.
+
+    The Trainer makes the windows and divides the loss itself, so the Accelerator accumulates nothing. DDP looks for
+    unused parameters unless the user decides: a pooler or a second head without gradient would stop it.
+    """
+    resolved, config = args.resolved, args.resolved.config
+    changes: dict[str, Any] = {"accumulation": dataclasses.replace(config.accumulation, num_steps=1)}
+    if not resolved.is_set("ddp.find_unused_parameters") and not config.ddp.static_graph:
+        changes["ddp"] = dataclasses.replace(config.ddp, find_unused_parameters=not _recomputes(model, args))
+    return dataclasses.replace(resolved, config=dataclasses.replace(config, **changes))
+
+
+class Trainer(CoreTrainerMixin, transformers.Trainer):
+    """Upstream's Trainer on accel_trainer: one process, DDP or FSDP2, on GPUs or CPUs, with or without accelerate."""
+
+
+class Seq2SeqTrainer(CoreTrainerMixin, transformers.Seq2SeqTrainer):
+    """Upstream's Seq2SeqTrainer on accel_trainer; see `Trainer`."""
+
+    arguments_class = Seq2SeqTrainingArguments
