@@ -51,7 +51,7 @@ class Flag:
     path: str | None = None
     """Dotted path of the option it sets; None for the launcher's own."""
     is_switch: bool = False
-    """Alone it means true; `true` or `false` may follow."""
+    """Alone it means true; `true` or `false` may follow, after an `=` where it is no option of the configuration."""
     preset: str | None = None
     """The value that a switch stands for, when that is not true or false."""
     help: str = ""
@@ -197,7 +197,8 @@ def _read_flag(argv: Sequence[str], position: int, command: str) -> tuple[Flag |
     if not isinstance(flag, str) and flag.is_switch:
         if equals:
             return flag, value, 1
-        is_word = following is not None and following.lower() in ("true", "false")
+        takes_word = flag.path is not None and flag.preset is None
+        is_word = takes_word and following is not None and following.lower() in ("true", "false")
         return (flag, following, 2) if is_word else (flag, True, 1)
     if not equals:
         if following is None or following.partition("=")[0].lstrip("-").replace("-", "_") in _long_names(following):

@@ -1,0 +1,213 @@
+"""Flags: every option has one, both dashes, accelerate's spellings, and where the script begins."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from accel_trainer.config import field_specs, resolve
+from accel_trainer.errors import ConfigError
+from accel_trainer.launch.flags import Options, launch_flags, options_parser, parse_options
+
+# Frozen: a flag that disappears from here breaks somebody's command line.
+FLAGS = [
+    "accumulation_sync_each_batch",
+    "accumulation_sync_with_dataloader",
+    "compile_backend",
+    "compile_dynamic",
+    "compile_fullgraph",
+    "compile_mode",
+    "compile_regional",
+    "config_file",
+    "cpu",
+    "data_data_seed",
+    "data_dispatch_batches",
+    "data_even_batches",
+    "data_non_blocking",
+    "data_split_batches",
+    "data_use_seedable_sampler",
+    "data_use_stateful_dataloader",
+    "ddp_broadcast_buffers",
+    "ddp_bucket_cap_mb",
+    "ddp_find_unused_parameters",
+    "ddp_gradient_as_bucket_view",
+    "ddp_static_graph",
+    "debug",
+    "dynamo_backend",
+    "dynamo_mode",
+    "dynamo_use_dynamic",
+    "dynamo_use_fullgraph",
+    "dynamo_use_regional_compilation",
+    "enable_cpu_affinity",
+    "fsdp_activation_checkpointing",
+    "fsdp_backward_prefetch",
+    "fsdp_cpu_ram_efficient_loading",
+    "fsdp_forward_prefetch",
+    "fsdp_ignored_modules",
+    "fsdp_min_num_params",
+    "fsdp_offload_params",
+    "fsdp_replicate_per_node",
+    "fsdp_replicate_size",
+    "fsdp_reshard_after_forward",
+    "fsdp_state_dict_type",
+    "fsdp_wrap_classes",
+    "fsdp_wrap_policy",
+    "gpu_ids",
+    "gradient_accumulation_steps",
+    "log_dir",
+    "m",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "main_training_function",
+    "max_restarts",
+    "mixed_precision",
+    "module",
+    "monitor_interval",
+    "multi_gpu",
+    "no_python",
+    "num_cpu_threads_per_process",
+    "num_machines",
+    "num_processes",
+    "rdzv_backend",
+    "rdzv_conf",
+    "role",
+    "same_network",
+    "strategy",
+    "t",
+    "tee",
+    "timeout_seconds",
+    "use_cpu",
+    "use_fsdp",
+]
+
+
+def parse(*words: str) -> Options:
+    return parse_options(words, "accel-trainer launch")
+
+
+def test_the_flags_are_these() -> None:
+    assert sorted(launch_flags()) == FLAGS
+
+
+def test_every_option_has_a_flag_with_a_line_of_help() -> None:
+    flags = {flag.path: flag for flag in launch_flags().values() if flag.preset is None}
+    assert set(field_specs()) - set(flags) == {"deepspeed"}
+    assert all(flag.help for flag in flags.values())
+    text = options_parser("usage", "description").format_help()
+    assert "--fsdp_wrap_classes A,B" in text
+    assert "{no,bf16,fp16,fp8}" in text
+
+
+def test_flags_of_every_type_reach_the_configuration() -> None:
+    words = (
+        "--mixed-precision=bf16 --num_processes 2 --monitor_interval 0.5 --fsdp_wrap_classes A,B --debug --cpu false"
+    )
+    config = resolve(flags=parse(*shlex.split(words)).flags).config
+    assert config.mixed_precision == "bf16"
+    assert config.launch.num_processes == 2
+    assert config.launch.monitor_interval_seconds == 0.5
+    assert config.fsdp.wrap_classes == ("A", "B")
+    assert config.debug
+    assert not config.use_cpu
+
+
+@pytest.mark.parametrize("spelling", ["--num_processes", "--num-processes"])
+@pytest.mark.parametrize("equals", [True, False])
+def test_dashes_and_underscores_are_the_same(spelling: str, equals: bool) -> None:
+    words = [f"{spelling}=4"] if equals else [spelling, "4"]
+    assert parse(*words, "train.py") == Options(flags={"launch.num_processes": "4"}, rest=("train.py",))
+
+
+def test_everything_behind_the_script_belongs_to_the_script() -> None:
+    rest = ("train.py", "--num_processes", "9", "--", "--cpu", "-m", "--unknown=1")
+    assert parse("--cpu", *rest) == Options(flags={"use_cpu": True}, rest=rest)
+
+
+def test_two_dashes_end_our_options() -> None:
+    assert parse("--cpu", "--", "-odd-name.py", "--", "x").rest == ("-odd-name.py", "--", "x")
+
+
+def test_a_switch_takes_true_and_false_and_no_other_word() -> None:
+    assert parse("--cpu", "train.py") == Options(flags={"use_cpu": True}, rest=("train.py",))
+    assert parse("--cpu", "False", "train.py") == Options(flags={"use_cpu": "False"}, rest=("train.py",))
+    assert resolve(flags=parse("--cpu=no").flags).config.use_cpu is False
+
+
+def test_a_switch_with_a_wrong_word_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"--debug is 'maybe'; expected true or false"):
+        resolve(flags=parse("--debug=maybe").flags)
+
+
+def test_a_module_and_a_program() -> None:
+    assert parse("-m", "package.train", "x") == Options(is_module=True, rest=("package.train", "x"))
+    assert parse("--no_python", "./run.sh").no_python
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [
+        ("--mixed_presision", "--mixed_precision"),
+        ("--num-proces", "--num_processes"),
+        ("--fsdp_wrap_clases", "--fsdp_wrap_classes"),
+        ("-num_processes", "--num_processes"),
+    ],
+)
+def test_an_unknown_flag_gets_the_nearest_name(word: str, nearest: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"unknown option '{word}' of accel-trainer launch; did you mean '{nearest}'"
+    ):
+        parse(word, "2", "train.py")
+
+
+def test_a_flag_like_no_other_is_unknown_too() -> None:
+    with pytest.raises(ConfigError, match=r"there is none like it\. Options of the script stand behind"):
+        parse("--zzz", "train.py")
+
+
+@pytest.mark.parametrize("words", [["--num_processes"], ["--num_processes", "--cpu", "train.py"]])
+def test_a_flag_without_its_value_is_named(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="option --num_processes of accel-trainer launch needs a value"):
+        parse(*words)
+
+
+def test_values_may_begin_with_a_dash() -> None:
+    assert parse("--main_process_port", "-1").flags == {"launch.main_process_port": "-1"}
+
+
+def test_use_fsdp_stands_for_the_strategy() -> None:
+    assert parse("--use_fsdp").flags == {"strategy": "fsdp2"}
+    assert parse("--use_fsdp=false").flags == {}
+
+
+def test_two_strategies_contradict() -> None:
+    with pytest.raises(ConfigError, match="--multi_gpu asks for strategy 'ddp', and another option for 'fsdp2'"):
+        parse("--use_fsdp", "--multi_gpu")
+
+
+def test_accelerate_s_spellings_of_fsdp_flags_are_translated() -> None:
+    words = (
+        "--use_fsdp --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --fsdp_transformer_layer_cls_to_wrap BertLayer "
+        "--fsdp_sharding_strategy SHARD_GRAD_OP --fsdp_state_dict_type SHARDED_STATE_DICT --fsdp_use_orig_params true"
+    )
+    options = parse(*shlex.split(words))
+    config = resolve(flags=options.flags).config
+    assert config.strategy == "fsdp2"
+    assert config.fsdp.wrap_classes == ("BertLayer",)
+    assert config.fsdp.wrap_policy == "transformer"
+    assert config.fsdp.state_dict_type == "sharded"
+    assert not config.fsdp.reshard_after_forward
+    assert "mapped: fsdp_sharding_strategy; without effect: fsdp_use_orig_params" in options.notes[0]
+
+
+def test_a_wrong_value_in_accelerate_s_spelling_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match="--fsdp_auto_wrap_policy is 'LAYERS'; expected one of TRANSFORMER_BASED_WRAP"
+    ):
+        parse("--fsdp_auto_wrap_policy", "LAYERS")
+
+
+def test_a_wrong_value_of_our_own_spelling_is_named() -> None:
+    with pytest.raises(ConfigError, match="--fsdp_state_dict_type is 'SHARDS'; expected one of"):
+        parse("--fsdp_state_dict_type", "SHARDS")

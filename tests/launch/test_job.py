@@ -1,0 +1,213 @@
+"""What is started, decided before anything starts: number of processes, environment, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel_trainer.config import resolve
+from accel_trainer.errors import ConfigError
+from accel_trainer.launch.flags import parse_options
+from accel_trainer.launch.job import Job, default_config_path, plan_job
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.touch()
+    return str(path)
+
+
+def plan(tmp_path: Path, *words: str, **environ: str) -> Job:
+    return plan_job(parse_options(words, "accel-trainer launch"), {"HF_HOME": str(tmp_path), **environ}, words)
+
+
+def test_one_process_needs_no_group(tmp_path: Path, script: str) -> None:
+    job = plan(tmp_path, "--cpu", script, "--lr", "1")
+    assert job.command == (sys.executable, script, "--lr", "1")
+    assert not job.needs_group
+
+
+def test_several_processes_need_one(tmp_path: Path, script: str) -> None:
+    job = plan(tmp_path, "--cpu", "--num_processes", "2", script)
+    assert (job.needs_group, job.num_local_processes) == (True, 2)
+    assert job.command == (sys.executable, "-u", script)
+
+
+def test_the_file_says_how_many_processes_and_the_flag_wins(tmp_path: Path, script: str) -> None:
+    (tmp_path / "two.yaml").write_text("launch: {num_processes: 2}\nuse_cpu: true\n")
+    arguments = ["--config_file", str(tmp_path / "two.yaml")]
+    assert plan(tmp_path, *arguments, script).num_local_processes == 2
+    assert plan(tmp_path, *arguments, "--num_processes", "3", script).num_local_processes == 3
+
+
+def test_the_default_file_is_used_where_it_exists(tmp_path: Path, script: str) -> None:
+    default_path = tmp_path / "accel_trainer" / "default_config.yaml"
+    default_path.parent.mkdir()
+    default_path.write_text("use_cpu: true\nlaunch: {num_processes: 4}\n")
+    job = plan(tmp_path, script)
+    assert job.num_local_processes == 4
+    assert json.loads(job.environment["ACCEL_TRAINER_LAUNCH"])["config_file"] == str(default_path)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"HF_HOME": "/hf", "XDG_CACHE_HOME": "/cache"}, "/hf/accel_trainer/default_config.yaml"),
+        ({"XDG_CACHE_HOME": "/cache"}, "/cache/huggingface/accel_trainer/default_config.yaml"),
+        ({}, os.path.expanduser("~/.cache/huggingface/accel_trainer/default_config.yaml")),
+    ],
+)
+def test_the_default_file_is_in_the_cache_of_hugging_face(environ: dict[str, str], expected: str) -> None:
+    assert str(default_config_path(environ)) == expected
+
+
+def test_the_workers_come_to_the_same_configuration(
+    tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("mixed_precision: bf16\nlaunch: {num_processes: 2}\nfsdp: {min_num_params: 5}\n")
+    words = shlex.split("--config_file run.yaml --num_processes 4 --cpu --strategy ddp --gradient_accumulation_steps 3")
+    job = plan(tmp_path, *words, script, ACCEL_TRAINER_LAUNCH='{"flags": {"mixed_precision": "fp16"}}')
+    monkeypatch.chdir("/")
+    seen = resolve(environ=job.environment)
+    assert seen.config == job.resolved.config
+    assert (seen.config.launch.num_processes, seen.config.mixed_precision) == (4, "bf16")
+    assert seen.source("launch.num_processes").where == "--num_processes"
+    assert seen.source("mixed_precision").where.endswith("run.yaml:1")
+
+
+def test_environment_stands_between_flag_and_file(tmp_path: Path, script: str) -> None:
+    (tmp_path / "run.yaml").write_text("mixed_precision: bf16\ndebug: true\nuse_cpu: true\n")
+    environ = {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCEL_TRAINER_DEBUG": "false"}
+    arguments = ["--config_file", str(tmp_path / "run.yaml")]
+    config = plan(tmp_path, *arguments, script, **environ).resolved.config
+    assert (config.mixed_precision, config.debug) == ("fp16", False)
+    config = plan(tmp_path, *arguments, "--mixed_precision", "no", script, **environ).resolved.config
+    assert config.mixed_precision == "no"
+
+
+def test_ranks_of_an_outer_job_do_not_reach_the_script(tmp_path: Path, script: str) -> None:
+    job = plan(tmp_path, "--cpu", script, RANK="0", WORLD_SIZE="1", MASTER_ADDR="host", OTHER="kept")
+    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & job.environment.keys()
+    assert job.environment["OTHER"] == "kept"
+
+
+def test_a_launcher_under_a_launcher_is_refused(tmp_path: Path, script: str) -> None:
+    with pytest.raises(ConfigError, match="already rank 1 of 2 of another launcher"):
+        plan(tmp_path, "--cpu", script, TORCHELASTIC_RUN_ID="x", RANK="1", WORLD_SIZE="2")
+
+
+def test_threads_are_shared_unless_somebody_said_how_many(tmp_path: Path, script: str) -> None:
+    two = ["--cpu", "--num_processes", "2"]
+    cores = len(os.sched_getaffinity(0))
+    assert plan(tmp_path, *two, script).environment["OMP_NUM_THREADS"] == str(max(1, cores // 2))
+    assert plan(tmp_path, *two, script, OMP_NUM_THREADS="7").environment["OMP_NUM_THREADS"] == "7"
+    job = plan(tmp_path, *two, "--num_cpu_threads_per_process", "3", script, OMP_NUM_THREADS="7")
+    assert job.environment["OMP_NUM_THREADS"] == "3"
+    assert "OMP_NUM_THREADS" not in plan(tmp_path, "--cpu", script).environment
+
+
+def test_gpu_ids_choose_the_devices_and_their_number(tmp_path: Path, script: str) -> None:
+    job = plan(tmp_path, "--gpu_ids", "0,2", script, CUDA_VISIBLE_DEVICES="5")
+    assert (job.num_local_processes, job.environment["CUDA_VISIBLE_DEVICES"]) == (2, "0,2")
+    job = plan(tmp_path, "--gpu_ids", "0,2", "--cpu", script, CUDA_VISIBLE_DEVICES="5")
+    assert (job.num_local_processes, job.environment["CUDA_VISIBLE_DEVICES"]) == (1, "5")
+
+
+def test_processes_are_divided_over_the_machines(tmp_path: Path, script: str) -> None:
+    words = shlex.split("--cpu --num_processes 6 --num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1")
+    assert plan(tmp_path, *words, script).num_local_processes == 3
+
+
+def test_processes_that_cannot_be_divided_are_refused(tmp_path: Path, script: str) -> None:
+    words = shlex.split("--cpu --num_processes 3 --num_machines 2 --main_process_ip 10.0.0.1")
+    with pytest.raises(ConfigError, match=r"num_processes=3 .*cannot be divided over .*num_machines=2"):
+        plan(tmp_path, *words, script)
+
+
+def test_fsdp_on_one_process_is_refused_with_the_command_to_use(tmp_path: Path, script: str) -> None:
+    (tmp_path / "fsdp.yaml").write_text("strategy: fsdp2\nuse_cpu: true\n")
+    words = ["--config_file", str(tmp_path / "fsdp.yaml"), script, "--lr", "1 e"]
+    expected = f"accel-trainer launch {' '.join(words[:2])} --num_processes 2 {script} --lr '1 e'"
+    with pytest.raises(
+        ConfigError, match=r"strategy=fsdp2 \(from .*fsdp.yaml:1\) needs at least 2 processes"
+    ) as caught:
+        plan(tmp_path, *words)
+    assert expected in str(caught.value)
+
+
+def test_the_proposed_command_overrides_the_number_that_was_given(tmp_path: Path, script: str) -> None:
+    words = ["--cpu", "--use_fsdp", "--num_processes", "1", "--", script]
+    with pytest.raises(ConfigError, match="this job has 1 \\(--num_processes\\)") as caught:
+        plan(tmp_path, *words)
+    assert f"--num_processes 1 --num_processes 2 {script}" in str(caught.value)
+
+
+def test_single_with_two_processes_is_refused(tmp_path: Path, script: str) -> None:
+    with pytest.raises(ConfigError, match=r"strategy=single \(from --strategy\) is one process, and 2 were asked for"):
+        plan(tmp_path, "--cpu", "--strategy", "single", "--num_processes", "2", script)
+
+
+def test_an_unknown_strategy_is_refused_with_the_nearest_name(tmp_path: Path, script: str) -> None:
+    with pytest.raises(ConfigError, match="unknown strategy 'fsdp3'; did you mean 'fsdp2'"):
+        plan(tmp_path, "--cpu", "--strategy", "fsdp3", "--num_processes", "2", script)
+
+
+def test_ddp_on_one_process_is_a_group_of_one(tmp_path: Path, script: str) -> None:
+    job = plan(tmp_path, "--cpu", "--strategy", "ddp", script)
+    assert (job.needs_group, job.num_local_processes) == (True, 1)
+
+
+def test_fsdp_flags_without_fsdp_are_refused(tmp_path: Path, script: str) -> None:
+    message = (
+        r"--fsdp_offload_params, --fsdp_wrap_classes: without effect with strategy=auto \(default\); add --use_fsdp"
+    )
+    with pytest.raises(ConfigError, match=message):
+        plan(tmp_path, "--cpu", "--fsdp_offload_params", "true", "--fsdp_wrap_classes", "A", script)
+
+
+def test_a_missing_script_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = re.escape(f"script 'train.py' does not exist (looked from {tmp_path}); check the path")
+    with pytest.raises(ConfigError, match=message + "$"):
+        plan(tmp_path, "--cpu", "train.py")
+    with pytest.raises(ConfigError, match="for a module, add -m"):
+        plan(tmp_path, "--cpu", "package.train")
+
+
+def test_no_script_at_all_shows_the_usage(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no script to launch; usage: accel-trainer launch \[options\] script.py"):
+        plan(tmp_path, "--cpu")
+
+
+def test_a_missing_program_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="program 'no-such-program' is not found"):
+        plan(tmp_path, "--no_python", "no-such-program")
+
+
+def test_module_and_program_contradict(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--module runs a module with python, and --no_python runs without"):
+        plan(tmp_path, "-m", "--no_python", "true")
+
+
+def test_modules_and_programs_are_started_as_such(tmp_path: Path) -> None:
+    assert plan(tmp_path, "--cpu", "-m", "package.train", "x").command == (sys.executable, "-m", "package.train", "x")
+    assert plan(tmp_path, "--cpu", "--no_python", "true", "x").command == ("true", "x")
+
+
+def test_a_missing_configuration_file_is_named(tmp_path: Path, script: str) -> None:
+    with pytest.raises(ConfigError, match=r"no_such\.yaml"):
+        plan(tmp_path, "--config_file", str(tmp_path / "no_such.yaml"), script)
+
+
+def test_a_packaged_configuration_is_found_by_name(tmp_path: Path, script: str) -> None:
+    job = plan(tmp_path, "--config_file", "full_shard", "--cpu", "--num_processes", "2", script)
+    assert job.resolved.config.strategy == "fsdp2"
+    assert resolve(environ=job.environment).config == job.resolved.config
