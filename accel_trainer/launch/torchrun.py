@@ -144,6 +144,21 @@ class _Agent(LocalElasticAgent):
             watcher.start()
         return pids
 
+    def _shutdown(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        if death_sig is None:
+            super()._shutdown(timeout=timeout)
+            return
+        print(
+            f"accel-trainer launch: {death_sig.name} passed on to the workers, which have {timeout} s to end; "
+            "another signal ends them at once",
+            file=sys.stderr,
+        )
+        try:
+            super()._shutdown(death_sig, timeout)
+        except SignalException:
+            self.kill_rest()
+            raise
+
     def _watch(self, rank: int, pid: int) -> None:
         """Wait for one worker without reaping it; the agent still sees its end by itself."""
         exits = self.exits

@@ -1,0 +1,356 @@
+"""Real launches: what the workers are told, how signals travel, and with which code a job ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from accel_trainer.launch.cli import main
+from tests.ranks import free_port, run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+TWO = ("--cpu", "--num_processes", "2")
+
+
+def run_command(words: list[str], output: str) -> int:
+    """Run the command line in a process that has torch imported already, with its output in a file."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    return main(words)
+
+
+def launch(folder: Path, *words: str, timeout: float = 60, **env: str) -> tuple[int, str]:
+    """Return the exit code of `accel-trainer launch WORDS` and what it and its workers wrote."""
+    output = folder / "output.txt"
+    output.unlink(missing_ok=True)
+    environ = {"HF_HOME": str(folder), "TORCHELASTIC_USE_AGENT_STORE": None, "OMP_NUM_THREADS": None, **env}
+    [code] = run_ranks(run_command, 1, ["launch", *words], str(output), env=environ, timeout=timeout)
+    return code, output.read_text()
+
+
+def write(folder: Path, text: str, name: str = "script.py") -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.fixture
+def background(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Launchers that a test left running; they lead process groups of their own and are ended by pid."""
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=20)
+
+
+def start(background: list[subprocess.Popen[str]], folder: Path, *words: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "accel_trainer", "launch", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "HF_HOME": str(folder)},
+    )
+    background.append(process)
+    return process
+
+
+def wait_for(*paths: Path, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"none of {paths} within {seconds} s"
+        time.sleep(0.02)
+
+
+REPORT = """
+import json, os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_ADDR")
+facts = {"argv": sys.argv[1:], "pid": os.getpid(), "cores": sorted(os.sched_getaffinity(0))}
+facts |= {name: os.environ.get(name) for name in names}
+with open(os.path.join(os.path.dirname(__file__), f"facts{os.environ.get('RANK', '')}.json"), "w") as target:
+    json.dump(facts, target)
+"""
+
+
+def facts(folder: Path, rank: str = "") -> dict[str, object]:
+    return json.loads((folder / f"facts{rank}.json").read_text())
+
+
+def test_one_process_takes_the_place_of_the_launcher_which_has_not_imported_torch(
+    tmp_path: Path, background: list[subprocess.Popen[str]]
+) -> None:
+    script = write(tmp_path, REPORT)
+    command = [sys.executable, "-X", "importtime", "-m", "accel_trainer", "launch", "--cpu", script, "--lr", "--cpu"]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "HF_HOME": str(tmp_path)}
+    )
+    background.append(process)
+    _, imports = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert facts(tmp_path)["pid"] == process.pid
+    assert facts(tmp_path)["argv"] == ["--lr", "--cpu"]
+    assert facts(tmp_path)["WORLD_SIZE"] is None
+    assert "accel_trainer.launch.job" in imports
+    assert " torch" not in imports
+
+
+def test_one_process_ends_with_its_own_code(tmp_path: Path) -> None:
+    script = write(tmp_path, "import sys; sys.exit(85)")
+    done = subprocess.run([sys.executable, "-m", "accel_trainer", "launch", "--cpu", script], cwd=ROOT, timeout=30)
+    assert done.returncode == 85
+
+
+def test_two_processes_are_two_ranks_with_the_arguments_of_the_script(tmp_path: Path) -> None:
+    words = ["--num_processes", "9", "--", "-m", "a b"]
+    code, output = launch(tmp_path, *TWO, "--num_cpu_threads_per_process", "3", write(tmp_path, REPORT), *words)
+    assert (code, output) == (0, "")
+    for rank in ("0", "1"):
+        seen = facts(tmp_path, rank)
+        assert seen["argv"] == words
+        assert [seen[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == [
+            rank,
+            rank,
+            "2",
+            "2",
+        ]
+        assert (seen["OMP_NUM_THREADS"], seen["MASTER_ADDR"]) == ("3", "127.0.0.1")
+
+
+LOOPBACK = """
+import os, pathlib
+import torch, torch.distributed as dist
+
+def listening(pid):
+    inodes = set()
+    for link in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            inodes.add(os.readlink(link))
+        except OSError:
+            pass
+    for table in ("tcp", "tcp6"):
+        for line in open(f"/proc/{pid}/net/{table}").readlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                yield fields[1].split(":")[0]
+
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+addresses = [*listening(os.getpid()), *listening(os.getppid())]
+assert len(addresses) > 1, addresses
+allowed = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+outside = [address for address in addresses if address not in allowed]
+print(f"rank {dist.get_rank()}: sum {total.item():g}, listening outside loopback: {outside}")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_two_gloo_ranks_on_the_cpu_listen_on_loopback_only(tmp_path: Path) -> None:
+    code, output = launch(tmp_path, *TWO, write(tmp_path, LOOPBACK))
+    assert code == 0, output
+    assert sorted(output.splitlines()) == [f"rank {rank}: sum 3, listening outside loopback: []" for rank in range(2)]
+
+
+def test_the_file_says_how_many_and_the_flag_wins(tmp_path: Path) -> None:
+    script = write(tmp_path, REPORT)
+    config = write(tmp_path, "use_cpu: true\nlaunch: {num_processes: 2}\n", "two.yaml")
+    assert launch(tmp_path, "--config_file", config, script)[0] == 0
+    assert facts(tmp_path, "1")["WORLD_SIZE"] == "2"
+    assert launch(tmp_path, "--config_file", config, "--num_processes", "3", script)[0] == 0
+    assert facts(tmp_path, "2")["WORLD_SIZE"] == "3"
+
+
+def test_the_job_ends_with_the_code_of_the_worker_that_failed_first(tmp_path: Path) -> None:
+    script = write(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)\n")
+    started = time.monotonic()
+    code, output = launch(tmp_path, *TWO, script)
+    assert code == 7
+    assert "rank 1 (pid " in output
+    assert "failed with exit code 7; the other workers were ended" in output
+    assert len(output.splitlines()) == 1
+    assert time.monotonic() - started < 20
+
+
+def test_a_worker_that_was_killed_gives_128_plus_its_signal(tmp_path: Path) -> None:
+    script = write(tmp_path, "import os, time\nif os.environ['RANK'] == '0': os.kill(os.getpid(), 9)\ntime.sleep(60)\n")
+    code, output = launch(tmp_path, *TWO, script)
+    assert code == 137
+    assert "was ended by SIGKILL, exit code 137" in output
+
+
+def test_a_worker_that_left_early_without_error_is_named_beside_the_one_that_failed(tmp_path: Path) -> None:
+    script = write(
+        tmp_path, "import os, sys, time\nif os.environ['RANK'] == '1': os._exit(0)\ntime.sleep(0.5)\nsys.exit(1)\n"
+    )
+    code, output = launch(tmp_path, *TWO, script)
+    assert code == 1
+    assert "rank 0 (pid " in output
+    assert "rank 1 had ended with code 0 0." in output
+
+
+RESTART = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+dist.destroy_process_group()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    sys.exit(3)
+print(f"rank {os.environ['RANK']} of {total.item():g} in attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}")
+"""
+
+
+def test_workers_are_started_again_and_find_each_other_again(tmp_path: Path) -> None:
+    code, output = launch(tmp_path, *TWO, "--max_restarts", "1", write(tmp_path, RESTART))
+    assert code == 0, output
+    assert "failed with exit code 3; starting the workers again (1 of 1 restarts)" in output
+    assert "rank 0 of 2 in attempt 1" in output
+    assert "rank 1 of 2 in attempt 1" in output
+
+
+def test_workers_that_fail_again_end_the_job(tmp_path: Path) -> None:
+    code, output = launch(tmp_path, *TWO, "--max_restarts", "1", write(tmp_path, "import sys; sys.exit(3)"))
+    assert code == 3
+    assert output.count("starting the workers again") == 1
+
+
+SIGNALS = """
+import os, pathlib, signal, sys, time
+folder, how = pathlib.Path(__file__).parent, sys.argv[1]
+rank = os.environ["RANK"]
+def save(number, frame):
+    signal.signal(number, signal.SIG_IGN if how == "deaf" else save)
+    time.sleep(0.3 * (1 + int(rank)))
+    (folder / f"saved{rank}").touch()
+    if how == "save":
+        os._exit(85)
+if how != "default":
+    signal.signal(signal.SIGTERM, save)
+    signal.signal(signal.SIGUSR1, save)
+(folder / f"ready{rank}").touch()
+while True:
+    time.sleep(0.1)
+"""
+
+
+def ready(folder: Path) -> list[Path]:
+    return [folder / f"ready{rank}" for rank in range(2)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_workers_get_the_signal_and_time_to_save_and_their_code_is_the_job_s(
+    tmp_path: Path, background: list[subprocess.Popen[str]], number: signal.Signals
+) -> None:
+    process = start(background, tmp_path, *TWO, write(tmp_path, SIGNALS), "save")
+    wait_for(*ready(tmp_path))
+    process.send_signal(number)
+    assert process.wait(timeout=30) == 85
+    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved1").exists()
+
+
+def test_workers_without_a_handler_die_of_the_signal(tmp_path: Path, background: list[subprocess.Popen[str]]) -> None:
+    process = start(background, tmp_path, *TWO, write(tmp_path, SIGNALS), "default")
+    wait_for(*ready(tmp_path))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+
+
+def test_a_second_signal_ends_workers_that_do_not_listen(
+    tmp_path: Path, background: list[subprocess.Popen[str]]
+) -> None:
+    process = start(background, tmp_path, *TWO, write(tmp_path, SIGNALS), "deaf")
+    wait_for(*ready(tmp_path))
+    process.send_signal(signal.SIGTERM)
+    wait_for(tmp_path / "saved0", tmp_path / "saved1")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 137
+
+
+def test_two_machines_meet_at_the_address_of_machine_0(tmp_path: Path, background: list[subprocess.Popen[str]]) -> None:
+    words = f"--cpu --num_processes 2 --num_machines 2 --main_process_ip 127.0.0.1 --main_process_port {free_port()}"
+    script = write(tmp_path, REPORT)
+    processes = [
+        start(background, tmp_path, *shlex.split(words), "--machine_rank", str(rank), script) for rank in (1, 0)
+    ]
+    assert [process.wait(timeout=60) for process in processes] == [0, 0]
+    for rank in ("0", "1"):
+        seen = facts(tmp_path, rank)
+        assert [seen[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == [
+            rank,
+            "0",
+            "2",
+            "1",
+        ]
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, output = launch(tmp_path, *TWO, "--main_process_port", str(port), write(tmp_path, REPORT))
+    assert code == 2
+    assert f"port {port} on 127.0.0.1 is in use by another process; choose another main_process_port" in output
+
+
+def test_logs_are_kept_in_a_folder_and_shown(tmp_path: Path) -> None:
+    script = write(tmp_path, "import os\nprint('hello from', os.environ['RANK'])\n")
+    code, output = launch(tmp_path, *TWO, "--log_dir", str(tmp_path / "logs"), "--role", "worker", script)
+    assert code == 0
+    assert "[worker0]:hello from 0" in output
+    assert sorted(path.read_text() for path in tmp_path.glob("logs/**/stdout.log")) == [
+        "hello from 0\n",
+        "hello from 1\n",
+    ]
+
+
+def test_tee_without_a_folder_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "temporary").mkdir()
+    script = write(tmp_path, "print('hello')")
+    code, output = launch(tmp_path, *TWO, "--tee", "3", script, TMPDIR=str(tmp_path / "temporary"))
+    assert code == 0
+    assert output.count("hello") == 2
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPU cores")
+def test_cpu_affinity_gives_each_rank_cores_of_its_own(tmp_path: Path) -> None:
+    # The worker is bound right after it was started, which is before Python has read its first line.
+    script = write(tmp_path, "import time; time.sleep(0.2)\n" + REPORT)
+    assert launch(tmp_path, *TWO, "--enable_cpu_affinity", "true", script)[0] == 0
+    first, second = (facts(tmp_path, rank)["cores"] for rank in ("0", "1"))
+    assert isinstance(first, list)
+    assert isinstance(second, list)
+    assert first
+    assert second
+    assert not set(first) & set(second)
+
+
+def test_a_module_runs_by_name(tmp_path: Path) -> None:
+    write(tmp_path, REPORT, "trainer_module.py")
+    code, output = launch(tmp_path, *TWO, "-m", "trainer_module", "x", PYTHONPATH=str(tmp_path))
+    assert code == 0, output
+    assert facts(tmp_path, "1")["argv"] == ["x"]
+
+
+def test_a_program_runs_without_python(tmp_path: Path) -> None:
+    script = write(tmp_path, "#!/bin/sh\necho rank $RANK\nexit 4\n", "run.sh")
+    os.chmod(script, 0o755)
+    code, output = launch(tmp_path, *TWO, "--no_python", script)
+    assert code == 4
+    assert "rank " in output
