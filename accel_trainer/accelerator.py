@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,8 @@ from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader
 from accel_trainer.data.loader import skip_first_batches as skip_loader_batches
 from accel_trainer.data.metrics import trim_gathered
 from accel_trainer.errors import ConfigError
-from accel_trainer.options import AcceleratorOptions, build_strategy, resolve_options
 from accel_trainer.optimizer import AcceleratedOptimizer
+from accel_trainer.options import AcceleratorOptions, build_strategy, resolve_options
 from accel_trainer.plugins import ProjectConfiguration
 from accel_trainer.precision import build_precision, remove_autocast
 from accel_trainer.runtime import collectives
@@ -43,6 +43,8 @@ class PreparedUnit:
 
     unit: TrainUnit
     window: AccumulationWindow
+    evaluation_only: bool = False
+    """Whether the unit was laid out without what exchanges gradients."""
     corrected: bool = False
     """Whether this window's gradients have been brought to the mean over what it held."""
 
@@ -173,7 +175,8 @@ class Accelerator(ProcessView, AcceleratorSaving):
         for note in self.resolved.notes:
             logger.info(note)
         if self.strategy.capabilities.shards_parameters and self.process.device.type == "cpu":
-            logger.info("no accelerator is used: the model is sharded over %d CPU processes", self.num_processes)
+            # A warning, so that it is seen: users who asked for FSDP usually expect GPUs.
+            logger.warning("no accelerator is used: the model is sharded over %d CPU processes", self.num_processes)
 
     # --- where this process stands ---------------------------------------------------------------------------------
 
@@ -252,9 +255,13 @@ class Accelerator(ProcessView, AcceleratorSaving):
         """
         placements = list(device_placement) if device_placement is not None else [self.device_placement] * len(objects)
         if len(placements) != len(objects):
-            raise ConfigError(f"device_placement has {len(placements)} flags for {len(objects)} objects; give one for each")
-        models = [item for item in objects if isinstance(item, nn.Module) and self._find(item) is None]
-        optimizers = [item for item in objects if isinstance(item, Optimizer) and not isinstance(item, AcceleratedOptimizer)]
+            raise ConfigError(
+                f"device_placement has {len(placements)} flags for {len(objects)} objects; give one for each"
+            )
+        models = [item for item in objects if isinstance(item, nn.Module) and self._needs_layout(item)]
+        optimizers = [
+            item for item in objects if isinstance(item, Optimizer) and not isinstance(item, AcceleratedOptimizer)
+        ]
         pairs = self._pair(models, optimizers)
         results: dict[int, Any] = {}
         for item, place in zip(objects, placements, strict=True):
@@ -286,6 +293,10 @@ class Accelerator(ProcessView, AcceleratorSaving):
             if owners:
                 pairs[id(owners[0])] = optimizer
         return pairs
+
+    def _needs_layout(self, model: nn.Module) -> bool:
+        found = self._find(model)
+        return found is None or found.evaluation_only
 
     def _find(self, item: Any) -> PreparedUnit | None:
         for prepared in self._prepared:
@@ -327,8 +338,10 @@ class Accelerator(ProcessView, AcceleratorSaving):
         self, model: nn.Module, optimizer: Optimizer | None, place: bool, evaluation_mode: bool = False
     ) -> nn.Module:
         found = self._find(model)
-        if found is not None:
+        if found is not None and (evaluation_mode or not self._needs_layout(model)):
             return found.unit.model
+        if found is not None:
+            self._forget(found)
         job = TrainJob(
             model=model,
             optimizer=optimizer,
@@ -346,9 +359,15 @@ class Accelerator(ProcessView, AcceleratorSaving):
             sync_with_dataloader=accumulation.sync_with_dataloader,
             sync_each_batch=accumulation.sync_each_batch,
         )
-        self._prepared.append(PreparedUnit(unit, window))
+        # A sharded unit serves training as well as evaluation; replicas without gradient exchange do not.
+        evaluation_only = evaluation_mode and not self.strategy.capabilities.shards_parameters
+        self._prepared.append(PreparedUnit(unit, window, evaluation_only))
         self._models.append(unit.model)
         return unit.model
+
+    def _forget(self, prepared: PreparedUnit) -> None:
+        self._prepared.remove(prepared)
+        self._models = [model for model in self._models if model is not prepared.unit.model]
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Wrap an optimizer whose model is prepared.
@@ -414,7 +433,7 @@ class Accelerator(ProcessView, AcceleratorSaving):
         if self.config.data.data_seed is not None:
             return self.config.data.data_seed
         if self._data_seed is None:
-            self._data_seed = int(collectives.broadcast_object(torch.initial_seed(), self.process))
+            self._data_seed = collectives.broadcast_object_list([torch.initial_seed()], self.process)[0]
         return self._data_seed
 
     def skip_first_batches(self, dataloader: DataLoader, num_batches: int = 0) -> PreparedDataLoader:
@@ -552,14 +571,17 @@ class Accelerator(ProcessView, AcceleratorSaving):
 
     # --- the way out -----------------------------------------------------------------------------------------------
 
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
         """Return the user's own model. A model that was never wrapped comes back as it is.
 
         Args:
             keep_fp32_wrapper: false also takes off mixed precision.
         """
         found = self._find(model)
-        module = found.unit.module if found is not None else getattr(model, "module", model)
+        wrapped = isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+        module = found.unit.module if found is not None else model.module if wrapped else model
         if not keep_torch_compile:
             module = getattr(module, "_orig_mod", module)
         if not keep_fp32_wrapper:
@@ -568,7 +590,14 @@ class Accelerator(ProcessView, AcceleratorSaving):
 
     def free_memory(self, *objects: Any) -> tuple[None, ...]:
         """Let go of everything prepared; return as many None as objects were given, to assign over them."""
-        for held in (self._prepared, self._current, self._models, self._optimizers, self._schedulers, self._dataloaders):
+        for held in (
+            self._prepared,
+            self._current,
+            self._models,
+            self._optimizers,
+            self._schedulers,
+            self._dataloaders,
+        ):
             held.clear()
         self._current = []
         if self.device.type != "cpu":

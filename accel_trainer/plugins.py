@@ -166,5 +166,3 @@ class ProjectConfiguration:
     def __post_init__(self) -> None:
         if self.logging_dir is None:
             self.logging_dir = self.project_dir
-
-

@@ -184,12 +184,12 @@ class AcceleratorSaving:
             directory = self._checkpoints_directory()
             existing = numbered_checkpoints(directory)
             if not existing:
-                raise CheckpointNotFoundError(f"no checkpoint_N in {directory.absolute()}; save one with save_state() first")
+                raise CheckpointNotFoundError(
+                    f"no checkpoint_N in {directory.absolute()}; save one with save_state() first"
+                )
             source = existing[-1][1]
             self.project_configuration.iteration = existing[-1][0] + 1
         else:
             source = Path(input_dir)
         load_train_state(source, self._train_state(), self.process)
         logger.info("loaded %s", source)
-
-

@@ -33,7 +33,12 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str = "state") -> Any:
         return {"$array": path}
     if isinstance(value, np.generic):
         return encode(value.item(), tensors, path)
-    if isinstance(value, float) and value != value or value in (float("inf"), float("-inf")) and isinstance(value, float):
+    if (
+        isinstance(value, float)
+        and value != value
+        or value in (float("inf"), float("-inf"))
+        and isinstance(value, float)
+    ):
         return {"$float": repr(value)}
     if isinstance(value, _PLAIN):
         return value
@@ -68,7 +73,9 @@ def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
         (tag, content), *_ = data.items()
         if tag in ("$tensor", "$array"):
             if content not in tensors:
-                raise IncompatibleCheckpointError(f"tensor {content!r} is named in the checkpoint's JSON and missing in its tensors")
+                raise IncompatibleCheckpointError(
+                    f"tensor {content!r} is named in the checkpoint's JSON and missing in its tensors"
+                )
             return tensors[content] if tag == "$tensor" else tensors[content].numpy()
         if tag == "$float":
             return float(content)

@@ -1,10 +1,10 @@
 """A whole training state in a directory: safetensors and JSON, keyed by parameter names.
 
-    model_I.safetensors            weights of unit I, whole
-    optimizer_I.safetensors/.json  its optimizer's state, by parameter name
-    training.safetensors/.json     schedulers, loaders' positions, scaler, registered objects
-    random_R.safetensors/.json     random streams of rank R
-    manifest.json                  what was saved, by how many ranks, with which versions
+model_I.safetensors            weights of unit I, whole
+optimizer_I.safetensors/.json  its optimizer's state, by parameter name
+training.safetensors/.json     schedulers, loaders' positions, scaler, registered objects
+random_R.safetensors/.json     random streams of rank R
+manifest.json                  what was saved, by how many ranks, with which versions
 """
 
 from __future__ import annotations

@@ -17,7 +17,17 @@ __all__ = ["INDEX_NAME", "WEIGHTS_NAME", "SafetensorsDirectory", "parse_size", "
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 def parse_size(size: int | str) -> int:
@@ -111,7 +121,9 @@ class SafetensorsDirectory(Mapping[str, Tensor]):
             raise CheckpointNotFoundError(f"no {WEIGHTS_NAME} and no {INDEX_NAME} in {directory.absolute()}")
         for name in sorted(set(weight_map.values())):
             if Path(name).name != name:
-                raise IncompatibleCheckpointError(f"{directory / INDEX_NAME} names {name!r}, which is not a file name in it")
+                raise IncompatibleCheckpointError(
+                    f"{directory / INDEX_NAME} names {name!r}, which is not a file name in it"
+                )
             if not (directory / name).is_file():
                 raise CheckpointNotFoundError(f"{directory / INDEX_NAME} names {name!r}, which is missing")
         self._files = weight_map

@@ -24,6 +24,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_object_list",
     "concatenate",
+    "exchange_integers",
     "find_batch_size",
     "gather",
     "gather_object",
@@ -31,6 +32,7 @@ __all__ = [
     "pad_across_processes",
     "recursively_apply",
     "reduce",
+    "scatter_objects",
     "send_to_device",
 ]
 
@@ -200,6 +202,37 @@ def broadcast_object(value: Any, process: ProcessContext, from_process: int = 0)
     return broadcast_object_list([value], process, from_process)[0]
 
 
+def scatter_objects(objects: Sequence[Any] | None, process: ProcessContext, from_process: int = 0) -> Any:
+    """Return this rank's entry of one rank's list of picklable objects.
+
+    Collective: every rank calls it; `objects` counts on `from_process` only.
+    """
+    if not process.is_distributed:
+        assert objects is not None
+        return objects[0]
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, list(objects) if objects is not None else None, src=from_process)
+    return mine[0]
+
+
+def exchange_integers(values: Sequence[int], process: ProcessContext) -> Callable[[], list[list[int]]]:
+    """Begin telling all ranks some integers; the function that is returned waits for those of every rank.
+
+    Collective: every rank calls it, with as many integers. What ranks do in between is not held up.
+    """
+    if not process.is_distributed:
+        return lambda: [list(values)]
+    mine = torch.tensor(values, dtype=torch.int64, device=None if _carries_cpu() else process.device)
+    everyone = mine.new_empty((process.world_size * len(values),))
+    work = _all_gather(everyone, mine, async_op=True)
+
+    def wait() -> list[list[int]]:
+        work.wait()
+        return everyone.view(process.world_size, -1).tolist()
+
+    return wait
+
+
 def pad_across_processes(
     data: Any, process: ProcessContext, dim: int = 0, pad_index: float = 0, pad_first: bool = False
 ) -> Any:
@@ -334,7 +367,8 @@ def _to_wire(tensor: Tensor, process: ProcessContext) -> Tensor:
 
 
 def _carries_cpu() -> bool:
-    return "cpu" in dist.get_backend_config()
+    backends = dist.get_backend_config()
+    return "cpu" in backends or "gloo" in backends
 
 
 def _as_carried(tensor: Tensor) -> Tensor:

@@ -39,6 +39,8 @@ def shared_fate(process: ProcessContext, section: str) -> Iterator[None]:
         failed = {rank: message for rank, message in enumerate(votes) if message is not None}
         if failed and error is None:
             lines = "; ".join(f"rank {rank} failed in {section}: {message}" for rank, message in failed.items())
-            raise ProcessGroupError(f"{lines}. This rank ({process.rank}) stopped with it; nothing of {section} was published")
+            raise ProcessGroupError(
+                f"{lines}. This rank ({process.rank}) stopped with it; nothing of {section} was published"
+            )
     if error is not None:
         raise error

@@ -88,7 +88,9 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
             "`accel-trainer launch` or torchrun"
         ) from None
     except ValueError:
-        raise ProcessGroupError(f"{name}={environ[name]!r} is not an integer; check what launched this process") from None
+        raise ProcessGroupError(
+            f"{name}={environ[name]!r} is not an integer; check what launched this process"
+        ) from None
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> LaunchInfo:
@@ -175,7 +177,9 @@ def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo | None:
         if info.world_size == 1:
             return None
     if info is not None and not 0 <= info.rank < info.world_size:
-        raise ProcessGroupError(f"{info.launcher} says rank {info.rank} of {info.world_size}; ranks go from 0 to world size - 1")
+        raise ProcessGroupError(
+            f"{info.launcher} says rank {info.rank} of {info.world_size}; ranks go from 0 to world size - 1"
+        )
     return info
 
 

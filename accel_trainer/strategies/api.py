@@ -56,6 +56,8 @@ class TrainJob:
     resolved: Resolved
     device_placement: bool = True
     """False leaves the model where the user put it."""
+    evaluation_only: bool = False
+    """No gradients will be asked for; a strategy may leave out what exchanges them."""
     wrap_policy: WrapPolicyFunction | None = None
     """A callable given in Python; it wins over the configuration's policy."""
     scaler: torch.amp.GradScaler | None = None
@@ -132,6 +134,9 @@ class TrainUnit(Protocol):
 
     def step(self, closure: Callable[[], Any] | None = None) -> StepOutcome:
         """Update the parameters. Collective where the engine exchanges something in its step."""
+
+    def unscale_gradients(self) -> None:
+        """Take the fp16 loss scale out of the gradients, once per step; nothing in other precisions."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the optimizer's parameters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar
 
 import torch
@@ -36,11 +37,14 @@ def build_ddp_options(job: TrainJob, process: ProcessContext) -> dict[str, Any]:
     config = job.config.ddp
     options: dict[str, Any] = {
         "find_unused_parameters": config.find_unused_parameters,
-        "broadcast_buffers": config.broadcast_buffers,
         "bucket_cap_mb": config.bucket_cap_mb,
         "static_graph": config.static_graph,
         "gradient_as_bucket_view": config.gradient_as_bucket_view,
     }
+    if not config.broadcast_buffers:
+        # torch 2.13 renamed the option and warns about the old name.
+        renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+        options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
     options.update(job.ddp_options)
     if process.device.type != "cpu" and job.device_placement:
         options.update(device_ids=[process.device.index], output_device=process.device.index)
@@ -58,14 +62,17 @@ class DDPStrategy:
 
         A model without trainable parameters has no gradients to average: it is placed and returned unwrapped.
         """
-        module = job.model
+        # A model that the user has wrapped is taken as it is; wrapping it twice would average gradients twice.
+        wrapped = job.model if isinstance(job.model, DistributedDataParallel) else None
+        module = wrapped.module if wrapped is not None else job.model
         place(module, job, process)
         apply_autocast(module, precision)
         apply_compile(module, job.config.compile)
-        model = module
-        if any(parameter.requires_grad for parameter in module.parameters()):
+        model = wrapped if wrapped is not None else module
+        trains = any(parameter.requires_grad for parameter in module.parameters()) and not job.evaluation_only
+        if trains and wrapped is None:
             model = DistributedDataParallel(module, **build_ddp_options(job, process))
-        elif process.is_distributed:
+        elif wrapped is None and process.is_distributed:
             broadcast_module_states(module, process.device)
         unit = DDPUnit(model, module, job.scaler)
         if job.optimizer is not None:

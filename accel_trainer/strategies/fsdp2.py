@@ -37,7 +37,9 @@ class FSDP2Unit(NativeUnit):
         self._root = module
         # Kept alive while they may be asked for: an id is only unique as long as its tensor lives.
         self._originals = originals
-        self._local_parameters = [p for p in self.module.parameters() if not hasattr(p, "device_mesh") and p.requires_grad]
+        self._local_parameters = [
+            p for p in self.module.parameters() if not hasattr(p, "device_mesh") and p.requires_grad
+        ]
         self._sync = True
 
     def set_gradient_sync(self, enabled: bool) -> None:
@@ -117,7 +119,9 @@ def _drop_blocks_with_outside_ties(model: nn.Module, blocks: list[nn.Module]) ->
         if all(users[id(parameter)] <= inside for parameter in block.parameters()):
             kept.append(block)
         else:
-            logger.info("%s shares a parameter with another module and is sharded with its parent", type(block).__name__)
+            logger.info(
+                "%s shares a parameter with another module and is sharded with its parent", type(block).__name__
+            )
     return kept
 
 
@@ -148,13 +152,17 @@ class FSDP2Strategy:
     """Shards parameters, gradients and optimizer state."""
 
     name: ClassVar[str] = "fsdp2"
-    capabilities: ClassVar[Capabilities] = Capabilities(min_world_size=2, shards_parameters=True, distributed_type="FSDP")
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        min_world_size=2, shards_parameters=True, distributed_type="FSDP"
+    )
 
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> FSDP2Unit:
         """Shard the model in place. Collective: meshes are created and rank 0's values are broadcast.
 
         The model keeps its class (torch adds FSDPModule to its bases), its parameter names and its tied weights.
         """
+        if isinstance(job.model, FSDPModule):
+            return _bind(FSDP2Unit(job.model, {}, job.scaler), job)
         model, config = job.model, job.config.fsdp
         require_values(model)
         blocks = _drop_blocks_with_outside_ties(model, find_blocks(model, job.resolved, job.wrap_policy))
@@ -171,7 +179,9 @@ class FSDP2Strategy:
             apply_activation_checkpointing(blocks)
         apply_compile(model, job.config.compile)
         mesh = init_mesh(process, shape, job.config.timeout_seconds)
-        offload = CPUOffloadPolicy(pin_memory=process.device.type == "cuda") if config.offload_params else OffloadPolicy()
+        offload = (
+            CPUOffloadPolicy(pin_memory=process.device.type == "cuda") if config.offload_params else OffloadPolicy()
+        )
         options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": ignored or None}
         # Before the optimizer is bound: fully_shard replaces every Parameter object, and an optimizer built earlier
         # would keep updating the unsharded tensors without any error.
@@ -187,10 +197,13 @@ class FSDP2Strategy:
         _assert_tied(model, tied)
         model.register_forward_hook(_reshard_after_inference)
         model._is_fsdp_managed_module = True  # type: ignore[assignment]  # read by transformers' generate()
-        unit = FSDP2Unit(root, originals, job.scaler)
-        if job.optimizer is not None:
-            unit.bind_optimizer(job.optimizer)
-        return unit
+        return _bind(FSDP2Unit(root, originals, job.scaler), job)
+
+
+def _bind(unit: FSDP2Unit, job: TrainJob) -> FSDP2Unit:
+    if job.optimizer is not None:
+        unit.bind_optimizer(job.optimizer)
+    return unit
 
 
 def _set_prefetch(blocks: list[nn.Module], forward: bool) -> None:

@@ -80,14 +80,13 @@ class TorchCheckpointIO:
         """
         keep = _rank() == 0
         state: dict[str, Tensor] = {}
-        seen: dict[int, Tensor] = {}
+        gathered: dict[int, Tensor | None] = {}
         for name, tensor in self._model_tensors():
-            if id(tensor) in seen:
-                state[name] = seen[id(tensor)]
-                continue
-            full = _to_full_cpu(tensor, keep)
+            if id(tensor) not in gathered:
+                gathered[id(tensor)] = _to_full_cpu(tensor, keep)
+            full = gathered[id(tensor)]
             if full is not None:
-                state[name] = seen[id(tensor)] = full
+                state[name] = full
         return state
 
     def _model_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -161,7 +160,10 @@ class TorchCheckpointIO:
                 if entry:
                     state[names[id(parameter)]] = entry
         groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": [names[id(p)] for p in group["params"]]}
+            {
+                **{key: value for key, value in group.items() if key != "params"},
+                "params": [names[id(p)] for p in group["params"]],
+            }
             for group in optimizer.param_groups
         ]
         return {"state": state, "param_groups": groups} if keep else {}
@@ -246,5 +248,3 @@ def _outline_optimizer(state: Mapping[str, Any], own_groups: list[list[str]]) ->
         for name, entry in state["state"].items()
     }
     return {"state": outlined, "param_groups": state["param_groups"]}
-
-

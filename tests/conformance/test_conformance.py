@@ -1,0 +1,227 @@
+"""One suite for every strategy: each must give the numbers of the plain PyTorch loop in one process."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from accel_trainer.registry import strategy_names
+from tests.conformance.models import (
+    CLIP,
+    GLOBAL_BATCH,
+    KINDS,
+    build_model,
+    build_optimizer,
+    build_samples,
+    collate,
+    freeze_part,
+    plain_loop,
+)
+from tests.ranks import preload, run_ranks
+
+preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
+
+WORLD_SIZES = {"single": 1, "ddp": 2, "fsdp2": 2}
+CASES = [(name, kind) for name in WORLD_SIZES for kind in KINDS]
+
+
+def prepare(kind: str, strategy: str, *, accumulation: int = 1, frozen: bool = False) -> dict[str, Any]:
+    """Prepare a model, optimizer, loader and scheduler on this rank."""
+    from accel_trainer import Accelerator
+
+    accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=accumulation)
+    # Each rank draws other values: rank 0's must count.
+    model = build_model(kind, seed=accelerator.process_index)
+    if frozen:
+        freeze_part(model, kind)
+    optimizer = build_optimizer(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    loader = DataLoader(build_samples(kind), batch_size=GLOBAL_BATCH // accelerator.num_processes, collate_fn=collate)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    return {
+        "accelerator": accelerator,
+        "model": model,
+        "optimizer": optimizer,
+        "loader": loader,
+        "scheduler": scheduler,
+    }
+
+
+def train(
+    parts: dict[str, Any], *, clip: bool = False, skip: int = 0, stop: int | None = None
+) -> dict[str, list[float]]:
+    """Run the loop that the documents show, over one epoch or a part of it; return the losses and norms of each update."""
+    accelerator, model, optimizer = parts["accelerator"], parts["model"], parts["optimizer"]
+    loader = accelerator.skip_first_batches(parts["loader"], skip) if skip else parts["loader"]
+    losses, norms, window = [], [], []
+    for index, batch in enumerate(loader):
+        with accelerator.accumulate(model):
+            loss = model(**batch)["loss"]
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), CLIP if clip else float("inf"))
+            optimizer.step()
+            parts["scheduler"].step()
+            optimizer.zero_grad()
+        window.append(accelerator.reduce(loss.detach(), "mean").item())
+        if accelerator.sync_gradients:
+            losses.append(sum(window) / len(window))
+            norms.append(norm.item())
+            window = []
+        if stop is not None and index + 1 == stop:
+            break
+    return {"losses": losses, "norms": norms}
+
+
+def evaluate(parts: dict[str, Any], kind: str, num_samples: int = 11) -> list[float]:
+    """Return the logits of the first samples, gathered: 11 do not divide by 2, so padding must be dropped."""
+    accelerator, model = parts["accelerator"], parts["model"]
+    loader = accelerator.prepare(DataLoader(build_samples(kind)[:num_samples], batch_size=3, collate_fn=collate))
+    model.eval()
+    gathered = []
+    with torch.no_grad():
+        for batch in loader:
+            gathered.append(accelerator.gather_for_metrics(model(**batch)["logits"]))
+    model.train()
+    logits = torch.cat(gathered)
+    assert len(logits) == num_samples
+    return logits.flatten()[:200].tolist()
+
+
+def run_training(kind: str, strategy: str, **options: Any) -> dict[str, Any]:
+    """Train, evaluate, and report what this rank holds."""
+    clip = options.pop("clip", False)
+    parts = prepare(kind, strategy, **options)
+    result: dict[str, Any] = train(parts, clip=clip)
+    result["logits"] = evaluate(parts, kind)
+    parameters = parts["accelerator"].unwrap_model(parts["model"]).parameters()
+    result["held"] = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in parameters)
+    return result
+
+
+def run_resume(kind: str, strategy: str, directory: str) -> dict[str, Any]:
+    """Train half an epoch, save, finish; then load into fresh objects and finish again."""
+    parts = prepare(kind, strategy)
+    train(parts, stop=3)
+    parts["accelerator"].save_state(directory)
+    uninterrupted = train(parts, skip=3)
+    fresh = prepare(kind, strategy)
+    fresh["accelerator"].load_state(directory)
+    resumed = train(fresh, skip=3)
+    return {"uninterrupted": uninterrupted, "resumed": resumed}
+
+
+def run_all(kind: str, strategy: str) -> dict[str, dict[str, Any]]:
+    """Everything that the plain loop is the reference of, in one job: a job costs more than a tiny training run."""
+    results = {
+        "clipped": run_training(kind, strategy, clip=True),
+        "accumulated": run_training(kind, strategy, accumulation=4),
+        "frozen": run_training(kind, strategy, frozen=True),
+    }
+    if kind in ("gpt2", "bert"):
+        results["tied"] = {"is_tied": is_tied_after_a_step(kind, strategy)}
+    return results
+
+
+@functools.cache
+def results_of(strategy: str, kind: str) -> list[dict[str, dict[str, Any]]]:
+    """Return the results of `run_all` by rank."""
+    return run_ranks(run_all, WORLD_SIZES[strategy], kind, strategy)
+
+
+def is_tied_after_a_step(kind: str, strategy: str) -> bool:
+    """Return whether input and output embeddings are one parameter after layout and a step."""
+    parts = prepare(kind, strategy)
+    train(parts, stop=1)
+    model = parts["accelerator"].unwrap_model(parts["model"])
+    return model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def run_frozen_model(strategy: str) -> list[str]:
+    """Prepare a model that is frozen as a whole and evaluate with it; return the names in its state."""
+    from accel_trainer import Accelerator
+
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    model = accelerator.prepare(build_model("mlp").requires_grad_(False))
+    with torch.no_grad():
+        model(**collate(build_samples("mlp")[:4]))
+    return sorted(accelerator.get_state_dict(model))
+
+
+def test_every_built_in_strategy_is_in_the_suite():
+    assert set(WORLD_SIZES) == set(strategy_names())
+
+
+@pytest.mark.parametrize(("strategy", "kind"), CASES)
+def test_losses_norms_and_evaluation_equal_the_plain_loop(strategy: str, kind: str):
+    reference = plain_loop(kind, clip=True)
+    for result in (results["clipped"] for results in results_of(strategy, kind)):
+        assert result["losses"] == pytest.approx(reference["losses"], abs=2e-6)
+        assert result["norms"] == pytest.approx(reference["norms"], rel=1e-5)
+        assert result["logits"] == pytest.approx(reference["logits"], abs=2e-5)
+
+
+@pytest.mark.parametrize(("strategy", "kind"), CASES)
+def test_accumulated_windows_equal_one_large_batch(strategy: str, kind: str):
+    # 6 batches in windows of 4: the last window holds 2, and its gradient is the mean over those.
+    reference = plain_loop(kind, accumulation=4)
+    for result in (results["accumulated"] for results in results_of(strategy, kind)):
+        assert len(result["losses"]) == 2
+        assert result["losses"] == pytest.approx(reference["losses"], abs=2e-6)
+        assert result["norms"] == pytest.approx(reference["norms"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("strategy", "kind"), CASES)
+def test_frozen_parameters_train_like_the_plain_loop(strategy: str, kind: str):
+    reference = plain_loop(kind, frozen=True)
+    for result in (results["frozen"] for results in results_of(strategy, kind)):
+        assert result["losses"] == pytest.approx(reference["losses"], abs=2e-6)
+        assert result["norms"] == pytest.approx(reference["norms"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("strategy", "kind"), CASES)
+def test_a_resumed_run_is_the_run_that_was_interrupted(strategy: str, kind: str, tmp_path: Path):
+    for result in run_ranks(run_resume, WORLD_SIZES[strategy], kind, strategy, str(tmp_path / "state")):
+        assert result["resumed"] == result["uninterrupted"]
+        assert len(result["resumed"]["losses"]) == 3
+
+
+@pytest.mark.parametrize("strategy", list(WORLD_SIZES))
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_tied_weights_stay_tied(strategy: str, kind: str):
+    assert all(results["tied"]["is_tied"] for results in results_of(strategy, kind))
+
+
+@pytest.mark.parametrize("strategy", list(WORLD_SIZES))
+def test_a_frozen_model_can_be_prepared_and_saved(strategy: str):
+    results = run_ranks(run_frozen_model, WORLD_SIZES[strategy], strategy)
+    assert results[0] == ["first.bias", "first.weight", "second.bias", "second.weight"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fsdp2_shards_for_real(kind: str):
+    held = [results["clipped"]["held"] for results in results_of("fsdp2", kind)]
+    assert sum(held) == sum(p.numel() for p in build_model(kind).parameters())
+    assert max(held) < 0.7 * sum(held)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gpt2"])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("fsdp2", "ddp"), ("ddp", "fsdp2"), ("fsdp2", "single"), ("single", "fsdp2")]
+)
+def test_a_state_loads_on_another_strategy_and_world_size(kind: str, saved: str, loaded: str, tmp_path: Path):
+    directory = str(tmp_path / "state")
+    uninterrupted = run_ranks(run_resume, WORLD_SIZES[saved], kind, saved, directory)[0]["uninterrupted"]
+    continued = run_ranks(run_continued, WORLD_SIZES[loaded], kind, loaded, directory)[0]
+    assert continued["losses"] == pytest.approx(uninterrupted["losses"], abs=2e-6)
+
+
+def run_continued(kind: str, strategy: str, directory: str) -> dict[str, Any]:
+    """Load a state that another strategy saved, and train on."""
+    parts = prepare(kind, strategy)
+    parts["accelerator"].load_state(directory)
+    return train(parts, skip=3)
