@@ -96,7 +96,8 @@ def _environment_leaks(before: dict[str, str]) -> list[str]:
         old, new = before.get(name), os.environ.get(name)
         if old == new or name in _ALLOWED_VARIABLES or name.startswith(_ALLOWED_VARIABLE_PREFIXES):
             continue
-        leaks.append(f"environment variable {name}={new!r}, before {old!r}")
+        change = "removed" if new is None else f"set to {new!r}" if old is None else f"changed to {new!r}"
+        leaks.append(f"environment variable {name} {change}")
         if old is None:
             del os.environ[name]
         else:

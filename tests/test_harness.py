@@ -172,8 +172,8 @@ def test_a_local_function_is_refused() -> None:
 
 
 LEAKS = {
-    "environment variable LEFT_BEHIND='1', before None": "os.environ['LEFT_BEHIND'] = '1'",
-    "environment variable HOME=None": "del os.environ['HOME']",
+    "environment variable LEFT_BEHIND set to '1'": "os.environ['LEFT_BEHIND'] = '1'",
+    "environment variable HOME removed": "del os.environ['HOME']",
     "thread 'left-behind'": "threading.Thread(target=threading.Event().wait, name='left-behind', daemon=True).start()",
     "an initialised process group": "dist.init_process_group('fake', rank=0, world_size=2, store=dist.HashStore())",
     "left_behind.txt": "open('left_behind.txt', 'w').close()",

@@ -72,11 +72,11 @@ def write_default_config(file: str | None, mixed_precision: str, environ: Mappin
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "x", encoding="utf-8") as target:
             target.write(text)
-    except FileExistsError:
-        raise ConfigError(
-            f"{path} exists and was left as it is; remove it first, or name another with --config_file"
-        ) from None
     except OSError as error:
+        if path.exists():
+            raise ConfigError(
+                f"{path} exists and was left as it is; remove it first, or name another file with --config_file"
+            ) from None
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}; name another file with --config_file"
         ) from error

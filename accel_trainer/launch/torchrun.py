@@ -76,11 +76,8 @@ def run_workers(job: AgentJob) -> int:
         ConfigError: the machine has fewer devices than processes, or the rendezvous cannot be opened.
     """
     _check_devices(job)
-    os.environ.clear()
-    os.environ.update(job.environment)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _SIGNALS
-    _quieten()
-    with _log_destination(job.launch) as logs:
+    with _environment_of(job), _log_destination(job.launch) as logs:
+        _quieten()
         agent = _Agent(job, logs)
         try:
             result = agent.run()
@@ -264,6 +261,19 @@ def _bind_to_cores(pids: Mapping[int, int]) -> None:
     for local_rank, pid in pids.items():
         if share:
             os.sched_setaffinity(pid, cores[local_rank * share : (local_rank + 1) * share])
+
+
+@contextlib.contextmanager
+def _environment_of(job: AgentJob) -> Iterator[None]:
+    """Put the job's environment in place of this process's while the agent runs: the workers inherit it from here."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(job.environment, TORCHELASTIC_SIGNALS_TO_HANDLE=_SIGNALS)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextlib.contextmanager

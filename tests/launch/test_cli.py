@@ -1,0 +1,191 @@
+"""The command line around `launch`: help, the reports, the file it writes, and how errors are shown."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from accel_trainer import __version__
+from accel_trainer.config import read_file, resolve
+from accel_trainer.launch.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
+def test_the_overview_names_every_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert [line.split()[0] for line in text.splitlines() if line.startswith("  ")] == [
+        "launch",
+        "config",
+        "explain",
+        "env",
+    ]
+
+
+def test_help_imports_next_to_nothing() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "accel_trainer", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "accel_trainer.launch.cli" in imported
+    assert not imported & {"torch", "transformers", "numpy", "yaml", "argparse", "accel_trainer.config"}
+
+
+@pytest.mark.parametrize("command", ["launch", "explain"])
+def test_commands_show_their_flags_without_importing_torch(command: str) -> None:
+    words = [sys.executable, "-X", "importtime", "-m", "accel_trainer", command, "--help"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert f"usage: accel-trainer {command}" in done.stdout
+    assert "--mixed_precision {no,bf16,fp16,fp8}" in done.stdout
+    assert " torch" not in done.stderr
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"accel-trainer {__version__}\n"
+
+
+def test_an_unknown_command_gets_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lauch"]) == 2
+    assert "unknown command 'lauch'; did you mean 'launch'?" in capsys.readouterr().err
+    assert main(["xyz"]) == 2
+    assert "unknown command 'xyz'; expected one of launch, config, explain, env" in capsys.readouterr().err
+
+
+def test_an_error_is_a_line_and_the_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--cpu", "no_such.py"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("accel-trainer launch: script 'no_such.py' does not exist")
+    assert captured.out == ""
+
+
+def test_all_errors_of_a_file_are_shown_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config_path = tmp_path / "bad.yaml"
+    config_path.write_text("mixed_precison: bf16\ndebug: maybe\n")
+    assert main(["launch", "--config_file", str(config_path), sys.executable]) == 2
+    text = capsys.readouterr().err
+    assert "unknown key 'mixed_precison'" in text
+    assert "debug" in text
+    assert "bad.yaml:1" in text
+
+
+def test_explain_tells_where_every_value_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config_path = tmp_path / "run.yaml"
+    config_path.write_text("mixed_precision: bf16\nlaunch:\n  num_processes: 2\n")
+    monkeypatch.setenv("ACCEL_TRAINER_DEBUG", "true")
+    words = ["--config_file", str(config_path), "--cpu", "--fsdp_wrap_classes", "A,B", "ignored.py", "--x"]
+    assert main(["explain", *words]) == 0
+    rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()}
+    assert rows["mixed_precision"].split() == ["bf16", f"{config_path}:1"]
+    assert rows["launch.num_processes"].split() == ["2", f"{config_path}:3"]
+    assert rows["use_cpu"].split() == ["true", "--cpu"]
+    assert rows["debug"].split() == ["true", "ACCEL_TRAINER_DEBUG"]
+    assert rows["strategy"].split() == ["auto", "default"]
+    assert rows["fsdp.wrap_classes"].split() == ["[A,", "B]", "--fsdp_wrap_classes"]
+    assert rows["launch.main_process_ip"].split() == ["null", "default"]
+
+
+def test_explain_shows_the_remarks_on_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config_path = tmp_path / "old.yaml"
+    config_path.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n")
+    assert main(["explain", "--config_file", str(config_path)]) == 0
+    assert "\nnote: " in capsys.readouterr().out
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m accel_trainer explain | head -1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    assert done.stdout.startswith("option")
+    assert done.stderr == ""
+
+
+def test_config_default_writes_yaml_that_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "default", "--mixed_precision", "bf16"]) == 0
+    path = tmp_path / "hf" / "accel_trainer" / "default_config.yaml"
+    assert capsys.readouterr().out == f"configuration written to {path}\n"
+    assert not path.read_text().lstrip().startswith("{")
+    assert yaml.safe_load(path.read_text())["mixed_precision"] == "bf16"
+    assert resolve(file=path).config.mixed_precision == "bf16"
+    assert main(["explain"]) == 0
+    assert f"{path}:3" in capsys.readouterr().out
+
+
+def test_config_default_without_precision_is_the_default_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "here.yml"
+    assert main(["config", "default", "--config_file", str(path)]) == 0
+    assert resolve(file=path).config == resolve().config
+
+
+def test_config_default_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("debug: true\n")
+    assert main(["config", "default", "--config_file", str(path)]) == 2
+    assert f"{path} exists and was left as it is" in capsys.readouterr().err
+    assert path.read_text() == "debug: true\n"
+
+
+def test_config_default_writes_no_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "default", "--config_file", str(tmp_path / "a.json")]) == 2
+    assert "give it the suffix .yaml" in capsys.readouterr().err
+
+
+def test_config_default_names_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["config", "default", "--config_file", str(tmp_path / "file" / "a.yaml")]) == 2
+    assert "cannot be written: " in capsys.readouterr().err
+
+
+def test_env_reports_versions_devices_and_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ACCEL_TRAINER_DEBUG", "true")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    for beginning in (
+        "accel_trainer: " + __version__,
+        "Python: 3.",
+        "torch: ",
+        "transformers: ",
+        "accelerator: ",
+        "CPU cores: ",
+    ):
+        assert f"\n- {beginning}" in text
+    assert "- ACCEL_TRAINER_DEBUG: true" in text
+    assert "hf_secret" not in text
+    assert "- configuration: none (" in text
+    config_path = tmp_path / "run.yaml"
+    config_path.write_text("mixed_precision: bf16\n")
+    assert main(["env", "--config_file", str(config_path)]) == 0
+    assert f"- configuration: {config_path}\n    mixed_precision: bf16" in capsys.readouterr().out
+
+
+def test_env_reports_a_broken_file_instead_of_failing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config_path = tmp_path / "run.yaml"
+    config_path.write_text("mixed_precison: bf16\n")
+    assert main(["env", "--config_file", str(config_path)]) == 0
+    assert "- configuration: unknown key 'mixed_precison'" in capsys.readouterr().out
+
+
+def test_packaged_configurations_can_be_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--config_file", "full_shard"]) == 0
+    assert "fsdp2" in capsys.readouterr().out
+    assert read_file("full_shard").path is not None
+    assert os.environ.get("ACCEL_TRAINER_LAUNCH") is None

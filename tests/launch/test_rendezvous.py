@@ -1,0 +1,107 @@
+"""Where the processes meet: addresses, ports and the messages when that fails."""
+
+from __future__ import annotations
+
+import re
+import socket
+
+import pytest
+
+from accel_trainer.config import LaunchConfig
+from accel_trainer.errors import ConfigError, ProcessGroupError
+from accel_trainer.launch.rendezvous import BoundRendezvous, parse_settings
+from accel_trainer.launch.torchrun import AgentJob, run_workers, shell_code
+from tests.ranks import free_port
+
+
+def test_settings_are_read_as_pairs() -> None:
+    assert parse_settings(" timeout=30, bind_address=0.0.0.0 ,") == {"timeout": "30", "bind_address": "0.0.0.0"}
+    assert parse_settings("") == {}
+
+
+def test_a_setting_without_a_value_is_named() -> None:
+    with pytest.raises(ConfigError, match="rdzv_conf has the entry 'timeout'; expected key=value,key=value"):
+        parse_settings("timeout")
+
+
+def test_an_unknown_setting_is_named() -> None:
+    with pytest.raises(ConfigError, match="rdzv_conf has 'time', which the static rendezvous does not know"):
+        BoundRendezvous("127.0.0.1", 0, 0, 1, {"time": "3"})
+
+
+def test_a_timeout_is_a_number() -> None:
+    with pytest.raises(ConfigError, match="timeout='soon'; expected a whole number of seconds"):
+        BoundRendezvous("127.0.0.1", 0, 0, 1, {"timeout": "soon"})
+
+
+def test_each_rendezvous_is_a_new_store_that_holds_no_old_keys() -> None:
+    handler = BoundRendezvous("127.0.0.1", 0, 0, 1, {"timeout": "5"})
+    first = handler.next_rendezvous()
+    first.store.set("key", "old")
+    second = handler.next_rendezvous()
+    assert not second.store.check(["key"])
+    assert second.bootstrap_store_info is not None
+    assert second.bootstrap_store_info.master_addr == "127.0.0.1"
+    assert handler.shutdown()
+
+
+def test_machines_share_one_store() -> None:
+    port = free_port()
+    main = BoundRendezvous("127.0.0.1", port, 0, 2, {"timeout": "10"}).next_rendezvous()
+    other = BoundRendezvous("127.0.0.1", port, 1, 2, {"timeout": "10"}).next_rendezvous()
+    main.store.set("key", "value")
+    assert other.store.get("key") == b"value"
+    assert (main.rank, other.rank, other.world_size) == (0, 1, 2)
+
+
+def test_machine_0_may_listen_elsewhere_when_told_so() -> None:
+    info = BoundRendezvous("localhost", 0, 0, 1, {"bind_address": "127.0.0.1"}).next_rendezvous()
+    assert info.bootstrap_store_info is not None
+    assert info.bootstrap_store_info.master_addr == "localhost"
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use by another process"):
+            BoundRendezvous("127.0.0.1", port, 0, 1).next_rendezvous()
+
+
+def test_a_foreign_address_on_machine_0_is_named() -> None:
+    # 192.0.2.0/24 is reserved for documentation: no machine has such an address.
+    with pytest.raises(ConfigError, match=re.escape("192.0.2.1 is not an address of this machine, which is machine 0")):
+        BoundRendezvous("192.0.2.1", 29500, 0, 2).next_rendezvous()
+
+
+def test_an_address_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"main_process_ip 'no-such-host.invalid' cannot be resolved"):
+        BoundRendezvous("no-such-host.invalid", 29500, 0, 2).next_rendezvous()
+
+
+def test_a_machine_0_that_is_not_there_is_named() -> None:
+    handler = BoundRendezvous("127.0.0.1", free_port(), 1, 2, {"timeout": "1"})
+    with pytest.raises(ProcessGroupError, match=r"machine 0 was not reached at 127\.0\.0\.1 port \d+ within 1 s"):
+        handler.next_rendezvous()
+
+
+def job(launch: LaunchConfig) -> AgentJob:
+    return AgentJob(("true",), {}, 1, launch, use_cpu=True)
+
+
+def test_several_machines_need_the_address_of_the_first() -> None:
+    with pytest.raises(ConfigError, match="num_machines is 2 and main_process_ip is not set"):
+        run_workers(job(LaunchConfig(num_machines=2)))
+
+
+def test_restarts_on_several_machines_need_a_rendezvous_that_tells_the_others() -> None:
+    with pytest.raises(ConfigError, match="max_restarts is 3 on 2 machines with the static rendezvous"):
+        run_workers(job(LaunchConfig(num_machines=2, main_process_ip="127.0.0.1", max_restarts=3)))
+
+
+def test_an_unknown_backend_is_named() -> None:
+    with pytest.raises(ConfigError, match="rdzv_backend 'carrier-pigeon' cannot be used"):
+        run_workers(job(LaunchConfig(rdzv_backend="carrier-pigeon")))
+
+
+def test_exit_codes_are_those_of_a_shell() -> None:
+    assert [shell_code(code) for code in (0, 1, 85, -9, -15)] == [0, 1, 85, 137, 143]
