@@ -1,0 +1,71 @@
+"""The tree itself: frozen, documented, addressed by dotted paths."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import inspect
+import json
+import pickle
+
+import pytest
+
+from accel_trainer.config import FrozenDict, FSDPConfig, MixedPrecision, RunConfig, field_specs, get_value, schema
+
+
+def test_every_option_has_a_line_of_documentation():
+    classes = [node for node in ast.parse(inspect.getsource(schema)).body if isinstance(node, ast.ClassDef)]
+    undocumented = [
+        f"{cls.name}.{ast.unparse(item.target)}"
+        for cls in classes
+        if cls.name.endswith("Config")
+        for item, after in zip(cls.body, [*cls.body[1:], None], strict=True)
+        if isinstance(item, ast.AnnAssign)
+        and not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value)
+    ]
+
+    assert undocumented == []
+
+
+def test_the_tree_cannot_be_changed():
+    config = RunConfig()
+
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.mixed_precision = MixedPrecision.BF16
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.fsdp.offload_params = True
+
+
+def test_paths_reach_every_value():
+    config = RunConfig(fsdp=FSDPConfig(wrap_classes=("A",)))
+
+    assert get_value(config, "fsdp.wrap_classes") == ("A",)
+    assert all(get_value(RunConfig(), path) == spec.default for path, spec in field_specs().items())
+
+
+def test_a_frozen_dict_is_a_value():
+    content = FrozenDict({"a": {"b": [1, {"c": 2}]}})
+
+    assert content == {"a": {"b": (1, {"c": 2})}}
+    assert hash(content) == hash(FrozenDict({"a": {"b": [1, {"c": 2}]}}))
+    assert copy.deepcopy(content) == pickle.loads(pickle.dumps(content)) == content
+    assert json.loads(json.dumps(content)) == {"a": {"b": [1, {"c": 2}]}}
+    assert dataclasses.asdict(RunConfig(deepspeed=content))["deepspeed"] == content
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.update(b=1),
+        lambda content: content.pop("a"),
+        lambda content: content.clear(),
+        lambda content: content.setdefault("b", 1),
+        lambda content: content["a"].__setitem__("b", 1),
+        lambda content: content.__delitem__("a"),
+        lambda content: content.__ior__({"b": 1}),
+    ],
+)
+def test_a_frozen_dict_refuses_every_change(change):
+    with pytest.raises(TypeError, match="part of a frozen configuration; copy it with"):
+        change(FrozenDict({"a": {}}))
