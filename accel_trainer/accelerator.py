@@ -49,7 +49,7 @@ class PreparedUnit:
     """Whether this window's gradients have been brought to the mean over what it held."""
 
     def finish_window(self) -> None:
-        """Correct the gradients of a window that ended earlier than planned; once, before they are clipped or applied."""
+        """Correct the gradients of a window that ended earlier than planned; once, before they are used."""
         factor = self.window.correction
         if factor != 1.0 and not self.corrected:
             self.unit.scale_gradients(factor)
@@ -287,8 +287,8 @@ class Accelerator(ProcessView, AcceleratorSaving):
             if len(owners) > 1 or (owners and id(owners[0]) in pairs):
                 names = ", ".join(type(model).__name__ for model in owners)
                 raise ConfigError(
-                    f"{type(optimizer).__name__} and {names} do not pair one to one; give each model one optimizer of its own, "
-                    "with a parameter group for each part that needs other options"
+                    f"{type(optimizer).__name__} and {names} do not pair one to one; give each model one optimizer of "
+                    "its own, with a parameter group for each part that needs other options"
                 )
             if owners:
                 pairs[id(owners[0])] = optimizer
@@ -319,7 +319,7 @@ class Accelerator(ProcessView, AcceleratorSaving):
         found = self._find(item)
         if found is None:
             raise ConfigError(
-                f"{type(item).__name__} was not prepared by this Accelerator; pass it to prepare() and use what that returns"
+                f"{type(item).__name__} was not prepared by this Accelerator; pass it to prepare() and use its result"
             )
         return found
 
@@ -464,7 +464,10 @@ class Accelerator(ProcessView, AcceleratorSaving):
             unit.set_gradient_sync(True)
 
     def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None:
-        """Say whether the next backward of `model` exchanges gradients and its optimizer may step; for hand-made windows."""
+        """Say whether the next backward of `model` exchanges gradients and its optimizer may step.
+
+        For windows made by hand; `accumulate()` does it by itself.
+        """
         prepared = self._prepared_of(model)
         prepared.window.is_last = enabled
         prepared.unit.set_gradient_sync(enabled)
@@ -527,8 +530,8 @@ class Accelerator(ProcessView, AcceleratorSaving):
             touched = [p for p in self._prepared if any(id(own) in wanted for own in p.unit.module.parameters())]
             if not touched:
                 raise ConfigError(
-                    f"none of the {len(parameters)} parameters belongs to a prepared model; sharding replaces parameters, "
-                    "so take model.parameters() from the model that prepare() returned"
+                    f"none of the {len(parameters)} parameters belongs to a prepared model; sharding replaces "
+                    "parameters, so take model.parameters() from the model that prepare() returned"
                 )
         for prepared in touched:
             prepared.finish_window()

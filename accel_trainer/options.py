@@ -70,12 +70,12 @@ class AcceleratorOptions:
         Raises:
             ConfigError: two arguments say different things.
         """
-        if gradient_accumulation_plugin is not None and gradient_accumulation_steps not in (None, 1):
-            if gradient_accumulation_steps != gradient_accumulation_plugin.num_steps:
-                raise ConfigError(
-                    f"gradient_accumulation_steps={gradient_accumulation_steps} and GradientAccumulationPlugin(num_steps="
-                    f"{gradient_accumulation_plugin.num_steps}) were both given; pass one of them"
-                )
+        plugin = gradient_accumulation_plugin
+        if plugin is not None and gradient_accumulation_steps not in (None, 1, plugin.num_steps):
+            raise ConfigError(
+                f"gradient_accumulation_steps={gradient_accumulation_steps} and GradientAccumulationPlugin(num_steps="
+                f"{plugin.num_steps}) were both given; pass one of them"
+            )
         options = cls()
         scalars = {
             "data.split_batches": split_batches,
@@ -88,10 +88,10 @@ class AcceleratorOptions:
         options.explicit.update({path: value for path, value in scalars.items() if value is not None})
         if dataloader_config is not None:
             options.explicit.update(dataloader_config.options())
-        if gradient_accumulation_plugin is not None:
-            options.explicit.update(gradient_accumulation_plugin.options())
-            options.plugin_kwargs["num_steps"] = gradient_accumulation_plugin.num_steps
-            if gradient_accumulation_plugin.sync_each_batch:
+        if plugin is not None:
+            options.explicit.update(plugin.options())
+            options.plugin_kwargs["num_steps"] = plugin.num_steps
+            if plugin.sync_each_batch:
                 options.plugin_kwargs["sync_each_batch"] = True
         if fsdp_plugin is not None:
             options.explicit.update(fsdp_plugin.options())
@@ -149,7 +149,7 @@ def resolve_options(
         return resolve(explicit=options.explicit, environ=environ, file=config)
     if options.explicit:
         raise ConfigError(
-            f"config is resolved already, and {', '.join(sorted(options.explicit))} came beside it; resolve them together"
+            f"config is resolved already, and {', '.join(sorted(options.explicit))} came too; resolve them together"
         )
     return config
 
@@ -181,13 +181,13 @@ def build_strategy(resolved: Resolved, process: ProcessContext) -> Strategy:
         raise ConfigError(
             f"{origin}: strategy {name!r} needs at least {facts.min_world_size} processes and this job has "
             f"{process.world_size}; training unsharded in its place is not an option. Start the script with "
-            f"`accel-trainer launch --num_processes {facts.min_world_size} SCRIPT` (add --cpu on a machine without GPUs), "
+            f"`accel-trainer launch --num_processes {facts.min_world_size} SCRIPT` (with --cpu where no GPU is), "
             "or take the strategy out"
         )
     if facts.max_world_size is not None and process.world_size > facts.max_world_size:
         raise ConfigError(
-            f"{origin}: strategy {name!r} is for {facts.max_world_size} process and this job has {process.world_size}, which "
-            "would each train alone; use 'ddp' or 'fsdp2', or start one process"
+            f"{origin}: strategy {name!r} is for {facts.max_world_size} process and this job has {process.world_size}, "
+            "which would each train alone; use 'ddp' or 'fsdp2', or start one process"
         )
     _check_world_size(resolved, process)
     return strategy

@@ -101,11 +101,11 @@ _FSDP_OPTION = {"transformer_cls_names_to_wrap": "wrap_classes", "cpu_offload": 
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Shard the model with FSDP2. Giving one to `Accelerator` chooses strategy "fsdp2"; None leaves an option as configured."""
+    """Shard the model with FSDP2: giving one chooses strategy "fsdp2". None leaves an option as configured."""
 
     reshard_after_forward: bool | None = None
     auto_wrap_policy: str | Callable[[nn.Module], bool] | None = None
-    """"transformer_based_wrap", "size_based_wrap", "no_wrap", or a callable that is true for modules to shard by themselves."""
+    """A name ("transformer_based_wrap", "size_based_wrap", "no_wrap"), or a callable, true for modules to be units."""
     transformer_cls_names_to_wrap: Iterable[str] | None = None
     min_num_params: int | None = None
     cpu_offload: bool | None = None
@@ -120,7 +120,7 @@ class FullyShardedDataParallelPlugin:
     def __post_init__(self) -> None:
         if self.fsdp_version != 2:
             raise ConfigError(
-                f"FullyShardedDataParallelPlugin(fsdp_version={self.fsdp_version}): this library shards with FSDP2 only; pass 2"
+                f"FullyShardedDataParallelPlugin(fsdp_version={self.fsdp_version}): only FSDP2 is offered; pass 2"
             )
 
     @property

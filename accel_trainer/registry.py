@@ -1,4 +1,4 @@
-"""Where strategies are found by name: strings resolved at first use, so that no engine is imported before it is asked for."""
+"""Strategies by name: strings resolved at first use, so that no engine is imported before it is asked for."""
 
 from __future__ import annotations
 

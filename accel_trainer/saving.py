@@ -109,7 +109,8 @@ class AcceleratorSaving:
         for item in objects:
             if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))):
                 raise ConfigError(
-                    f"{type(item).__name__} cannot be registered for checkpointing: it needs state_dict() and load_state_dict()"
+                    f"{type(item).__name__} cannot be registered for checkpointing; give it state_dict() and "
+                    "load_state_dict()"
                 )
         self._custom_objects.extend(objects)
 
@@ -127,8 +128,8 @@ class AcceleratorSaving:
         project = self.project_configuration.project_dir
         if project is None:
             raise ConfigError(
-                "save_state() and load_state() were called without a directory; pass one, or give Accelerator(project_dir=...) "
-                "with ProjectConfiguration(automatic_checkpoint_naming=True)"
+                "save_state() and load_state() were called without a directory; pass one, or give "
+                "Accelerator(project_dir=...) with ProjectConfiguration(automatic_checkpoint_naming=True)"
             )
         return Path(project) / "checkpoints"
 

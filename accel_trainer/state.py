@@ -1,4 +1,4 @@
-"""Where this process stands, under the names that scripts compare with: PartialState, AcceleratorState, GradientState."""
+"""Where this process stands, under the names that scripts compare with: PartialState and its relatives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class DistributedType(str, Enum):
+class DistributedType(str, Enum):  # noqa: UP042  # str() must give 'DistributedType.FSDP', as users compare it
     """Kind of distributed setup. A str, so that it compares equal to the names that other libraries use."""
 
     NO = "NO"
@@ -34,7 +34,7 @@ class DistributedType(str, Enum):
     DEEPSPEED = "DEEPSPEED"
     FSDP = "FSDP"
     XLA = "XLA"
-    TPU = "XLA"
+    TPU = "XLA"  # noqa: PIE796  # an alias, on purpose
     MEGATRON_LM = "MEGATRON_LM"
 
     @classmethod
@@ -196,8 +196,9 @@ class PartialState(ProcessView):
 
     def __repr__(self) -> str:
         context = self.process
+        backend = f"  Backend: {context.backend}" if context.backend else ""
         return (
-            f"Distributed environment: {self.distributed_type}{'  Backend: ' + context.backend if context.backend else ''}\n"
+            f"Distributed environment: {self.distributed_type}{backend}\n"
             f"Num processes: {context.world_size}\nProcess index: {context.rank}\n"
             f"Local process index: {context.local_rank}\nDevice: {context.device}\n"
         )
@@ -265,7 +266,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Valid rows of the active loader's last global batch when it holds padding; -1 when there is nothing to cut."""
+        """Valid rows of the active loader's last global batch when it holds padding; -1 when it holds none."""
         rows = self.active_dataloader.rows if self.in_dataloader else None
         return sum(rows.rows) if rows is not None and rows.is_last and rows.padded else -1
 

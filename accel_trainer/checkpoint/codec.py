@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,12 +34,7 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str = "state") -> Any:
         return {"$array": path}
     if isinstance(value, np.generic):
         return encode(value.item(), tensors, path)
-    if (
-        isinstance(value, float)
-        and value != value
-        or value in (float("inf"), float("-inf"))
-        and isinstance(value, float)
-    ):
+    if isinstance(value, float) and not math.isfinite(value):
         return {"$float": repr(value)}
     if isinstance(value, _PLAIN):
         return value
@@ -54,8 +50,8 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str = "state") -> Any:
         pairs = [[encode(key, tensors, path), encode(item, tensors, f"{path}.{key}")] for key, item in value.items()]
         return {"$pairs": pairs}
     raise ConfigError(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold; return numbers, "
-        "strings, lists, dicts and tensors from state_dict()"
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold; return "
+        "numbers, strings, lists, dicts and tensors from state_dict()"
     )
 
 

@@ -114,8 +114,8 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads(path.read_text())
     if manifest.get("format_version") != FORMAT_VERSION:
         raise IncompatibleCheckpointError(
-            f"{path.absolute()} has format version {manifest.get('format_version')} and this version reads {FORMAT_VERSION}; "
-            "install the version of accel_trainer that wrote it"
+            f"{path.absolute()} has format version {manifest.get('format_version')} and this version reads "
+            f"{FORMAT_VERSION}; install the version of accel_trainer that wrote it"
         )
     return manifest
 
@@ -131,8 +131,8 @@ def load_train_state(directory: Path, state: TrainState, process: ProcessContext
         manifest = _read_manifest(directory)
         if manifest["units"] != len(state.units):
             raise IncompatibleCheckpointError(
-                f"{directory.absolute()} holds {manifest['units']} model(s) and this Accelerator has {len(state.units)}; "
-                "prepare the same models in the same order before load_state()"
+                f"{directory.absolute()} holds {manifest['units']} model(s) and this Accelerator has "
+                f"{len(state.units)}; prepare the same models in the same order before load_state()"
             )
         training = _read(directory, "training")
         _check_counts(directory, training, state)
@@ -152,7 +152,7 @@ def load_train_state(directory: Path, state: TrainState, process: ProcessContext
         set_rng_state(random_state)
     else:
         logger.info(
-            "the checkpoint was saved by %d process(es) and is loaded by %d: random streams continue from this run's seed",
+            "saved by %d process(es) and loaded by %d: random streams continue from this run's seed",
             manifest["world_size"],
             process.world_size,
         )

@@ -69,7 +69,7 @@ def remove_weights(directory: Path) -> None:
 
 
 def save_weights(state: Mapping[str, Tensor], directory: Path, max_shard_size: int | str = "10GB") -> list[str]:
-    """Write `state` as `model.safetensors`, or as numbered shards with an index when it is larger than `max_shard_size`.
+    """Write `state` as `model.safetensors`, or as numbered shards with an index when it exceeds `max_shard_size`.
 
     Called by one process. Weights of an earlier save in `directory` are removed.
 

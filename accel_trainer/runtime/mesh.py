@@ -23,8 +23,8 @@ def build_mesh_shape(world_size: int, replicate_size: int) -> tuple[int, ...]:
         return (world_size,)
     if world_size % replicate_size or replicate_size == world_size:
         raise ConfigError(
-            f"fsdp.replicate_size={replicate_size} does not fit {world_size} processes: it must divide the world size and "
-            "leave at least 2 shards per replica; use 1 for one sharded copy, or strategy 'ddp' for replicas only"
+            f"fsdp.replicate_size={replicate_size} does not fit {world_size} processes: it must divide the world size "
+            "and leave at least 2 shards per replica; use 1 for one sharded copy, or strategy 'ddp' for replicas only"
         )
     return (replicate_size, world_size // replicate_size)
 

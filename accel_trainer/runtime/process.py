@@ -206,7 +206,7 @@ def select_device(local_rank: int, local_world_size: int, *, use_cpu: bool) -> t
     if local_rank >= count:
         raise ConfigError(
             f"local rank {local_rank} has no device: {local_world_size} processes were started on this node, which has "
-            f"{count} {accelerator.type} device(s); start at most {count} processes per node, or pass --cpu (use_cpu=True)"
+            f"{count} {accelerator.type} device(s); start at most {count} per node, or pass --cpu (use_cpu=True)"
         )
     return torch.device(accelerator.type, local_rank)
 
@@ -238,7 +238,7 @@ def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, ti
     except (RuntimeError, ValueError) as error:
         raise ProcessGroupError(
             f"rank {info.rank} of {info.world_size} could not join the process group at {address}:{port} "
-            f"(backend {backend}, {info.launcher}): {error}. Check that all ranks were started and can reach that address"
+            f"(backend {backend}, {info.launcher}): {error}. Check that all ranks were started and can reach it"
         ) from error
     atexit.register(destroy_process_group)
 

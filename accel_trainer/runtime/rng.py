@@ -28,7 +28,7 @@ def set_seed(seed: int, *, rank: int = 0, device_specific: bool = False, determi
 
 
 def get_rng_state() -> dict[str, Any]:
-    """Return the state of this process's random streams: Python's, NumPy's, torch's and the accelerator's, if one is used."""
+    """Return the state of this process's random streams: Python's, NumPy's, torch's and the accelerator's."""
     name, keys, *rest = np.random.get_state(legacy=True)  # type: ignore[misc]
     state: dict[str, Any] = {
         "python": random.getstate(),

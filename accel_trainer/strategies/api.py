@@ -91,7 +91,7 @@ class CheckpointIO(Protocol):
         """Load what `full_model_state` returned. Rank 0's mapping is what counts; other ranks may pass an empty one."""
 
     def full_optimizer_state(self) -> dict[str, Any]:
-        """Return `{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}` on rank 0, `{}` elsewhere."""
+        """Return `{"state": {name: ...}, "param_groups": [{"params": [name, ...], ...}]}` on rank 0, `{}` elsewhere."""
 
     def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """Load what `full_optimizer_state` returned. Rank 0's mapping is what counts."""
@@ -117,7 +117,7 @@ class TrainUnit(Protocol):
         """Say whether the next backward exchanges gradients. Called before the forward of a micro-batch."""
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Accumulate gradients of `loss`, which the caller has already divided. Collective when gradients are exchanged."""
+        """Accumulate gradients of `loss`, divided already. Collective when gradients are exchanged."""
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the accumulated gradients; used when an accumulation window turned out shorter than planned."""

@@ -33,7 +33,7 @@ class DDPUnit(NativeUnit):
 
 
 def build_ddp_options(job: TrainJob, process: ProcessContext) -> dict[str, Any]:
-    """Return the keyword arguments of DistributedDataParallel: the configuration's, overridden by those given in Python."""
+    """Return DistributedDataParallel's keyword arguments: the configuration's, overridden by those given in Python."""
     config = job.config.ddp
     options: dict[str, Any] = {
         "find_unused_parameters": config.find_unused_parameters,

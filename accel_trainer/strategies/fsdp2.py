@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, ClassVar
 
 import torch
@@ -78,8 +79,8 @@ def rebind_optimizer(optimizer: Optimizer, module: nn.Module, originals: dict[in
     stale = any(id(p) in originals for group in optimizer.param_groups for p in group["params"])
     if stale and optimizer.state:
         raise ConfigError(
-            f"{type(optimizer).__name__} already holds state for {len(optimizer.state)} parameter(s) and was built before "
-            "prepare(); its state belongs to unsharded tensors. Call prepare() before the first step or load_state_dict()"
+            f"{type(optimizer).__name__} already holds state for {len(optimizer.state)} parameter(s) and was built "
+            "before prepare(); its state belongs to unsharded tensors. Call prepare() before step() and load_state_dict()"
         )
     for group in optimizer.param_groups:
         group["params"] = [sharded[originals[id(p)][1]] if id(p) in originals else p for p in group["params"]]
@@ -130,8 +131,8 @@ def _assert_tied(model: nn.Module, groups: list[tuple[str, ...]]) -> None:
     for names in groups:
         if len({id(named[name]) for name in names}) != 1:
             raise ConfigError(
-                f"sharding would untie {', '.join(names)} of {type(model).__name__}, and each would get part of the gradient; "
-                "put their modules into one unit with fsdp.wrap_classes, or set fsdp.wrap_policy to 'none'"
+                f"sharding would untie {', '.join(names)} of {type(model).__name__}, and each would get part of "
+                "the gradient; put their modules into one unit with fsdp.wrap_classes, or set fsdp.wrap_policy to 'none'"
             )
 
 
@@ -209,5 +210,5 @@ def _bind(unit: FSDP2Unit, job: TrainJob) -> FSDP2Unit:
 def _set_prefetch(blocks: list[nn.Module], forward: bool) -> None:
     """Gather the next block during the current one's forward. The backward's prefetch is FSDP2's default."""
     if forward:
-        for current, following in zip(blocks, blocks[1:], strict=False):
+        for current, following in itertools.pairwise(blocks):
             current.set_modules_to_forward_prefetch([following])  # type: ignore[operator]

@@ -29,8 +29,8 @@ def require_values(model: nn.Module) -> None:
     meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if meta:
         raise ConfigError(
-            f"{len(meta)} parameter(s) of {type(model).__name__} are on the meta device (first: {meta[0]!r}) and hold no "
-            "values; load the model's weights (from_pretrained, load_state_dict(assign=True)) before prepare()"
+            f"{len(meta)} parameter(s) of {type(model).__name__} are on the meta device (first: {meta[0]!r}) and hold "
+            "no values; load the model's weights (from_pretrained, load_state_dict(assign=True)) before prepare()"
         )
 
 

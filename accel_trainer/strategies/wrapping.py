@@ -62,7 +62,7 @@ def _blocks_by_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
 
 
 def find_blocks(model: nn.Module, resolved: Resolved, policy: WrapPolicyFunction | None) -> list[nn.Module]:
-    """Return the submodules to shard as units of their own, in the order of `model.modules()`; the root is not among them.
+    """Return the submodules to shard as units of their own, in the order of `model.modules()`, without the root.
 
     A callable wins; then the configuration: class names, else the model's own `_no_split_modules`; by size; or none.
 
@@ -82,8 +82,8 @@ def find_blocks(model: nn.Module, resolved: Resolved, policy: WrapPolicyFunction
         chosen = _blocks_by_class(model, _declared_blocks(model), "model._no_split_modules")
         if not chosen:
             logger.warning(
-                "%s declares no _no_split_modules and fsdp.wrap_classes is empty: the whole model is one unit of sharding. "
-                "Name its block classes in fsdp.wrap_classes to gather less memory at once",
+                "%s declares no _no_split_modules and fsdp.wrap_classes is empty: the whole model is one unit of "
+                "sharding. Name its block classes in fsdp.wrap_classes to gather less memory at once",
                 type(model).__name__,
             )
     picked = {id(module) for module in chosen}

@@ -88,7 +88,7 @@ def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def plain_loop(kind: str, *, accumulation: int = 1, clip: bool = False, frozen: bool = False) -> dict[str, list[float]]:
-    """Train with plain PyTorch, one process, one forward per window: the reference that strategies are compared with."""
+    """Train with plain PyTorch, one process, one forward per window: what strategies are compared with."""
     model = build_model(kind)
     if frozen:
         freeze_part(model, kind)

@@ -55,7 +55,7 @@ def prepare(kind: str, strategy: str, *, accumulation: int = 1, frozen: bool = F
 def train(
     parts: dict[str, Any], *, clip: bool = False, skip: int = 0, stop: int | None = None
 ) -> dict[str, list[float]]:
-    """Run the loop that the documents show, over one epoch or a part of it; return the losses and norms of each update."""
+    """Run the documents' loop over an epoch or a part of it; return the losses and norms of each update."""
     accelerator, model, optimizer = parts["accelerator"], parts["model"], parts["optimizer"]
     loader = accelerator.skip_first_batches(parts["loader"], skip) if skip else parts["loader"]
     losses, norms, window = [], [], []
