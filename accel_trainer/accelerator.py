@@ -584,12 +584,13 @@ class Accelerator(ProcessView, AcceleratorSaving):
         """
         found = self._find(model)
         wrapped = isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel))
-        module = found.unit.module if found is not None else model.module if wrapped else model
+        module: Any = found.unit.module if found is not None else model.module if wrapped else model
         if not keep_torch_compile:
             module = getattr(module, "_orig_mod", module)
         if not keep_fp32_wrapper:
             remove_autocast(module)
-        return module
+        unwrapped: nn.Module = module
+        return unwrapped
 
     def free_memory(self, *objects: Any) -> tuple[None, ...]:
         """Let go of everything prepared; return as many None as objects were given, to assign over them."""

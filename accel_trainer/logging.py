@@ -27,7 +27,9 @@ class RankLogger(logging.LoggerAdapter):
         super().__init__(logger, {})
         self._said: set[str] = set()
 
-    def log(self, level: int, msg: object, *args: Any, main_process_only: bool = True, **kwargs: Any) -> None:
+    def log(  # type: ignore[override]  # one keyword more than the standard library's
+        self, level: int, msg: object, *args: Any, main_process_only: bool = True, **kwargs: Any
+    ) -> None:
         """Log on rank 0, or on every rank with its number in front."""
         if main_process_only and _rank != 0:
             return

@@ -28,7 +28,7 @@ class AcceleratedOptimizer(Optimizer):
         self._step_was_skipped = False
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """State by parameter."""
         return self.optimizer.state
 
@@ -37,7 +37,7 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.state = state
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """Parameter groups with their options."""
         return self.optimizer.param_groups
 
@@ -46,7 +46,7 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.param_groups = param_groups
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """Default options of new groups."""
         return self.optimizer.defaults
 
@@ -64,7 +64,7 @@ class AcceleratedOptimizer(Optimizer):
         """Whether `step` acts now: the current micro-batch is the last of its accumulation window."""
         return self._prepared.window.is_last
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters at the end of an accumulation window; do nothing before it. See the unit's `step`."""
         prepared = self._prepared
         if not prepared.window.is_last:

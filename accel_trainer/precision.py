@@ -110,7 +110,7 @@ def apply_autocast(model: nn.Module, policy: PrecisionPolicy) -> None:
     """Run `model`'s forward under autocast from now on; does nothing when the policy computes in full precision."""
     if policy.compute is None or isinstance(model.__dict__.get("forward"), AutocastForward):
         return
-    model.forward = AutocastForward(model, policy.compute, policy.output)  # type: ignore[method-assign]
+    model.forward = AutocastForward(model, policy.compute, policy.output)
 
 
 def remove_autocast(model: nn.Module) -> None:

@@ -29,7 +29,7 @@ def set_seed(seed: int, *, rank: int = 0, device_specific: bool = False, determi
 
 def get_rng_state() -> dict[str, Any]:
     """Return the state of this process's random streams: Python's, NumPy's, torch's and the accelerator's."""
-    name, keys, *rest = np.random.get_state(legacy=True)  # type: ignore[misc]
+    name, keys, *rest = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": {"name": name, "keys": torch.from_numpy(np.array(keys, dtype=np.int64)), "rest": rest},

@@ -13,7 +13,7 @@ __all__ = ["apply_compile", "repeated_blocks"]
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the members of the model's ModuleLists whose class occurs more than once: its transformer blocks."""
-    blocks = []
+    blocks: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(child) for child in module}) == 1:
             blocks.extend(module)

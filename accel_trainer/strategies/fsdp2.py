@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -32,7 +33,10 @@ class FSDP2Unit(NativeUnit):
     """A module whose parameters, gradients and optimizer state are sharded over the ranks."""
 
     def __init__(
-        self, module: FSDPModule, originals: dict[int, tuple[Tensor, str]], scaler: torch.amp.GradScaler | None = None
+        self,
+        module: FSDPModule,
+        originals: Mapping[int, tuple[Tensor, str]],
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         super().__init__(module, module, scaler)  # type: ignore[arg-type]
         self._root = module
@@ -69,7 +73,7 @@ class FSDP2Unit(NativeUnit):
         self._originals = {}
 
 
-def rebind_optimizer(optimizer: Optimizer, module: nn.Module, originals: dict[int, tuple[Tensor, str]]) -> None:
+def rebind_optimizer(optimizer: Optimizer, module: nn.Module, originals: Mapping[int, tuple[Tensor, str]]) -> None:
     """Replace each parameter of `optimizer` that sharding has replaced by the sharded one of the same name.
 
     Raises:
@@ -79,8 +83,9 @@ def rebind_optimizer(optimizer: Optimizer, module: nn.Module, originals: dict[in
     stale = any(id(p) in originals for group in optimizer.param_groups for p in group["params"])
     if stale and optimizer.state:
         raise ConfigError(
-            f"{type(optimizer).__name__} already holds state for {len(optimizer.state)} parameter(s) and was built "
-            "before prepare(); its state belongs to unsharded tensors. Call prepare() before step() and load_state_dict()"
+            f"{type(optimizer).__name__} already holds state for {len(optimizer.state)} parameter(s) and was "
+            "built before prepare(); its state belongs to unsharded tensors. Call prepare() before step() and "
+            "load_state_dict()"
         )
     for group in optimizer.param_groups:
         group["params"] = [sharded[originals[id(p)][1]] if id(p) in originals else p for p in group["params"]]
@@ -131,8 +136,8 @@ def _assert_tied(model: nn.Module, groups: list[tuple[str, ...]]) -> None:
     for names in groups:
         if len({id(named[name]) for name in names}) != 1:
             raise ConfigError(
-                f"sharding would untie {', '.join(names)} of {type(model).__name__}, and each would get part of "
-                "the gradient; put their modules into one unit with fsdp.wrap_classes, or set fsdp.wrap_policy to 'none'"
+                f"sharding would untie {', '.join(names)} of {type(model).__name__}, and each would get part "
+                "of the gradient; put their modules into one unit with fsdp.wrap_classes, or set fsdp.wrap_policy to 'none'"
             )
 
 
@@ -168,7 +173,10 @@ class FSDP2Strategy:
         require_values(model)
         blocks = _drop_blocks_with_outside_ties(model, find_blocks(model, job.resolved, job.wrap_policy))
         ignored = {p for module in find_ignored_modules(model, job.resolved) for p in module.parameters()}
-        shape = build_mesh_shape(process.world_size, config.replicate_size)
+        replicas = (
+            process.world_size // process.local_world_size if config.replicate_per_node else config.replicate_size
+        )
+        shape = build_mesh_shape(process.world_size, replicas)
         if job.optimizer is not None:
             check_optimizer_covers(job.optimizer, model)
         tied = _tied_names(model)

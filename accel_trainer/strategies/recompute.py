@@ -35,4 +35,4 @@ def apply_activation_checkpointing(blocks: list[nn.Module]) -> None:
     """Recompute the activations of each block in the backward; a block that already does so is left alone."""
     for block in blocks:
         if not isinstance(block.__dict__.get("forward"), CheckpointedForward):
-            block.forward = CheckpointedForward(block)  # type: ignore[method-assign]
+            block.forward = CheckpointedForward(block)

@@ -240,8 +240,8 @@ def _outline_optimizer(state: Mapping[str, Any], own_groups: list[list[str]]) ->
         missing, unexpected = sorted(own_names - stored_names), sorted(stored_names - own_names)
         return (
             f"the optimizer state was saved for {len(stored_groups)} group(s) of {len(stored_names)} parameter(s), and "
-            f"this optimizer has {len(own_groups)} group(s) of {len(own_names)}; missing: {_describe(missing) or 'none'}; "
-            f"not in this optimizer: {_describe(unexpected) or 'none'}. Build the optimizer that was saved"
+            f"this optimizer has {len(own_groups)} group(s) of {len(own_names)}; missing: "
+            f"{_describe(missing) or 'none'}; not in this optimizer: {_describe(unexpected) or 'none'}. Build the optimizer that was saved"
         )
     outlined = {
         name: {key: _TensorOutline(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
