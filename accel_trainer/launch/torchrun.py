@@ -82,7 +82,6 @@ def run_workers(job: AgentJob) -> int:
         try:
             result = agent.run()
         except SignalException as caught:
-            agent.kill_rest()
             first = agent.first_failure()
             if agent.exits and first is None:
                 return 0
@@ -112,8 +111,8 @@ class _Agent(LocalElasticAgent):
             monitor_interval=launch.monitor_interval_seconds,
             **_numa_binding(job),
         )
-        grace = int(job.environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _GRACE_SECONDS))
-        super().__init__(spec, logs, shutdown_timeout=grace)
+        super().__init__(spec, logs)
+        self._grace = _grace_seconds(job.environment)
         self.exits: list[_Exit] = []
         self._job = job
         self._pids: dict[int, int] = {}
@@ -141,20 +140,34 @@ class _Agent(LocalElasticAgent):
             watcher.start()
         return pids
 
-    def _shutdown(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        if death_sig is None:
-            super()._shutdown(timeout=timeout)
-            return
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        # With a signal to pass on, torch would wait 30 s and lose the codes; here the workers have ended before it waits.
+        number = args[0] if args else kwargs.get("death_sig")
+        if number is not None:
+            try:
+                self._pass_on(number)
+            finally:
+                self.kill_rest()
+        super()._shutdown(*args, **kwargs)
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        """Give the workers a signal, and the time to save and to end by themselves."""
         print(
-            f"accel-trainer launch: {death_sig.name} passed on to the workers, which have {timeout} s to end; "
+            f"accel-trainer launch: {number.name} passed on to the workers, which have {self._grace} s to end; "
             "another signal ends them at once",
             file=sys.stderr,
         )
-        try:
-            super()._shutdown(death_sig, timeout)
-        except SignalException:
-            self.kill_rest()
-            raise
+        for pid in self._running().values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, number)
+        deadline = time.monotonic() + self._grace
+        for watcher in self._watchers:
+            watcher.join(max(0.0, deadline - time.monotonic()))
+
+    def _running(self) -> dict[int, int]:
+        """Return the pids of the workers that have not ended, by rank."""
+        ended = {exit_.rank for exit_ in self.exits}
+        return {rank: pid for rank, pid in self._pids.items() if rank not in ended}
 
     def _watch(self, rank: int, pid: int) -> None:
         """Wait for one worker without reaping it; the agent still sees its end by itself."""
@@ -174,12 +187,10 @@ class _Agent(LocalElasticAgent):
         return min(failed, key=lambda exit_: exit_.seconds) if failed else None
 
     def kill_rest(self) -> None:
-        """End what a second signal left running. Each worker leads a process group that holds what it started."""
-        ended = {exit_.rank for exit_ in self.exits}
-        for rank, pid in self._pids.items():
-            if rank not in ended:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+        """End what still runs, now. Each worker leads a process group that holds what it started."""
+        for pid in self._running().values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
 
     def report(self, first: _Exit) -> None:
         """Say which worker failed first, and which others had ended before without an error."""
@@ -199,6 +210,13 @@ def _how(exit_: _Exit) -> str:
         name = signal.Signals(-exit_.code).name
         return f"rank {exit_.rank} (pid {exit_.pid}) was ended by {name}, exit code {shell_code(exit_.code)}"
     return f"rank {exit_.rank} (pid {exit_.pid}) was ended by signal {-exit_.code}"
+
+
+def _grace_seconds(environ: Mapping[str, str]) -> int:
+    text = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_GRACE_SECONDS))
+    if not text.isdecimal():
+        raise ConfigError(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT is {text!r}; expected a whole number of seconds")
+    return int(text)
 
 
 def _rendezvous(launch: LaunchConfig) -> RendezvousHandler:

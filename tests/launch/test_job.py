@@ -14,7 +14,7 @@ import pytest
 from accel_trainer.config import resolve
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.flags import parse_options
-from accel_trainer.launch.job import Job, default_config_path, plan_job
+from accel_trainer.launch.job import Job, default_config_path, plan_job, run_job
 
 
 @pytest.fixture
@@ -119,6 +119,32 @@ def test_gpu_ids_choose_the_devices_and_their_number(tmp_path: Path, script: str
     assert (job.num_local_processes, job.environment["CUDA_VISIBLE_DEVICES"]) == (2, "0,2")
     job = plan(tmp_path, "--gpu_ids", "0,2", "--cpu", script, CUDA_VISIBLE_DEVICES="5")
     assert (job.num_local_processes, job.environment["CUDA_VISIBLE_DEVICES"]) == (1, "5")
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr("accel_trainer.launch.job._DEVICE_FILES", (str(tmp_path / "nvidia*"),))
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_without_a_number_there_is_one_process_for_each_device(tmp_path: Path, script: str) -> None:
+    assert plan(tmp_path, script).num_local_processes == 4
+    assert plan(tmp_path, "--num_processes", "2", script).num_local_processes == 2
+    assert plan(tmp_path, "--cpu", script).num_local_processes == 1
+    assert plan(tmp_path, "--strategy", "single", script).num_local_processes == 1
+    words = shlex.split("--num_machines 2 --main_process_ip 10.0.0.1")
+    assert plan(tmp_path, *words, script).num_local_processes == 4
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(("words", "devices"), [([], 4), (["--gpu_ids", "0,1"], 2)])
+def test_more_processes_than_devices_are_refused(tmp_path: Path, script: str, words: list[str], devices: int) -> None:
+    job = plan(tmp_path, *words, "--num_processes", "5", script)
+    with pytest.raises(ConfigError, match=rf"5 processes on this machine, which has {devices} accelerator device\(s\)"):
+        run_job(job)
 
 
 def test_processes_are_divided_over_the_machines(tmp_path: Path, script: str) -> None:

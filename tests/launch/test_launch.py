@@ -56,14 +56,14 @@ def background(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
         process.communicate(timeout=20)
 
 
-def start(background: list[subprocess.Popen[str]], folder: Path, *words: str) -> subprocess.Popen[str]:
+def start(background: list[subprocess.Popen[str]], folder: Path, *words: str, **env: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-m", "accel_trainer", "launch", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "HF_HOME": str(folder)},
+        env={**os.environ, "HF_HOME": str(folder), **env},
     )
     background.append(process)
     return process
@@ -281,6 +281,16 @@ def test_a_second_signal_ends_workers_that_do_not_listen(
     wait_for(tmp_path / "saved0", tmp_path / "saved1")
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=10) == 137
+
+
+def test_workers_that_use_up_their_time_are_killed(tmp_path: Path, background: list[subprocess.Popen[str]]) -> None:
+    script = write(tmp_path, SIGNALS)
+    process = start(background, tmp_path, *TWO, script, "deaf", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
+    wait_for(*ready(tmp_path))
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == 137
+    assert "SIGTERM passed on to the workers, which have 1 s to end; another signal ends them at once" in output
 
 
 def test_two_machines_meet_at_the_address_of_machine_0(tmp_path: Path, background: list[subprocess.Popen[str]]) -> None:

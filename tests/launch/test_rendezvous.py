@@ -103,5 +103,13 @@ def test_an_unknown_backend_is_named() -> None:
         run_workers(job(LaunchConfig(rdzv_backend="carrier-pigeon")))
 
 
+def test_a_time_to_save_that_is_no_number_is_named() -> None:
+    wrong = AgentJob(("true",), {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "long"}, 1, LaunchConfig(), use_cpu=True)
+    with pytest.raises(
+        ConfigError, match="TORCH_ELASTIC_SHUTDOWN_TIMEOUT is 'long'; expected a whole number of seconds"
+    ):
+        run_workers(wrong)
+
+
 def test_exit_codes_are_those_of_a_shell() -> None:
     assert [shell_code(code) for code in (0, 1, 85, -9, -15)] == [0, 1, 85, 137, 143]
