@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader
 
 from accel_trainer.config.schema import DataConfig
-from accel_trainer.data.plan import BatchRows, mix_seed
-from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler, find_generator
+from accel_trainer.data.build import build_source
+from accel_trainer.data.plan import BatchRows
+from accel_trainer.data.sources import Pass, Source
 from accel_trainer.errors import ConfigError
-from accel_trainer.logging import get_logger
-from accel_trainer.runtime.collectives import broadcast_object, send_to_device
+from accel_trainer.runtime.collectives import send_to_device
 from accel_trainer.runtime.process import ProcessContext
 
 __all__ = ["PreparedDataLoader", "prepare_data_loader", "skip_first_batches"]
 
-logger = get_logger(__name__)
-
 Hook = Callable[["PreparedDataLoader"], None]
 """Called with the loader when a pass over it begins or ends."""
-
-
-class _Pass:
-    """One iteration over a loader: how many batches it has handed out, and what the last one holds."""
-
-    __slots__ = ("rows", "taken", "total")
-
-    def __init__(self, total: int | None) -> None:
-        self.rows: BatchRows | None = None
-        self.taken = 0
-        self.total = total
 
 
 class PreparedDataLoader(DataLoader[Any]):
@@ -42,14 +29,12 @@ class PreparedDataLoader(DataLoader[Any]):
     its end moves `epoch` on by one; a pass that is left early does not.
     """
 
-    _sharder: ShardedBatchSampler
+    _source: Source
     _device: torch.device | None
     _non_blocking: bool
-    _worker_seed: int
-    _shard: int
     _on_begin: Hook | None
     _on_end: Hook | None
-    _passes: list[_Pass]
+    _passes: list[Pass]
 
     @property
     def rows(self) -> BatchRows | None:
@@ -70,6 +55,15 @@ class PreparedDataLoader(DataLoader[Any]):
             return None if current is None else 1
         return None if current.total is None else current.total - current.taken + 1
 
+    @property
+    def epoch(self) -> int:
+        """The epoch whose order the next pass takes, or the present one is reading."""
+        return self._source.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next pass, in the samplers and in the dataset, through whatever wraps them."""
+        self._source.set_epoch(epoch)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch whose order is being read, or will be read next."""
         return {"epoch": self.epoch}
@@ -79,22 +73,9 @@ class PreparedDataLoader(DataLoader[Any]):
         self.set_epoch(state_dict["epoch"])
 
     @property
-    def epoch(self) -> int:
-        """The epoch whose order the next pass takes."""
-        return self._sharder.epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass, in the samplers and in the dataset, through whatever wraps them."""
-        self._sharder.set_epoch(epoch)
-        _set_dataset_epoch(self.dataset, epoch)
-
-    @property
     def total_batch_size(self) -> int | None:
         """Samples in a full step over all shards; None where batches vary in size."""
-        size = self._sharder.batch_size
-        if size is None or self._sharder.split_batches:
-            return size
-        return size * self._sharder.num_processes
+        return self._source.total_batch_size
 
     @property
     def total_dataset_length(self) -> int:
@@ -104,59 +85,58 @@ class PreparedDataLoader(DataLoader[Any]):
     @property
     def steps_per_epoch(self) -> int | None:
         """Steps of a whole pass, or None where the length is not known."""
-        return _length(self._sharder.starting_at(0))
+        try:
+            return self._source.num_steps()
+        except TypeError:
+            return None
+
+    def __len__(self) -> int:
+        return max(0, self._source.num_steps() - self._source.start)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        progress = _Pass(_length(self))
-        epoch = self.epoch
+        steps = self.steps_per_epoch if self._source.has_exact_length else None
+        current = Pass(self.epoch, None if steps is None else steps - self._source.start)
         is_complete = False
-        self._passes.append(progress)
+        self._passes.append(current)
         try:
             if self._on_begin is not None:
                 self._on_begin(self)
-            yield from self._read(progress, epoch)
+            batches = self._source.read(self, current)
+            if self._device is None:
+                yield from batches
+            else:
+                for batch in batches:
+                    yield send_to_device(batch, self._device, non_blocking=self._non_blocking)
             is_complete = True
         finally:
-            self._passes.remove(progress)
-            self._settle_epoch(epoch, is_complete)
+            self._passes.remove(current)
+            self._settle(current.epoch, is_complete)
             if self._on_end is not None:
                 self._on_end(self)
 
-    def _read(self, progress: _Pass, epoch: int) -> Iterator[Any]:
-        if self.num_workers > 0:
-            # Workers derive their streams from one draw of this generator: augmentation differs per shard and worker.
-            self.generator = torch.Generator().manual_seed(mix_seed(self._worker_seed, epoch, self._shard))
-        batches = super().__iter__()
-        planned = self._sharder.take_planned()
-        if self._device is None:
-            for batch in batches:
-                progress.rows = planned.popleft()
-                progress.taken += 1
-                yield batch
-        else:
-            for batch in batches:
-                progress.rows = planned.popleft()
-                progress.taken += 1
-                yield send_to_device(batch, self._device, non_blocking=self._non_blocking)
+    def native_iterator(self) -> Iterator[Any]:
+        """Return the iterator of the user's own loader class, over this loader's samplers."""
+        return super().__iter__()
 
-    def _settle_epoch(self, epoch: int, is_complete: bool) -> None:
+    def _settle(self, epoch: int, is_complete: bool) -> None:
         """Move to the next epoch after a whole pass, unless somebody has chosen one meanwhile.
 
         A sampler that counts epochs itself may have moved on while workers were still reading.
         """
         if is_complete:
-            self._sharder.start = 0
-        if self.epoch in (epoch, epoch + 1):
-            settled = epoch + 1 if is_complete else epoch
-            if is_complete or self.epoch != settled:
-                self.set_epoch(settled)
+            self._source.start = 0
+        if self.epoch not in (epoch, epoch + 1):
+            return
+        if is_complete:
+            self.set_epoch(epoch + 1)
+        elif self.epoch != epoch:
+            self.set_epoch(epoch)
 
-    def _skipping(self, num_batches: int) -> PreparedDataLoader:
-        moved = _blank(type(self))
-        moved.__dict__.update(self.__dict__)
-        sharder = self._sharder.starting_at(self._sharder.start + num_batches)
-        moved.__dict__["batch_sampler" if self.batch_sampler is self._sharder else "sampler"] = sharder
-        moved.__dict__.update(_sharder=sharder, _passes=[], _iterator=None)
+    def skipping(self, num_batches: int) -> PreparedDataLoader:
+        """Return a loader with all settings of this one whose next pass begins `num_batches` steps later."""
+        moved = type(self).__new__(type(self))
+        source = self._source.starting_at(self._source.start + num_batches)
+        moved.__dict__.update(self.__dict__, _source=source, _passes=[], _iterator=None, **source.settings(self))
         return moved
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -179,12 +159,9 @@ def _user_class(prepared_class: type[PreparedDataLoader]) -> type[DataLoader[Any
     return DataLoader if prepared_class is PreparedDataLoader else prepared_class.__bases__[1]
 
 
-def _blank(prepared_class: type[PreparedDataLoader]) -> PreparedDataLoader:
-    return prepared_class.__new__(prepared_class)
-
-
 def _restore(user_class: type[DataLoader[Any]], state: dict[str, Any]) -> PreparedDataLoader:
-    loader = _blank(_prepared_class(user_class))
+    prepared_class = _prepared_class(user_class)
+    loader = prepared_class.__new__(prepared_class)
     loader.__dict__.update(state)
     return loader
 
@@ -221,23 +198,26 @@ def prepare_data_loader(
         return loader
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"expected a torch DataLoader, got {type(loader).__name__}; wrap the dataset in a DataLoader")
-    shards = process.world_size if shards is None else shards
-    shard = process.rank if shard is None else shard
-    _check(loader, shards)
-    seed = config.data_seed if config.data_seed is not None else seed
-    prepared = _blank(_prepared_class(type(loader)))
-    prepared.__dict__.update(loader.__dict__)
-    sharder = _shard_sampler(loader, prepared.__dict__, process, config, seed, shards, shard)
+    source = build_source(
+        loader,
+        process=process,
+        config=config,
+        seed=config.data_seed if config.data_seed is not None else seed,
+        shards=process.world_size if shards is None else shards,
+        shard=process.rank if shard is None else shard,
+    )
+    prepared_class = _prepared_class(type(loader))
+    prepared = prepared_class.__new__(prepared_class)
     prepared.__dict__.update(
-        _sharder=sharder,
+        loader.__dict__,
+        _source=source,
         _device=None if device is None or device.type == "cpu" else device,
         _non_blocking=config.non_blocking,
-        _worker_seed=seed if loader.generator is None else loader.generator.initial_seed(),
-        _shard=shard,
         _on_begin=on_begin,
         _on_end=on_end,
         _passes=[],
         _iterator=None,
+        **source.settings(loader),
     )
     return prepared
 
@@ -245,8 +225,8 @@ def prepare_data_loader(
 def skip_first_batches(loader: DataLoader[Any], num_batches: int) -> PreparedDataLoader:
     """Return the loader with the first `num_batches` steps of its next pass left out; later passes are whole.
 
-    Nothing is read to get there: the steps are skipped where the indices are drawn. The loader that is returned has
-    every setting of `loader` and shares its epoch.
+    A map-style dataset is not read to get there: the steps are skipped where the indices are drawn. A stream is read
+    and not collated. The loader that is returned has every setting of `loader` and shares its epoch.
 
     Raises:
         ConfigError: `num_batches` is negative.
@@ -256,77 +236,4 @@ def skip_first_batches(loader: DataLoader[Any], num_batches: int) -> PreparedDat
     if not isinstance(loader, PreparedDataLoader):
         alone = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
         loader = prepare_data_loader(loader, process=alone, config=DataConfig(), seed=torch.initial_seed())
-    return loader._skipping(num_batches)
-
-
-def _check(loader: DataLoader[Any], shards: int) -> None:
-    dataset = loader.dataset
-    if isinstance(dataset, IterableDataset):
-        return
-    if hasattr(dataset, "__len__") and len(dataset) == 0:
-        raise ConfigError(
-            f"the dataset has 0 samples ({type(dataset).__name__} of a {type(loader).__name__}); "
-            "check its path, split and filters"
-        )
-    if any(isinstance(value, torch.utils.data.dataloader._BaseDataLoaderIter) for value in loader.__dict__.values()):
-        raise ConfigError(
-            f"this {type(loader).__name__} holds an iterator that reads the whole dataset already; "
-            "prepare the loader before its first pass"
-        )
-    replicas = getattr(loader.sampler, "num_replicas", 1)
-    if replicas > 1 and shards > 1:
-        raise ConfigError(
-            f"the loader's sampler {type(loader.sampler).__name__} shards by rank already (num_replicas={replicas}), "
-            f"and prepare() would cut each part again into {shards}; give the loader a sampler over the whole dataset"
-        )
-
-
-def _shard_sampler(
-    loader: DataLoader[Any],
-    settings: dict[str, Any],
-    process: ProcessContext,
-    config: DataConfig,
-    seed: int,
-    shards: int,
-    shard: int,
-) -> ShardedBatchSampler:
-    """Build this shard's sampler and put it into the settings of the prepared loader."""
-    base: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    generator = find_generator(base)
-    if generator is not None:
-        seed = broadcast_object(generator.initial_seed(), process)
-    if config.use_seedable_sampler:
-        if type(base) is BatchSampler and _is_plain_shuffle(shuffle := base.sampler):
-            settings["sampler"] = SeedableRandomSampler(shuffle.data_source, seed)
-            base = BatchSampler(settings["sampler"], base.batch_size, base.drop_last)
-        elif _is_plain_shuffle(base):
-            base = SeedableRandomSampler(base.data_source, seed)
-    sharder = ShardedBatchSampler(
-        base, shards, shard, config.split_batches, config.even_batches, join=not config.even_batches, seed=seed
-    )
-    settings["sampler" if loader.batch_sampler is None else "batch_sampler"] = sharder
-    return sharder
-
-
-def _is_plain_shuffle(sampler: Any) -> TypeGuard[RandomSampler]:
-    """Whether a sampler is what `shuffle=True` makes: every sample once, in random order."""
-    if type(sampler) is not RandomSampler or sampler.replacement:
-        return False
-    return sampler.num_samples == len(sampler.data_source)
-
-
-def _length(sized: Any) -> int | None:
-    try:
-        return len(sized)
-    except TypeError:
-        return None
-
-
-def _set_dataset_epoch(dataset: Any, epoch: int, depth: int = 8) -> None:
-    """Call `set_epoch` on a dataset and on those it wraps (`.dataset` of a subset, `.datasets` of a concatenation)."""
-    if dataset is None or depth == 0:
-        return
-    if callable(getattr(dataset, "set_epoch", None)):
-        dataset.set_epoch(epoch)
-    for inner in (getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ())):
-        _set_dataset_epoch(inner, epoch, depth - 1)
+    return loader.skipping(num_batches)

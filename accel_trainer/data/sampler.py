@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import random
-import sys
 from collections import deque
 from collections.abc import Iterator, Sized
-from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any
 
@@ -22,9 +19,10 @@ from accel_trainer.data.plan import (
     plan_rounds,
     seed_for_epoch,
 )
+from accel_trainer.data.randomness import PrivateStreams
 from accel_trainer.errors import ConfigError
 
-__all__ = ["SeedableRandomSampler", "ShardedBatchSampler", "find_generator"]
+__all__ = ["Clock", "SeedableRandomSampler", "ShardedBatchSampler", "find_generator"]
 
 _NESTED = ("batch_sampler", "sampler")
 
@@ -54,7 +52,7 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
 
-class _Clock:
+class Clock:
     """The epoch, shared by a sampler and its copies that begin elsewhere."""
 
     def __init__(self) -> None:
@@ -69,6 +67,7 @@ class ShardedBatchSampler(Sampler[Any]):
     Args:
         batch_sampler: yields lists of indices; kept as it is under the same name. With a loader's `batch_size=None` it
             is the loader's sampler, and what it yields is passed on whole.
+        process_index: which part to yield; None yields the batches of all processes, one after the other.
         even_batches: fill the last round from the beginning of the pass, so that every shard takes the same steps.
         join: with `even_batches=False`, give a shard that has no samples left one sample which `BatchRows` declares
             invalid; off, that shard's pass ends one step earlier.
@@ -82,7 +81,7 @@ class ShardedBatchSampler(Sampler[Any]):
         self,
         batch_sampler: Any,
         num_processes: int = 1,
-        process_index: int = 0,
+        process_index: int | None = 0,
         split_batches: bool = False,
         even_batches: bool = True,
         *,
@@ -103,7 +102,8 @@ class ShardedBatchSampler(Sampler[Any]):
         self.join = join
         self.seed = seed
         self.start = 0
-        self._clock = _Clock()
+        self.num_ahead = 0
+        self._clock = Clock()
         self._planned: deque[BatchRows] = deque()
 
     @property
@@ -156,14 +156,17 @@ class ShardedBatchSampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         planned: deque[BatchRows] = deque()
         self._planned = planned
-        return self._shard(planned)
+        batches = self._shard(planned)
+        return _LastHeldBack(batches, planned, self.num_ahead) if self.num_ahead else batches
 
     def _shard(self, planned: deque[BatchRows]) -> Iterator[Any]:
         rule, shard = self.rule, self.process_index
         first, rest = self._batches(rule.batches_per_round)
         for batches, rows in plan_rounds(first, rest, rule):
-            mine = batches[shard]
-            if mine is not None:
+            if shard is None:
+                planned.append(rows)
+                yield from batches
+            elif (mine := batches[shard]) is not None:
                 planned.append(rows)
                 yield mine
 
@@ -191,7 +194,7 @@ class ShardedBatchSampler(Sampler[Any]):
             return iter(seeded)
         # No generator to seed: a sampler of one's own may draw from the global streams, which differ between ranks.
         # Nearly all draw everything at once, before the first index; this is done with the same streams on every rank.
-        with _global_streams(seed):
+        with PrivateStreams(seed):
             source = iter(seeded)
             head = list(islice(source, 1))
         return chain(head, source)
@@ -207,11 +210,41 @@ class ShardedBatchSampler(Sampler[Any]):
         elif rule.even or rule.join:
             extra = min(1, extra)
         else:
-            extra = int(self.process_index < extra)
+            extra = int((self.process_index or 0) < extra)
         return max(0, full + extra - self.start)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_planned": deque()}
+
+
+class _LastHeldBack:
+    """Batches for a loader that takes what its workers finish first (`in_order=False`): the last one stays last.
+
+    All batches but the last hold the same, so any order of them fits the plan. Such a loader asks `num_ahead` times
+    when a pass begins, then once for each batch that comes back; it may be told that there is none and asks again.
+    """
+
+    def __init__(self, batches: Iterator[Any], planned: deque[BatchRows], num_ahead: int) -> None:
+        self._batches = batches
+        self._planned = planned
+        self._came_back = -num_ahead
+        self._given = 0
+        self._last: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._came_back += 1
+        if not self._last:
+            batch = next(self._batches)
+            if not self._planned[-1].is_last:
+                self._given += 1
+                return batch
+            self._last = [batch]
+        if self._given and self._came_back < self._given:
+            raise StopIteration
+        return self._last.pop()
 
 
 def _known_order(batch_sampler: Any) -> range | torch.Tensor | None:
@@ -251,25 +284,6 @@ def _seeded(sampler: Any, seed: int) -> tuple[Any, bool]:
             setattr(sampler, name, seeded)
         return sampler, is_settled and type(sampler) is BatchSampler
     return sampler, False
-
-
-@contextmanager
-def _global_streams(seed: int) -> Iterator[None]:
-    """Seed Python's, NumPy's and torch's CPU streams for a block, and put them back afterwards."""
-    numpy = sys.modules.get("numpy")
-    python_state, torch_state = random.getstate(), torch.get_rng_state()
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        torch.set_rng_state(torch_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
 
 
 def _chain(node: Any) -> Iterator[Any]:

@@ -6,7 +6,7 @@ the same nesting, and gives the same shapes on one process as on many. Tensors m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from accel_trainer.errors import ConfigError, ProcessGroupError, did_you_mean
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.structures import concatenate, find_batch_size, recursively_apply, send_to_device
 from accel_trainer.tree import leaves, map_leaves
 
 __all__ = [
@@ -255,90 +256,8 @@ def pad_across_processes(
     return _map_tensors("pad_across_processes", lambda t: _pad(t, dim, next(targets), pad_index, pad_first), data)
 
 
-def send_to_device(
-    data: Any, device: torch.device | str, *, non_blocking: bool = False, skip_keys: Iterable[str] = ()
-) -> Any:
-    """Move every tensor, and everything else that has a `.to(device)`, to a device.
-
-    Args:
-        skip_keys: keys of mappings whose values stay where they are.
-    """
-    skipped = frozenset((skip_keys,) if isinstance(skip_keys, str) else skip_keys)
-
-    def move(leaf: Any) -> Any:
-        if not hasattr(leaf, "to"):
-            return leaf
-        try:
-            return leaf.to(device, non_blocking=non_blocking)
-        except TypeError:  # a class of the user's own whose `to` knows no non_blocking
-            return leaf.to(device)
-
-    if skipped and isinstance(data, dict):
-        return type(data)(
-            {
-                key: value
-                if key in skipped
-                else send_to_device(value, device, non_blocking=non_blocking, skip_keys=skipped)
-                for key, value in data.items()
-            }
-        )
-    return map_leaves(move, data, is_leaf=lambda node: hasattr(node, "to"))
-
-
-def find_batch_size(data: Any) -> int | None:
-    """Return the first dimension of the first tensor that has one, or None."""
-    for leaf in leaves(data, is_leaf=_is_tensor):
-        if _is_tensor(leaf) and leaf.ndim > 0:
-            return leaf.shape[0]
-    return None
-
-
-def concatenate(parts: Sequence[Any], dim: int = 0) -> Any:
-    """Concatenate structures of the same nesting, leaf by leaf: tensors along `dim`, lists of other values end to end.
-
-    Raises:
-        ConfigError: there is nothing to concatenate.
-    """
-    if not parts:
-        raise ConfigError("concatenate got no parts; give at least one")
-    columns = [list(leaves(part, is_leaf=_is_column)) for part in parts]
-    joined = iter([_concatenate_leaves(column, dim) for column in zip(*columns, strict=True)])
-    return map_leaves(lambda _: next(joined), parts[0], is_leaf=_is_column)
-
-
-def recursively_apply(
-    function: Callable[..., Any],
-    data: Any,
-    *args: Any,
-    test_type: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor),
-    error_on_other_type: bool = False,
-    **kwargs: Any,
-) -> Any:
-    """Apply a function to the leaves that `test_type` accepts; others stay, or are an error.
-
-    Raises:
-        ConfigError: with `error_on_other_type`, a leaf is not of the tested type.
-    """
-
-    def apply(leaf: Any) -> Any:
-        if test_type(leaf):
-            return function(leaf, *args, **kwargs)
-        if error_on_other_type:
-            raise ConfigError(f"cannot apply {getattr(function, '__name__', function)} to a {type(leaf).__name__}")
-        return leaf
-
-    return map_leaves(apply, data, is_leaf=test_type)
-
-
 def _is_tensor(node: Any) -> bool:
     return isinstance(node, Tensor)
-
-
-def _is_column(node: Any) -> bool:
-    """A tensor, or a list that holds no tensor and no nesting: one value for each sample."""
-    return isinstance(node, Tensor) or (
-        type(node) is list and not any(isinstance(item, (Tensor, list, tuple, dict)) for item in node)
-    )
 
 
 def _map_tensors(name: str, function: Callable[[Tensor], Tensor], data: Any) -> Any:
@@ -367,8 +286,7 @@ def _to_wire(tensor: Tensor, process: ProcessContext) -> Tensor:
 
 
 def _carries_cpu() -> bool:
-    backends = dist.get_backend_config()
-    return "cpu" in backends or "gloo" in backends
+    return "cpu" in dist.get_backend_config()
 
 
 def _as_carried(tensor: Tensor) -> Tensor:
@@ -448,15 +366,6 @@ def _pad(tensor: Tensor, dim: int, target: int, pad_index: float, pad_first: boo
     padded = tensor.new_full(shape, pad_index)
     padded.narrow(dim, target - size if pad_first else 0, size).copy_(tensor)
     return padded
-
-
-def _concatenate_leaves(column: Sequence[Any], dim: int) -> Any:
-    head = column[0]
-    if isinstance(head, Tensor):
-        return torch.cat([part[None] if part.ndim == 0 else part for part in column], dim=dim)
-    if isinstance(head, list):
-        return [item for part in column for item in part]
-    return list(column)
 
 
 def _agree(name: str, data: Any, process: ProcessContext) -> None:

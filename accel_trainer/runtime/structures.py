@@ -1,0 +1,110 @@
+"""Structures of tensors within one process: move, measure, concatenate, apply. Nothing here communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel_trainer.errors import ConfigError
+from accel_trainer.tree import leaves, map_leaves
+
+__all__ = ["concatenate", "find_batch_size", "is_tensor", "recursively_apply", "send_to_device"]
+
+
+def is_tensor(node: Any) -> bool:
+    """Return whether a node of a structure is a tensor."""
+    return isinstance(node, Tensor)
+
+
+def send_to_device(
+    data: Any, device: torch.device | str, *, non_blocking: bool = False, skip_keys: Iterable[str] = ()
+) -> Any:
+    """Move every tensor, and everything else that has a `.to(device)`, to a device.
+
+    Args:
+        skip_keys: keys of mappings whose values stay where they are.
+    """
+    skipped = frozenset((skip_keys,) if isinstance(skip_keys, str) else skip_keys)
+
+    def move(leaf: Any) -> Any:
+        if not hasattr(leaf, "to"):
+            return leaf
+        try:
+            return leaf.to(device, non_blocking=non_blocking)
+        except TypeError:  # a class of the user's own whose `to` knows no non_blocking
+            return leaf.to(device)
+
+    if skipped and isinstance(data, dict):
+        return type(data)(
+            {
+                key: value
+                if key in skipped
+                else send_to_device(value, device, non_blocking=non_blocking, skip_keys=skipped)
+                for key, value in data.items()
+            }
+        )
+    return map_leaves(move, data, is_leaf=lambda node: hasattr(node, "to"))
+
+
+def find_batch_size(data: Any) -> int | None:
+    """Return the first dimension of the first tensor that has one, or None."""
+    for leaf in leaves(data, is_leaf=is_tensor):
+        if is_tensor(leaf) and leaf.ndim > 0:
+            return leaf.shape[0]
+    return None
+
+
+def concatenate(parts: Sequence[Any], dim: int = 0) -> Any:
+    """Concatenate structures of the same nesting, leaf by leaf: tensors along `dim`, lists of other values end to end.
+
+    Raises:
+        ConfigError: there is nothing to concatenate.
+    """
+    if not parts:
+        raise ConfigError("concatenate got no parts; give at least one")
+    columns = [list(leaves(part, is_leaf=_is_column)) for part in parts]
+    joined = iter([_concatenate_leaves(column, dim) for column in zip(*columns, strict=True)])
+    return map_leaves(lambda _: next(joined), parts[0], is_leaf=_is_column)
+
+
+def recursively_apply(
+    function: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor),
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Apply a function to the leaves that `test_type` accepts; others stay, or are an error.
+
+    Raises:
+        ConfigError: with `error_on_other_type`, a leaf is not of the tested type.
+    """
+
+    def apply(leaf: Any) -> Any:
+        if test_type(leaf):
+            return function(leaf, *args, **kwargs)
+        if error_on_other_type:
+            raise ConfigError(f"cannot apply {getattr(function, '__name__', function)} to a {type(leaf).__name__}")
+        return leaf
+
+    return map_leaves(apply, data, is_leaf=test_type)
+
+
+def _is_column(node: Any) -> bool:
+    """A tensor, or a list that holds no tensor and no nesting: one value for each sample."""
+    return isinstance(node, Tensor) or (
+        type(node) is list and not any(isinstance(item, (Tensor, list, tuple, dict)) for item in node)
+    )
+
+
+def _concatenate_leaves(column: Sequence[Any], dim: int) -> Any:
+    head = column[0]
+    if isinstance(head, Tensor):
+        return torch.cat([part[None] if part.ndim == 0 else part for part in column], dim=dim)
+    if isinstance(head, list):
+        return [item for part in column for item in part]
+    return list(column)
