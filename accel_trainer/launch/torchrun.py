@@ -141,7 +141,7 @@ class _Agent(LocalElasticAgent):
         return pids
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
-        # With a signal to pass on, torch would wait 30 s and lose the codes; here the workers have ended before it waits.
+        # On a signal torch waits 30 s and loses the codes; here the workers have ended before it begins to wait.
         number = args[0] if args else kwargs.get("death_sig")
         if number is not None:
             try:
