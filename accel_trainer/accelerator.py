@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -19,8 +17,8 @@ from accel_trainer.accumulation import AccumulationWindow
 from accel_trainer.config import Resolved
 from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader
 from accel_trainer.data.loader import skip_first_batches as skip_loader_batches
-from accel_trainer.data.metrics import trim_gathered
 from accel_trainer.errors import ConfigError
+from accel_trainer.exchange import AcceleratorExchange
 from accel_trainer.optimizer import AcceleratedOptimizer
 from accel_trainer.options import AcceleratorOptions, build_strategy, resolve_options
 from accel_trainer.plugins import ProjectConfiguration
@@ -30,61 +28,16 @@ from accel_trainer.runtime.process import ProcessContext, init_process, read_env
 from accel_trainer.saving import AcceleratorSaving
 from accel_trainer.scheduler import AcceleratedScheduler
 from accel_trainer.state import AcceleratorState, DistributedType, GradientState, ProcessView
-from accel_trainer.strategies.api import TrainJob, TrainUnit
+from accel_trainer.stepping import AcceleratorStepping
+from accel_trainer.strategies.api import TrainJob
+from accel_trainer.units import PreparedUnit, find_prepared
 
-__all__ = ["Accelerator", "PreparedUnit"]
+__all__ = ["Accelerator"]
 
 logger = logging.get_logger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class PreparedUnit:
-    """A unit with the accumulation window that it is in."""
-
-    unit: TrainUnit
-    window: AccumulationWindow
-    evaluation_only: bool = False
-    """Whether the unit was laid out without what exchanges gradients."""
-    corrected: bool = False
-    """Whether this window's gradients have been brought to the mean over what it held."""
-
-    def finish_window(self) -> None:
-        """Correct the gradients of a window that ended earlier than planned; once, before they are used."""
-        factor = self.window.correction
-        if factor != 1.0 and not self.corrected:
-            self.unit.scale_gradients(factor)
-            self.corrected = True
-
-
-class _Accumulate:
-    """Context of one micro-batch. A class, not a generator: it is entered on every step."""
-
-    __slots__ = ("_accelerator", "_outer", "_prepared")
-
-    def __init__(self, accelerator: Accelerator, prepared: list[PreparedUnit]) -> None:
-        self._accelerator = accelerator
-        self._prepared = prepared
-        self._outer: list[PreparedUnit] = []
-
-    def __enter__(self) -> None:
-        accelerator = self._accelerator
-        loader = accelerator.gradient_state.active_dataloader
-        ends_data = loader is not None and loader.end_of_dataloader
-        remaining = None if loader is None else loader.remaining
-        for prepared in self._prepared:
-            window = prepared.window
-            window.advance(remaining, ends_data)
-            prepared.corrected = False
-            if window.num_steps > 1:
-                prepared.unit.set_gradient_sync(window.exchanges_gradients)
-        self._outer, accelerator._current = accelerator._current, self._prepared
-        accelerator.gradient_state.sync_gradients = self._prepared[0].window.is_last
-
-    def __exit__(self, *exception: object) -> None:
-        self._accelerator._current = self._outer
-
-
-class Accelerator(ProcessView, AcceleratorSaving):
+class Accelerator(AcceleratorStepping, AcceleratorExchange, AcceleratorSaving, ProcessView):
     """Runs a plain PyTorch loop on one process or many, laid out as the configuration says.
 
     Make one as early as possible, on every rank; it joins the job that a launcher started. Two Accelerators share
@@ -221,11 +174,6 @@ class Accelerator(ProcessView, AcceleratorSaving):
         return self.config.accumulation.num_steps
 
     @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-batch ends its accumulation window: gradients are complete, the optimizer steps."""
-        return self.gradient_state.sync_gradients
-
-    @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether fp16 overflow skipped the last step of any optimizer."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
@@ -295,33 +243,8 @@ class Accelerator(ProcessView, AcceleratorSaving):
         return pairs
 
     def _needs_layout(self, model: nn.Module) -> bool:
-        found = self._find(model)
+        found = find_prepared(self._prepared, model)
         return found is None or found.evaluation_only
-
-    def _find(self, item: Any) -> PreparedUnit | None:
-        for prepared in self._prepared:
-            unit = prepared.unit
-            if item is unit.model or item is unit.module or (unit.optimizer is not None and item is unit.optimizer):
-                return prepared
-        return None
-
-    def unit_of(self, item: nn.Module | Optimizer) -> TrainUnit:
-        """Return the unit that a model or optimizer belongs to; the wrapped object and the user's own both do.
-
-        Raises:
-            ConfigError: it was not prepared by this Accelerator.
-        """
-        return self._prepared_of(item).unit
-
-    def _prepared_of(self, item: Any) -> PreparedUnit:
-        if isinstance(item, AcceleratedOptimizer):
-            return item._prepared
-        found = self._find(item)
-        if found is None:
-            raise ConfigError(
-                f"{type(item).__name__} was not prepared by this Accelerator; pass it to prepare() and use its result"
-            )
-        return found
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -337,7 +260,7 @@ class Accelerator(ProcessView, AcceleratorSaving):
     def _prepare_model(
         self, model: nn.Module, optimizer: Optimizer | None, place: bool, evaluation_mode: bool = False
     ) -> nn.Module:
-        found = self._find(model)
+        found = find_prepared(self._prepared, model)
         if found is not None and (evaluation_mode or not self._needs_layout(model)):
             return found.unit.model
         if found is not None:
@@ -377,7 +300,7 @@ class Accelerator(ProcessView, AcceleratorSaving):
         """
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
-        prepared = self._find(optimizer) or self._bind(optimizer)
+        prepared = find_prepared(self._prepared, optimizer) or self._bind(optimizer)
         wrapped = next((w for w in self._optimizers if w._prepared is prepared), None)
         if wrapped is None:
             wrapped = AcceleratedOptimizer(optimizer, prepared)
@@ -440,138 +363,6 @@ class Accelerator(ProcessView, AcceleratorSaving):
         """Return a loader over the same data that begins after `num_batches` batches of this rank."""
         return skip_loader_batches(dataloader, num_batches)
 
-    # --- a training step -------------------------------------------------------------------------------------------
-
-    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Context of one micro-batch: gradients are exchanged, and the optimizer steps, on the last of a window.
-
-        A window is `gradient_accumulation_steps` micro-batches, or what the loader still has. Without a model, all
-        prepared models are meant.
-        """
-        prepared = [self._prepared_of(model) for model in models] if models else self._prepared
-        if not prepared:
-            raise ConfigError("accumulate() was called before a model was prepared; pass the model to prepare() first")
-        return _Accumulate(self, prepared)
-
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Keep the gradients of the backwards in this block on this rank."""
-        unit = self.unit_of(model)
-        unit.set_gradient_sync(False)
-        try:
-            yield
-        finally:
-            unit.set_gradient_sync(True)
-
-    def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None:
-        """Say whether the next backward of `model` exchanges gradients and its optimizer may step.
-
-        For windows made by hand; `accumulate()` does it by itself.
-        """
-        prepared = self._prepared_of(model)
-        prepared.window.is_last = enabled
-        prepared.unit.set_gradient_sync(enabled)
-        self.gradient_state.sync_gradients = enabled
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Accumulate the gradients of `loss`; in `accumulate()` those of a window are the mean over what it holds.
-
-        Collective on the last micro-batch of a window. Outside of `accumulate()` the loss is taken as it is.
-        """
-        if self._current:
-            prepared = self._current[0]
-            divisor = prepared.window.divisor
-            prepared.unit.backward(loss if divisor == 1 else loss / divisor, **kwargs)
-        elif self._prepared:
-            self._prepared[0].unit.backward(loss, **kwargs)
-        else:
-            raise ConfigError("backward() was called before a model was prepared; pass the model to prepare() first")
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Context for computations outside of the model, a loss for instance, in the configured precision."""
-        if self.precision.compute is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.precision.compute)
-
-    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Bound the global gradient norm of `parameters`; return the norm before clipping.
-
-        Acts on the last micro-batch of an accumulation window; before it, gradients are incomplete, nothing is clipped
-        and the norm of the last update is returned (NaN before the first). Collective.
-
-        Returns:
-            Scalar, on the gradients' device.
-
-        Raises:
-            ConfigError: the parameters were taken before prepare() sharded them.
-        """
-        if not self.sync_gradients:
-            return self._last_grad_norm
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        norm = self._unit_for(given).clip_grad_norm(given, max_norm, norm_type)
-        if norm is not None:
-            self._last_grad_norm = norm
-        return self._last_grad_norm
-
-    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Clamp the gradients of `parameters` to [-clip_value, clip_value] on the last micro-batch of a window."""
-        if self.sync_gradients:
-            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            self._unit_for(given).clip_grad_value(given, clip_value)
-
-    def _unit_for(self, parameters: list[Tensor]) -> TrainUnit:
-        """Return the unit to clip with, and finish the windows of every unit that holds one of the parameters."""
-        if not self._prepared:
-            raise ConfigError("gradients were clipped before a model was prepared; pass the model to prepare() first")
-        if len(self._prepared) == 1 and not self.strategy.capabilities.shards_parameters:
-            touched = self._prepared
-        else:
-            wanted = {id(p) for p in parameters}
-            touched = [p for p in self._prepared if any(id(own) in wanted for own in p.unit.module.parameters())]
-            if not touched:
-                raise ConfigError(
-                    f"none of the {len(parameters)} parameters belongs to a prepared model; sharding replaces "
-                    "parameters, so take model.parameters() from the model that prepare() returned"
-                )
-        for prepared in touched:
-            prepared.finish_window()
-            prepared.unit.unscale_gradients()
-        return touched[0].unit
-
-    def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Take the fp16 loss scale out of the gradients, once per step; nothing in other precisions."""
-        units = [self.unit_of(optimizer)] if optimizer is not None else [prepared.unit for prepared in self._prepared]
-        for unit in units:
-            unit.unscale_gradients()
-
-    # --- collectives -----------------------------------------------------------------------------------------------
-
-    def gather(self, tensor: Any) -> Any:
-        """Concatenate the tensors of all ranks along dim 0, in a structure of the same shape. Collective."""
-        return collectives.gather(tensor, self.process, debug=self.config.debug)
-
-    def gather_object(self, item: Any) -> Any:
-        """Collect any picklable object from all ranks. Collective."""
-        return collectives.gather_object(item, self.process)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Collect what all ranks computed for their current batch, every sample exactly once. Collective.
-
-        Which rows are padding is known to the prepared loader that is being iterated; outside of a loop everything is
-        kept.
-        """
-        loader = self.gradient_state.active_dataloader
-        rows = loader.rows if loader is not None else None
-        return trim_gathered(input_data, rows, self.process, use_objects=use_gather_object, debug=self.config.debug)
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad the tensors of all ranks to the largest size along `dim`. Collective."""
-        return collectives.pad_across_processes(tensor, self.process, dim=dim, pad_index=pad_index, pad_first=pad_first)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine the tensors of all ranks: "sum", "mean", "min", "max", "prod" or "none". Collective."""
-        return collectives.reduce(tensor, self.process, reduction=reduction, scale=scale, debug=self.config.debug)
-
     # --- the way out -----------------------------------------------------------------------------------------------
 
     def unwrap_model(
@@ -582,7 +373,7 @@ class Accelerator(ProcessView, AcceleratorSaving):
         Args:
             keep_fp32_wrapper: false also takes off mixed precision.
         """
-        found = self._find(model)
+        found = find_prepared(self._prepared, model)
         wrapped = isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel))
         module: Any = found.unit.module if found is not None else model.module if wrapped else model
         if not keep_torch_compile:

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from accel_trainer.accelerator import PreparedUnit
+    from accel_trainer.units import PreparedUnit
 
 __all__ = ["AcceleratedOptimizer"]
 

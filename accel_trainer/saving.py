@@ -16,12 +16,11 @@ from accel_trainer.checkpoint.state import TrainState, load_train_state, save_tr
 from accel_trainer.checkpoint.weights import save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError
 from accel_trainer.runtime.health import shared_fate
+from accel_trainer.units import PreparedUnit, prepared_of
 
 if TYPE_CHECKING:
-    from accel_trainer.accelerator import PreparedUnit
     from accel_trainer.plugins import ProjectConfiguration
     from accel_trainer.runtime.process import ProcessContext
-    from accel_trainer.strategies.api import TrainUnit
 
 __all__ = ["AcceleratorSaving"]
 
@@ -49,16 +48,12 @@ class AcceleratorSaving:
     _dataloaders: list[Any]
     _custom_objects: list[Any]
 
-    def unit_of(self, item: nn.Module) -> TrainUnit:
-        """Return the unit of a prepared model."""
-        raise AssertionError("the Accelerator defines it")
-
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return the whole state of a prepared model on rank 0, by the user's parameter names, and `{}` elsewhere.
 
         Collective: every rank calls it.
         """
-        return self.unit_of(model).checkpoint_io().full_model_state()
+        return prepared_of(self._prepared, model).unit.checkpoint_io().full_model_state()
 
     def save_model(
         self,

@@ -137,7 +137,8 @@ def _assert_tied(model: nn.Module, groups: list[tuple[str, ...]]) -> None:
         if len({id(named[name]) for name in names}) != 1:
             raise ConfigError(
                 f"sharding would untie {', '.join(names)} of {type(model).__name__}, and each would get part "
-                "of the gradient; put their modules into one unit with fsdp.wrap_classes, or set fsdp.wrap_policy to 'none'"
+                "of the gradient; put their modules into one unit with fsdp.wrap_classes, or set "
+                "fsdp.wrap_policy to 'none'"
             )
 
 

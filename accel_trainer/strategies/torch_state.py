@@ -241,7 +241,8 @@ def _outline_optimizer(state: Mapping[str, Any], own_groups: list[list[str]]) ->
         return (
             f"the optimizer state was saved for {len(stored_groups)} group(s) of {len(stored_names)} parameter(s), and "
             f"this optimizer has {len(own_groups)} group(s) of {len(own_names)}; missing: "
-            f"{_describe(missing) or 'none'}; not in this optimizer: {_describe(unexpected) or 'none'}. Build the optimizer that was saved"
+            f"{_describe(missing) or 'none'}; not in this optimizer: {_describe(unexpected) or 'none'}. "
+            "Build the optimizer that was saved"
         )
     outlined = {
         name: {key: _TensorOutline(value) if isinstance(value, Tensor) else value for key, value in entry.items()}

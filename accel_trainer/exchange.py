@@ -1,0 +1,47 @@
+"""The part of the Accelerator in which ranks exchange tensors and objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accel_trainer.config import RunConfig
+from accel_trainer.data.metrics import trim_gathered
+from accel_trainer.runtime import collectives
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.state import GradientState
+
+__all__ = ["AcceleratorExchange"]
+
+
+class AcceleratorExchange:
+    """Collectives over what a loop computed, for the Accelerator to inherit."""
+
+    process: ProcessContext
+    config: RunConfig
+    gradient_state: GradientState
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate the tensors of all ranks along dim 0, in a structure of the same shape. Collective."""
+        return collectives.gather(tensor, self.process, debug=self.config.debug)
+
+    def gather_object(self, item: Any) -> Any:
+        """Collect any picklable object from all ranks. Collective."""
+        return collectives.gather_object(item, self.process)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Collect what all ranks computed for their current batch, every sample exactly once. Collective.
+
+        Which rows are padding is known to the prepared loader that is being iterated; outside of a loop everything is
+        kept.
+        """
+        loader = self.gradient_state.active_dataloader
+        rows = loader.rows if loader is not None else None
+        return trim_gathered(input_data, rows, self.process, use_objects=use_gather_object, debug=self.config.debug)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Pad the tensors of all ranks to the largest size along `dim`. Collective."""
+        return collectives.pad_across_processes(tensor, self.process, dim=dim, pad_index=pad_index, pad_first=pad_first)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Combine the tensors of all ranks: "sum", "mean", "min", "max", "prod" or "none". Collective."""
+        return collectives.reduce(tensor, self.process, reduction=reduction, scale=scale, debug=self.config.debug)

@@ -1,0 +1,181 @@
+"""The part of the Accelerator that a training step calls: accumulation, backward, clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accel_trainer.errors import ConfigError
+from accel_trainer.precision import PrecisionPolicy
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.strategies.api import Strategy, TrainUnit
+from accel_trainer.units import PreparedUnit, prepared_of
+
+if TYPE_CHECKING:
+    from accel_trainer.state import GradientState
+
+__all__ = ["AcceleratorStepping"]
+
+
+class _Accumulate:
+    """Context of one micro-batch. A class, not a generator: it is entered on every step."""
+
+    __slots__ = ("_accelerator", "_outer", "_prepared")
+
+    def __init__(self, accelerator: AcceleratorStepping, prepared: list[PreparedUnit]) -> None:
+        self._accelerator = accelerator
+        self._prepared = prepared
+        self._outer: list[PreparedUnit] = []
+
+    def __enter__(self) -> None:
+        accelerator = self._accelerator
+        loader = accelerator.gradient_state.active_dataloader
+        ends_data = loader is not None and loader.end_of_dataloader
+        remaining = None if loader is None else loader.remaining
+        for prepared in self._prepared:
+            window = prepared.window
+            window.advance(remaining, ends_data)
+            prepared.corrected = False
+            if window.num_steps > 1:
+                prepared.unit.set_gradient_sync(window.exchanges_gradients)
+        self._outer, accelerator._current = accelerator._current, self._prepared
+        accelerator.gradient_state.sync_gradients = self._prepared[0].window.is_last
+
+    def __exit__(self, *exception: object) -> None:
+        self._accelerator._current = self._outer
+
+
+class AcceleratorStepping:
+    """Steps, for the Accelerator to inherit; drives the units that the Accelerator prepared."""
+
+    process: ProcessContext
+    strategy: Strategy
+    precision: PrecisionPolicy
+    gradient_state: GradientState
+    _prepared: list[PreparedUnit]
+    _current: list[PreparedUnit]
+    _last_grad_norm: Tensor
+
+    def unit_of(self, item: nn.Module | Optimizer) -> TrainUnit:
+        """Return the unit that a model or optimizer belongs to.
+
+        Raises:
+            ConfigError: it was not prepared by this Accelerator.
+        """
+        return prepared_of(self._prepared, item).unit
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch ends its accumulation window: gradients are complete, the optimizer steps."""
+        return self.gradient_state.sync_gradients
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """Context of one micro-batch: gradients are exchanged, and the optimizer steps, on the last of a window.
+
+        A window is `gradient_accumulation_steps` micro-batches, or what the loader still has. Without a model, all
+        prepared models are meant.
+        """
+        prepared = [prepared_of(self._prepared, model) for model in models] if models else self._prepared
+        if not prepared:
+            raise ConfigError("accumulate() was called before a model was prepared; pass the model to prepare() first")
+        return _Accumulate(self, prepared)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Keep the gradients of the backwards in this block on this rank."""
+        unit = prepared_of(self._prepared, model).unit
+        unit.set_gradient_sync(False)
+        try:
+            yield
+        finally:
+            unit.set_gradient_sync(True)
+
+    def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None:
+        """Say whether the next backward of `model` exchanges gradients and its optimizer may step.
+
+        For windows made by hand; `accumulate()` does it by itself.
+        """
+        prepared = prepared_of(self._prepared, model)
+        prepared.window.is_last = enabled
+        prepared.unit.set_gradient_sync(enabled)
+        self.gradient_state.sync_gradients = enabled
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Accumulate the gradients of `loss`; in `accumulate()` those of a window are the mean over what it holds.
+
+        Collective on the last micro-batch of a window. Outside of `accumulate()` the loss is taken as it is.
+        """
+        if self._current:
+            prepared = self._current[0]
+            divisor = prepared.window.divisor
+            prepared.unit.backward(loss if divisor == 1 else loss / divisor, **kwargs)
+        elif self._prepared:
+            self._prepared[0].unit.backward(loss, **kwargs)
+        else:
+            raise ConfigError("backward() was called before a model was prepared; pass the model to prepare() first")
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Context for computations outside of the model, a loss for instance, in the configured precision."""
+        if self.precision.compute is None:
+            return nullcontext()
+        return torch.autocast(self.process.device.type, dtype=self.precision.compute)
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Bound the global gradient norm of `parameters`; return the norm before clipping.
+
+        Acts on the last micro-batch of an accumulation window; before it, gradients are incomplete, nothing is clipped
+        and the norm of the last update is returned (NaN before the first). Collective.
+
+        Returns:
+            Scalar, on the gradients' device.
+
+        Raises:
+            ConfigError: the parameters were taken before prepare() sharded them.
+        """
+        if not self.sync_gradients:
+            return self._last_grad_norm
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        norm = self._unit_for(given).clip_grad_norm(given, max_norm, norm_type)
+        if norm is not None:
+            self._last_grad_norm = norm
+        return self._last_grad_norm
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clamp the gradients of `parameters` to [-clip_value, clip_value] on the last micro-batch of a window."""
+        if self.sync_gradients:
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            self._unit_for(given).clip_grad_value(given, clip_value)
+
+    def _unit_for(self, parameters: list[Tensor]) -> TrainUnit:
+        """Return the unit to clip with, and finish the windows of every unit that holds one of the parameters."""
+        if not self._prepared:
+            raise ConfigError("gradients were clipped before a model was prepared; pass the model to prepare() first")
+        if len(self._prepared) == 1 and not self.strategy.capabilities.shards_parameters:
+            touched = self._prepared
+        else:
+            wanted = {id(p) for p in parameters}
+            touched = [p for p in self._prepared if any(id(own) in wanted for own in p.unit.module.parameters())]
+            if not touched:
+                raise ConfigError(
+                    f"none of the {len(parameters)} parameters belongs to a prepared model; sharding replaces "
+                    "parameters, so take model.parameters() from the model that prepare() returned"
+                )
+        for prepared in touched:
+            prepared.finish_window()
+            prepared.unit.unscale_gradients()
+        return touched[0].unit
+
+    def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """Take the fp16 loss scale out of the gradients, once per step; nothing in other precisions."""
+        units = (
+            [prepared_of(self._prepared, optimizer).unit]
+            if optimizer is not None
+            else [prepared.unit for prepared in self._prepared]
+        )
+        for unit in units:
+            unit.unscale_gradients()

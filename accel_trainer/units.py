@@ -1,0 +1,59 @@
+"""The units that an Accelerator has prepared, and how the user's objects lead to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+from accel_trainer.accumulation import AccumulationWindow
+from accel_trainer.errors import ConfigError
+from accel_trainer.strategies.api import TrainUnit
+
+__all__ = ["PreparedUnit", "find_prepared", "prepared_of"]
+
+
+@dataclass(slots=True, eq=False)
+class PreparedUnit:
+    """A unit with the accumulation window that it is in."""
+
+    unit: TrainUnit
+    window: AccumulationWindow
+    evaluation_only: bool = False
+    """Whether the unit was laid out without what exchanges gradients."""
+    corrected: bool = False
+    """Whether this window's gradients have been brought to the mean over what it held."""
+
+    def finish_window(self) -> None:
+        """Correct the gradients of a window that ended earlier than planned; once, before they are used."""
+        factor = self.window.correction
+        if factor != 1.0 and not self.corrected:
+            self.unit.scale_gradients(factor)
+            self.corrected = True
+
+
+def find_prepared(units: Iterable[PreparedUnit], item: Any) -> PreparedUnit | None:
+    """Return what was prepared from a model or optimizer: the wrapped object and the user's own both lead there."""
+    for prepared in units:
+        unit = prepared.unit
+        if item is unit.model or item is unit.module or (unit.optimizer is not None and item is unit.optimizer):
+            return prepared
+    return None
+
+
+def prepared_of(units: Iterable[PreparedUnit], item: Any) -> PreparedUnit:
+    """Return what was prepared from a model or optimizer.
+
+    Raises:
+        ConfigError: it was not prepared by this Accelerator.
+    """
+    # An AcceleratedOptimizer stands for the optimizer that it wraps.
+    wrapped = item.optimizer if isinstance(item, Optimizer) and hasattr(item, "optimizer") else item
+    found = find_prepared(units, wrapped)
+    if found is None:
+        raise ConfigError(
+            f"{type(item).__name__} was not prepared by this Accelerator; pass it to prepare() and use its result"
+        )
+    return found
