@@ -176,6 +176,11 @@ class TrainingArguments(transformers.TrainingArguments):
         return process.device
 
     @property
+    def device(self) -> torch.device:
+        """This process's device."""
+        return self._setup_devices
+
+    @property
     def parallel_mode(self) -> ParallelMode:
         """Whether this process belongs to a process group."""
         has_group = self.distributed_state is not None and self.distributed_state.backend is not None

@@ -62,7 +62,7 @@ class _MeanLoss:
 
     def add(self, loss: Tensor, weight: Tensor | float) -> None:
         """Count a batch's mean loss `weight` times."""
-        self.losses.append(loss.detach().float().mean())
+        self.losses.append(loss.detach() if loss.ndim == 0 else loss.detach().float().mean())
         self.weights.append(weight)
 
     def value(self, accelerator: Any, skip_non_finite: bool) -> float | None:
@@ -97,7 +97,7 @@ def _to_vector(values: Sequence[Tensor | float]) -> Tensor:
     vector = torch.tensor([0.0 if isinstance(value, Tensor) else value for value in values], dtype=torch.float64)
     on_device = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
     if on_device:
-        vector[on_device] = torch.stack([torch.as_tensor(values[index]) for index in on_device]).cpu().double()
+        vector[on_device] = torch.stack([values[index] for index in on_device]).cpu().double()  # type: ignore[misc]
     return vector
 
 

@@ -129,6 +129,8 @@ def _rows_of(leaf: Any) -> Tensor:
 
 def _columns(steps: Sequence[Any]) -> list[list[Tensor]]:
     """For each leaf of the structure, its tensors over all steps."""
+    if all(isinstance(step, Tensor) for step in steps):
+        return [[_rows_of(step) for step in steps]] if steps else []
     rows = [[_rows_of(leaf) for leaf in leaves(step, is_leaf=_is_tensor)] for step in steps]
     return [list(column) for column in zip(*rows, strict=True)]
 

@@ -7,11 +7,36 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers.trainer_utils import has_length
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
 from accel_trainer.errors import ConfigError
 
-__all__ = ["check_dataset", "load_model"]
+__all__ = ["ColumnFilter", "check_dataset", "load_model", "shifts_labels"]
+
+_CAUSAL_MODELS = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+
+
+class ColumnFilter(RemoveColumnsCollator):
+    """Upstream's collator that drops the columns a model does not take, without comparing name by name where there are none."""
+
+    @classmethod
+    def of(cls, collator: RemoveColumnsCollator) -> ColumnFilter:
+        """Return a filter with the settings of upstream's."""
+        return cls(
+            collator.data_collator,
+            collator.signature_columns,
+            logger=collator.logger,
+            model_name=collator.model_name,
+            description=collator.description,
+        )
+
+    def __call__(self, features: list[Any]) -> Any:
+        """Collate the rows of a batch. The collator gets copies: it may change them, and the dataset may keep its own."""
+        wanted = frozenset(self.signature_columns)
+        if all(isinstance(row, dict) and wanted.issuperset(row) for row in features):
+            return self.data_collator([dict(row) for row in features])
+        return super().__call__(features)
 
 
 def load_model(model: Any) -> nn.Module | None:
@@ -50,3 +75,14 @@ def check_dataset(dataset: Any, name: str) -> None:
             check_dataset(item, f"{name}[{key!r}]")
     elif dataset is not None and has_length(dataset) and len(dataset) == 0:
         raise ConfigError(f"{name} is empty (a {type(dataset).__name__} with 0 samples); check its path, split and filters")
+
+
+def shifts_labels(model: Any) -> bool:
+    """Whether the model's loss predicts the next token, so that a row's first label is never a target.
+
+    Upstream asks the model's `loss_type`, which is None for GPT-2 and others that fall back to the causal loss: it then
+    counts one target too many in each row, and scales loss and gradients by it.
+    """
+    if isinstance(model, nn.Module) and type(model).__name__.removeprefix("FSDP") in _CAUSAL_MODELS:
+        return not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return False

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.data import DataLoader
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+from transformers.trainer_utils import EvalLoopOutput, RemoveColumnsCollator, TrainOutput
 
 from accel_trainer import logging
 from accel_trainer.accelerator import Accelerator
@@ -28,7 +28,7 @@ from accel_trainer.trainer.arguments import Seq2SeqTrainingArguments, TrainingAr
 from accel_trainer.trainer.batch_size_search import find_executable_batch_size, is_out_of_memory
 from accel_trainer.trainer.epoch import EpochRun, run_training_step
 from accel_trainer.trainer.evaluation import run_evaluation
-from accel_trainer.trainer.inputs import check_dataset, load_model
+from accel_trainer.trainer.inputs import ColumnFilter, check_dataset, load_model, shifts_labels
 
 __all__ = ["CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
 
@@ -58,6 +58,7 @@ class CoreTrainerMixin:
                 "accel_trainer.TrainingArguments resolves; build that one, its fields are the same"
             )
         super().__init__(load_model(model), args, *rest, **kwargs)
+        self._loss_shifts_labels = self._loss_shifts_labels or shifts_labels(self.model)
 
     # --- set-up ----------------------------------------------------------------------------------------------------
 
@@ -123,6 +124,10 @@ class CoreTrainerMixin:
         check_dataset(test_dataset, "test_dataset")
         return super().get_test_dataloader(test_dataset)
 
+    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+        collator = super()._get_collator_with_removed_columns(data_collator, description)
+        return ColumnFilter.of(collator) if type(collator) is RemoveColumnsCollator else collator
+
     # --- training --------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> TrainOutput:
@@ -173,6 +178,8 @@ class CoreTrainerMixin:
     ) -> tuple[nn.Module, DataLoader]:
         """Lay out the model, build optimizer and schedule, load a checkpoint. Collective."""
         if not self.is_fsdp_enabled:
+            # A second train() begins from the bare model: its wrapper went with the memory that was freed.
+            self.model_wrapped = self.model
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self._created_lr_scheduler:
             self.lr_scheduler = None

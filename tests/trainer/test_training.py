@@ -1,0 +1,198 @@
+"""Training gives the numbers of the plain PyTorch loop, on one process, DDP and FSDP2."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import default_data_collator, set_seed
+
+from accel_trainer.data.plan import permutation
+from tests.ranks import run_ranks
+from tests.trainer_jobs import TokenDataset, build_model, build_trainer, on_ranks, summary, train
+
+GLOBAL_BATCH = 8
+STRATEGIES = ["single", "ddp", "fsdp"]
+
+
+def plain_loop(
+    *, model: str = "llama", samples: int = 32, uneven: bool = False, accumulation: int = 1, epochs: int = 1,
+    dropout: float = 0.0, clip: float = 1.0,
+) -> dict[str, Any]:  # fmt: skip
+    """The reference: AdamW with a linear schedule, over global batches in the seeded order, token-mean loss per update."""
+    network = build_model(model, dropout=dropout)
+    dataset = TokenDataset(samples, kind="class" if model == "bert" else "lm", uneven=uneven)
+    set_seed(42)
+    network.train()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+    steps = samples // GLOBAL_BATCH * epochs
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, (steps - step) / steps))
+    losses, norms = [], []
+    for epoch in range(epochs):
+        order = permutation(samples, 42, epoch).tolist()
+        loader = DataLoader(
+            dataset, batch_size=GLOBAL_BATCH // accumulation, sampler=order, collate_fn=default_data_collator
+        )
+        batches = list(loader)
+        for first in range(0, len(batches), accumulation):
+            window = batches[first : first + accumulation]
+            labels = [batch["labels"][:, 1:] if model != "bert" else batch["labels"] for batch in window]
+            num_items = sum(int((values != -100).sum()) for values in labels)
+            total = 0.0
+            for batch in window:
+                extra = {"num_items_in_batch": torch.tensor(num_items)} if model != "bert" else {}
+                loss = network(**batch, **extra).loss / (1 if extra else len(window))
+                loss.backward()
+                total += loss.item()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(network.parameters(), clip)))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(total)
+    weights = {name: value.detach().numpy() for name, value in network.state_dict().items()}
+    return {"losses": losses, "grad_norms": norms, "weights": weights}
+
+
+def assert_same_run(run: dict[str, Any], reference: dict[str, Any], tolerance: float = 2e-5) -> None:
+    np.testing.assert_allclose(run["losses"], reference["losses"], rtol=tolerance)
+    np.testing.assert_allclose(run["grad_norms"], reference["grad_norms"], rtol=tolerance * 10)
+    assert run["weights"].keys() == reference["weights"].keys()
+    for name, values in reference["weights"].items():
+        # AdamW divides by the root of tiny second moments: single weights move by up to lr on rounding noise.
+        difference = np.abs(run["weights"][name] - values)
+        assert difference.mean() < 1e-4, f"{name} differs by {difference.mean()} on average"
+
+
+@pytest.mark.parametrize("model", ["llama", "bert", "gpt2"])
+def test_one_process_gives_the_losses_of_the_plain_loop(tmp_path, model):
+    run = train(tmp_path, model=model, uneven=True, per_device_train_batch_size=GLOBAL_BATCH, num_train_epochs=2)
+
+    reference = plain_loop(model=model, uneven=True, epochs=2)
+
+    np.testing.assert_allclose(run["losses"], reference["losses"], rtol=1e-6)
+    np.testing.assert_allclose(run["grad_norms"], reference["grad_norms"], rtol=1e-5)
+
+
+def test_dropout_draws_the_same_masks_as_the_plain_loop(tmp_path):
+    run = train(tmp_path, model="gpt2", dropout=0.2, per_device_train_batch_size=GLOBAL_BATCH)
+
+    reference = plain_loop(model="gpt2", dropout=0.2)
+
+    np.testing.assert_allclose(run["losses"], reference["losses"], rtol=1e-6)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp_sharded"])
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_two_ranks_give_the_losses_of_one_process_at_the_same_global_batch(tmp_path, strategy, model):
+    runs = on_ranks(strategy, train, tmp_path, model=model, uneven=True, per_device_train_batch_size=GLOBAL_BATCH // 2)
+
+    assert_same_run(runs[0], plain_loop(model=model, uneven=True))
+    assert runs[0]["losses"] == runs[1]["losses"]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accumulated_windows_are_one_token_mean(tmp_path, strategy):
+    ranks = 1 if strategy == "single" else 2
+    runs = on_ranks(
+        strategy, train, tmp_path, uneven=True, gradient_accumulation_steps=2,
+        per_device_train_batch_size=GLOBAL_BATCH // 2 // ranks,
+    )  # fmt: skip
+
+    assert_same_run(runs[0], plain_loop(uneven=True, accumulation=2))
+    assert_same_run(runs[0], plain_loop(uneven=True, accumulation=1))
+
+
+def uneven_run(output_dir: str, strategy: str) -> tuple[float, float, float]:
+    """Each rank's own share of the loss is very different, and nothing is logged before the end."""
+    trainer = build_trainer(
+        output_dir, strategy=strategy, samples=16, logging_steps=500, per_device_train_batch_size=4, learning_rate=0.0
+    )
+    trainer.train_dataset.rows = [
+        {**row, "labels": row["input_ids"] if index % 8 < 4 else torch.full_like(row["input_ids"], 5)}
+        for index, row in enumerate(trainer.train_dataset.rows)
+    ]
+    trainer.args.train_sampling_strategy = "sequential"
+    result = trainer.train()
+    return result.training_loss, result.metrics["train_loss"], float(trainer._tr_loss)
+
+
+@pytest.mark.multirank
+def test_train_loss_is_the_mean_over_ranks_also_for_what_was_never_logged(tmp_path):
+    one = uneven_run(str(tmp_path), "single")
+    two = run_ranks(uneven_run, 2, str(tmp_path), "ddp")
+
+    assert two[0] == two[1]
+    assert two[0][0] == pytest.approx(one[0] * 4 / 4, rel=1e-5)
+
+
+def run_twice(output_dir: str, strategy: str) -> list[list[float]]:
+    trainer = build_trainer(output_dir, strategy=strategy, samples=16)
+    trainer.evaluate()
+    trainer.train()
+    first = summary(trainer)["losses"]
+    trainer.train()
+    return [first, summary(trainer)["losses"], [trainer.evaluate()["eval_loss"]]]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_evaluating_first_and_training_again_go_on_from_the_weights_there_are(tmp_path, strategy):
+    runs = on_ranks(strategy, run_twice, str(tmp_path))
+
+    first, second, _ = runs[0]
+    assert first == pytest.approx(train(tmp_path, samples=16, strategy="single")["losses"], rel=1e-4) or strategy != "single"
+    assert second[0] < first[0]
+    assert len(first) == len(second)
+
+
+def test_a_stream_that_ends_inside_a_window_is_trained_as_one_short_window(tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from TokenDataset(12).rows
+
+    trainer = build_trainer(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=4)
+    trainer.train_dataset = Stream()
+
+    trainer.train()
+
+    assert trainer.state.global_step == 4
+    assert all(np.isfinite(summary(trainer)["losses"]))
+
+
+def test_frozen_parameters_stay_as_they_are(tmp_path):
+    trainer = build_trainer(tmp_path)
+    trainer.model.model.embed_tokens.weight.requires_grad_(False)
+    before = trainer.model.model.embed_tokens.weight.detach().clone()
+
+    trainer.train()
+
+    assert torch.equal(trainer.model.model.embed_tokens.weight, before)
+
+
+def test_nan_losses_are_left_out_of_the_log(tmp_path):
+    trainer = build_trainer(tmp_path, samples=16, logging_steps=2, max_grad_norm=0.0, learning_rate=0.0)
+    original = trainer.compute_loss
+
+    def sometimes_nan(*args: Any, **kwargs: Any) -> Any:
+        loss = original(*args, **kwargs)
+        return loss * float("nan") if trainer.state.global_step == 1 else loss
+
+    trainer.compute_loss = sometimes_nan
+    trainer.train()
+
+    assert all(np.isfinite(summary(trainer)["losses"]))
+
+
+def test_random_state_of_the_caller_is_seeded_as_upstream(tmp_path):
+    build_trainer(tmp_path, seed=7)
+    drawn = random.random()
+
+    set_seed(7)
+
+    assert drawn == random.random()
