@@ -191,7 +191,7 @@ def _count_devices(use_cpu: bool, gpu_ids: str) -> int:
 def _check_strategy(resolved: Resolved, num_processes: int, options: Options, argv: Sequence[str]) -> None:
     strategy = resolved.config.strategy
     counted = resolved.source("launch.num_processes").kind is not SourceKind.DEFAULT
-    source = resolved.source("launch.num_processes").where if counted else "one for each device"
+    source = resolved.source("launch.num_processes").where if counted else "num_processes is not set"
     if strategy == "single" and num_processes > 1:
         raise ConfigError(
             f"{resolved.describe('strategy')} is one process, and {num_processes} were asked for ({source}); "

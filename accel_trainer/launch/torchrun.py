@@ -194,7 +194,7 @@ class _Agent(LocalElasticAgent):
 
     def report(self, first: _Exit) -> None:
         """Say which worker failed first, and which others had ended before without an error."""
-        lines = [f"accel-trainer launch: {_how(first)}; the other workers were ended"]
+        lines = [f"accel-trainer launch: {_how(first)}; this ended the job"]
         lines += [
             f"  rank {exit_.rank} had ended with code 0 {first.seconds - exit_.seconds:.1f} s before that"
             for exit_ in self.exits

@@ -181,7 +181,7 @@ def test_the_job_ends_with_the_code_of_the_worker_that_failed_first(tmp_path: Pa
     code, output = launch(tmp_path, *TWO, script)
     assert code == 7
     assert "rank 1 (pid " in output
-    assert "failed with exit code 7; the other workers were ended" in output
+    assert "failed with exit code 7; this ended the job" in output
     assert len(output.splitlines()) == 1
     assert time.monotonic() - started < 20
 
