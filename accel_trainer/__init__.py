@@ -11,11 +11,27 @@ from typing import Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "AcceleratedOptimizer": "accel_trainer.optimizer",
+    "AcceleratedScheduler": "accel_trainer.scheduler",
     "Accelerator": "accel_trainer.accelerator",
+    "AcceleratorState": "accel_trainer.state",
+    "DataLoaderConfiguration": "accel_trainer.plugins",
+    "DistributedDataParallelKwargs": "accel_trainer.plugins",
+    "DistributedType": "accel_trainer.state",
+    "FullyShardedDataParallelPlugin": "accel_trainer.plugins",
+    "GradScalerKwargs": "accel_trainer.plugins",
+    "GradientAccumulationPlugin": "accel_trainer.plugins",
+    "GradientState": "accel_trainer.state",
+    "InitProcessGroupKwargs": "accel_trainer.plugins",
+    "PartialState": "accel_trainer.state",
+    "ProjectConfiguration": "accel_trainer.plugins",
     "Seq2SeqTrainer": "accel_trainer.trainer",
     "Seq2SeqTrainingArguments": "accel_trainer.trainer",
     "Trainer": "accel_trainer.trainer",
     "TrainingArguments": "accel_trainer.trainer",
+    "prepare_data_loader": "accel_trainer.data_loader",
+    "set_seed": "accel_trainer.utils",
+    "skip_first_batches": "accel_trainer.data_loader",
 }
 
 __all__ = ["__version__", *_EXPORTS]

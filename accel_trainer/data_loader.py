@@ -1,0 +1,14 @@
+"""Re-exports: prepared loaders and what they are made of, at the path that users of similar libraries expect."""
+
+from __future__ import annotations
+
+from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
+from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler
+
+__all__ = [
+    "PreparedDataLoader",
+    "SeedableRandomSampler",
+    "ShardedBatchSampler",
+    "prepare_data_loader",
+    "skip_first_batches",
+]

@@ -1,0 +1,41 @@
+"""Re-exports: options, collectives and small functions, at the path that users of similar libraries expect."""
+
+from __future__ import annotations
+
+from accel_trainer.plugins import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProjectConfiguration,
+)
+from accel_trainer.runtime.collectives import (
+    concatenate,
+    find_batch_size,
+    recursively_apply,
+    send_to_device,
+)
+from accel_trainer.runtime.rng import set_seed
+from accel_trainer.state import DistributedType
+from accel_trainer.tree import honor_type
+
+__all__ = [
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "FullyShardedDataParallelPlugin",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "ProjectConfiguration",
+    "concatenate",
+    "find_batch_size",
+    "honor_type",
+    "recursively_apply",
+    "send_to_device",
+    "set_seed",
+]
