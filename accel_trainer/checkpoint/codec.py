@@ -69,9 +69,7 @@ def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
         (tag, content), *_ = data.items()
         if tag in ("$tensor", "$array"):
             if content not in tensors:
-                raise IncompatibleCheckpointError(
-                    f"tensor {content!r} is named in the checkpoint's JSON and missing in its tensors"
-                )
+                raise IncompatibleCheckpointError(f"tensor {content!r} is named in the JSON and missing in its file")
             return tensors[content] if tag == "$tensor" else tensors[content].numpy()
         if tag == "$float":
             return float(content)

@@ -122,7 +122,7 @@ class SafetensorsDirectory(Mapping[str, Tensor]):
         for name in sorted(set(weight_map.values())):
             if Path(name).name != name:
                 raise IncompatibleCheckpointError(
-                    f"{directory / INDEX_NAME} names {name!r}, which is not a file name in it"
+                    f"{directory / INDEX_NAME} names {name!r}, which is not a plain file name; do not load it"
                 )
             if not (directory / name).is_file():
                 raise CheckpointNotFoundError(f"{directory / INDEX_NAME} names {name!r}, which is missing")

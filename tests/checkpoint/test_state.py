@@ -1,0 +1,159 @@
+"""What save_state and load_state refuse, name and keep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_trainer import Accelerator, ProjectConfiguration
+from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
+
+
+class Counter:
+    """An object with a state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def prepared(width: int = 3, **arguments: Any) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
+    accelerator = Accelerator(cpu=True, **arguments)
+    model = nn.Linear(width, 1)
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+
+def step(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    accelerator.backward(model(torch.ones(1, 3)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_registered_objects_and_random_streams_come_back(tmp_path: Path):
+    accelerator, model, optimizer = prepared()
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    step(accelerator, model, optimizer)
+    counter.count = 5
+    accelerator.save_state(tmp_path / "s")
+    drawn = torch.rand(3)
+    counter.count = 9
+    accelerator.load_state(tmp_path / "s")
+    assert counter.count == 5
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_an_object_without_a_state_is_refused():
+    with pytest.raises(ConfigError, match="object cannot be registered for checkpointing; give it state_dict"):
+        Accelerator(cpu=True).register_for_checkpointing(object())
+
+
+def test_the_checkpoint_holds_no_pickle(tmp_path: Path):
+    accelerator, model, optimizer = prepared()
+    step(accelerator, model, optimizer)
+    accelerator.save_state(tmp_path / "s")
+    assert {path.suffix for path in (tmp_path / "s").iterdir()} == {".json", ".safetensors"}
+
+
+def test_automatic_naming_counts_on_after_a_load_and_keeps_the_newest(tmp_path: Path):
+    configuration = ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator, *_ = prepared(project_config=configuration)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "notes.txt").write_text("a stray file")
+    assert [accelerator.save_state().name for _ in range(3)] == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    again = ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+    resumed, *_ = prepared(project_config=again)
+    resumed.load_state()
+    assert resumed.save_state().name == "checkpoint_3"
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["checkpoint_2", "checkpoint_3", "notes.txt"]
+
+
+def test_an_explicit_directory_is_honoured_beside_automatic_naming(tmp_path: Path):
+    configuration = ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True)
+    accelerator, *_ = prepared(project_config=configuration)
+    assert accelerator.save_state(tmp_path / "mine") == tmp_path / "mine"
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_without_any_directory_saving_says_what_to_give():
+    with pytest.raises(ConfigError, match=r"without a directory; pass output_dir, or turn on"):
+        prepared()[0].save_state()
+    with pytest.raises(ConfigError, match=r"without a directory; pass one"):
+        prepared()[0].load_state()
+
+
+def test_an_empty_project_has_nothing_to_load(tmp_path: Path):
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint_N in .*checkpoints"):
+        prepared(project_dir=tmp_path)[0].load_state()
+
+
+def test_another_shape_is_named_and_loads_nothing(tmp_path: Path):
+    accelerator, *_ = prepared()
+    accelerator.save_state(tmp_path / "s")
+    other, model, _ = prepared(width=4)
+    before = model.weight.detach().clone()
+    with pytest.raises(IncompatibleCheckpointError, match=r"weight is \(1, 3\) in the checkpoint and \(1, 4\)"):
+        other.load_state(tmp_path / "s")
+    assert torch.equal(model.weight, before)
+
+
+def test_other_parameter_names_are_listed(tmp_path: Path):
+    accelerator, *_ = prepared()
+    accelerator.save_state(tmp_path / "s")
+    other = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(3, 1))
+    other.prepare(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(IncompatibleCheckpointError, match=r"missing in the checkpoint: '0\.weight', '0\.bias'; not in"):
+        other.load_state(tmp_path / "s")
+
+
+def test_a_missing_registered_object_is_an_error(tmp_path: Path):
+    accelerator, *_ = prepared()
+    accelerator.save_state(tmp_path / "s")
+    accelerator.register_for_checkpointing(Counter())
+    with pytest.raises(IncompatibleCheckpointError, match="holds 0 objects and this Accelerator has 1"):
+        accelerator.load_state(tmp_path / "s")
+
+
+def test_no_manifest_is_no_checkpoint(tmp_path: Path):
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint in .*manifest.json is missing"):
+        prepared()[0].load_state(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path):
+    accelerator, *_ = prepared()
+    accelerator.save_state(tmp_path / "s")
+    (tmp_path / "s" / "random_0.json").unlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"random_0\.json is missing; the checkpoint is incomplete"):
+        accelerator.load_state(tmp_path / "s")
+
+
+def test_a_newer_format_is_refused_with_its_version(tmp_path: Path):
+    accelerator, *_ = prepared()
+    accelerator.save_state(tmp_path / "s")
+    manifest = tmp_path / "s" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format_version": 99}))
+    with pytest.raises(IncompatibleCheckpointError, match="has format version 99 and this version reads 1"):
+        accelerator.load_state(tmp_path / "s")
+
+
+def test_optimizer_groups_that_differ_are_an_error_and_not_a_reset(tmp_path: Path):
+    accelerator, model, optimizer = prepared()
+    step(accelerator, model, optimizer)
+    accelerator.save_state(tmp_path / "s")
+    other = Accelerator(cpu=True)
+    model = nn.Linear(3, 1)
+    other.prepare(model, torch.optim.AdamW([model.weight]))
+    with pytest.raises(IncompatibleCheckpointError, match=r"not in this optimizer: 'bias'\. Build the"):
+        other.load_state(tmp_path / "s")
