@@ -51,7 +51,7 @@ def map_leaves(function: Callable[[Any], Any], data: Any, *, is_leaf: Callable[[
 
 
 def _rebuild_mapping(original: Any, mapped: dict[Any, Any]) -> Any:
-    """Rebuild a mapping class. Model outputs and BatchEncoding take a dict; a class that does not falls back to dict."""
+    """Rebuild a mapping class. Model outputs and BatchEncoding take a dict; a class that does not becomes one."""
     try:
         return type(original)(mapped)
     except TypeError:
@@ -59,7 +59,18 @@ def _rebuild_mapping(original: Any, mapped: dict[Any, Any]) -> Any:
 
 
 def leaves(data: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[Any]:
-    """Yield the leaves of `data` in the order in which `map_leaves` visits them."""
-    found: list[Any] = []
-    map_leaves(found.append, data, is_leaf=is_leaf)
-    return iter(found)
+    """Yield the leaves of `data` in the order in which `map_leaves` visits them. Nothing is rebuilt."""
+    if is_leaf is not None and is_leaf(data):
+        yield data
+    elif isinstance(data, (list, tuple)):
+        for item in data:
+            yield from leaves(item, is_leaf=is_leaf)
+    elif isinstance(data, Mapping):
+        for value in data.values():
+            yield from leaves(value, is_leaf=is_leaf)
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        for field in dataclasses.fields(data):
+            if field.init:
+                yield from leaves(getattr(data, field.name), is_leaf=is_leaf)
+    else:
+        yield data

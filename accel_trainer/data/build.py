@@ -147,7 +147,9 @@ def _worker_seed(loader: DataLoader[Any], seed: int) -> int:
     return seed if loader.generator is None else loader.generator.initial_seed()
 
 
-def _reader(loader: DataLoader[Any], stream: SlicedStream | OwnShards, *, is_all: bool, in_order: bool) -> DataLoader[Any]:
+def _reader(
+    loader: DataLoader[Any], stream: SlicedStream | OwnShards, *, is_all: bool, in_order: bool
+) -> DataLoader[Any]:
     """The user's loader, of the same class and with the same settings, over a stream of ready-made steps."""
     if loader.num_workers > 0:
         stream.share()

@@ -151,7 +151,7 @@ def reduce(
     except ValueError:
         known = [member.value for member in ReduceOp]
         raise ConfigError(
-            f"unknown reduction {reduction!r}{did_you_mean(str(reduction), known)}; use one of {', '.join(known)}"
+            f"unknown reduction {reduction!r}, expected one of {', '.join(known)}{did_you_mean(str(reduction), known)}"
         ) from None
     if debug:
         _agree(f"reduce({op.value})", data, process)

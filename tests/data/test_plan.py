@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_trainer.data.plan import BatchRows, DataPlan, RoundRule, batch_indices, mix_seed, permutation, plan_rounds
+
+
+def rounds_of(batches: list[Any], rule: RoundRule, start: int = 0) -> list[Any]:
+    width = rule.batches_per_round
+    return list(plan_rounds(batches[:width], batches[start * width :], rule))
+
+
+def valid_in_order(rounds: list[Any]) -> list[int]:
+    return [
+        index
+        for batches, rows in rounds
+        for batch, count in zip(batches, rows.rows, strict=True)
+        if batch is not None
+        for index in batch[:count]
+    ]
+
+
+def chunks(num_samples: int, batch_size: int, drop_last: bool = False) -> list[list[int]]:
+    return list(batch_indices(range(num_samples), batch_size, drop_last))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    num_samples=st.integers(1, 60),
+    batch_size=st.integers(1, 7),
+    shards=st.integers(1, 4),
+    drop_last=st.booleans(),
+    even=st.booleans(),
+    split=st.booleans(),
+    seed=st.none() | st.integers(0, 2**64 - 1),
+    epoch=st.integers(0, 3),
+)
+def test_all_shards_together_see_what_one_process_sees(
+    num_samples: int,
+    batch_size: int,
+    shards: int,
+    drop_last: bool,
+    even: bool,
+    split: bool,
+    seed: int | None,
+    epoch: int,
+) -> None:
+    size = batch_size * shards if split else batch_size
+    steps = [
+        list(DataPlan(num_samples, shards, shard, size, even, drop_last, split, seed).indices(epoch))
+        for shard in range(shards)
+    ]
+    alone = list(DataPlan(num_samples, 1, 0, batch_size * shards, True, drop_last, False, seed).indices(epoch))
+
+    assert len({len(taken) for taken in steps}) == 1
+    assert len(steps[0]) == len(alone)
+    for step, (global_batch, alone_rows) in enumerate(alone):
+        rows = steps[0][step][1]
+        assert all(taken[step][1] == rows for taken in steps)
+        valid = [index for shard, taken in enumerate(steps) for index in taken[step][0][: rows.rows[shard]]]
+        assert valid == global_batch
+        assert rows.is_last == alone_rows.is_last
+        assert rows.sizes == tuple(len(taken[step][0]) for taken in steps)
+        assert rows.num_samples == len(global_batch)
+        if even:
+            assert set(rows.sizes) == {batch_size} or shards == 1
+        if rows.padded:
+            assert rows.is_last
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 6), max_size=14),
+    shards=st.integers(1, 4),
+    even=st.booleans(),
+    split=st.booleans(),
+    known_size=st.booleans(),
+    start=st.integers(0, 4),
+)
+def test_batches_of_any_size_are_shared_out_exactly_once(
+    sizes: list[int], shards: int, even: bool, split: bool, known_size: bool, start: int
+) -> None:
+    numbers = iter(range(100))
+    batches = [list(islice(numbers, size)) for size in sizes]
+    rule = RoundRule(shards, max(sizes, default=1) if known_size else None, split=split, even=even)
+
+    rounds = rounds_of(batches, rule, start)
+
+    expected = [index for batch in batches[start * rule.batches_per_round :] for index in batch]
+    assert valid_in_order(rounds) == expected
+    for batches_of_round, rows in rounds:
+        assert len(batches_of_round) == shards
+        assert tuple(len(batch) for batch in batches_of_round) == rows.sizes
+        assert all(size > 0 for size in rows.sizes)
+    assert [rows.is_last for _, rows in rounds] == [False] * (len(rounds) - 1) + [True] * bool(rounds)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    num_samples=st.integers(1, 50),
+    batch_size=st.integers(1, 5),
+    shards=st.integers(1, 3),
+    start=st.integers(0, 20),
+    drop_last=st.booleans(),
+    seed=st.none() | st.just(3),
+)
+def test_starting_later_leaves_out_steps_and_changes_nothing_else(
+    num_samples: int, batch_size: int, shards: int, start: int, drop_last: bool, seed: int | None
+) -> None:
+    plan = DataPlan(num_samples, shards, shards - 1, batch_size, drop_last=drop_last, seed=seed)
+
+    assert list(plan.indices(1, start)) == list(plan.indices(1))[start:]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_drop_last_takes_full_rounds_only(drop_last: bool) -> None:
+    rule = RoundRule(2, 4, drop_last=drop_last)
+
+    rounds = rounds_of(chunks(13, 4, drop_last), rule)
+
+    assert len(rounds) == (1 if drop_last else 2)
+    assert rounds[-1][1].is_last
+
+
+def test_without_join_a_shard_without_samples_has_no_batch() -> None:
+    (_, full), (batches, rows) = rounds_of(chunks(9, 4), RoundRule(2, 4, even=False, join=False))
+
+    assert full == BatchRows((4, 4), (4, 4))
+    assert batches == [[8], None]
+    assert rows == BatchRows((1, 0), (1, 0), is_last=True)
+
+
+def test_with_join_it_has_one_sample_that_is_not_valid() -> None:
+    batches, rows = rounds_of(chunks(9, 4), RoundRule(2, 4, even=False))[-1]
+
+    assert batches == [[8], [0]]
+    assert rows == BatchRows((1, 0), (1, 1), is_last=True)
+    assert rows.padded
+    assert rows.is_even
+
+
+def test_full_steps_share_one_object() -> None:
+    rounds = rounds_of(chunks(80, 4), RoundRule(2, 4))
+
+    assert len({id(rows) for _, rows in rounds[:-1]}) == 1
+
+
+def test_the_stream_is_read_one_round_ahead() -> None:
+    taken = []
+
+    def stream() -> Any:
+        for batch in chunks(40, 2):
+            taken.append(batch)
+            yield batch
+
+    rounds = plan_rounds(chunks(4, 2), stream(), RoundRule(2, 2))
+    next(rounds)
+
+    assert len(taken) == 4
+
+
+def test_indices_that_are_no_lists_count_as_one_row() -> None:
+    rounds = rounds_of([0, 1, 2], RoundRule(2, None))
+
+    assert rounds == [([0, 1], BatchRows((1, 1), (1, 1))), ([2, 0], BatchRows((1, 0), (1, 1), is_last=True))]
+
+
+def test_the_permutation_is_a_function_of_seed_and_epoch() -> None:
+    expected = torch.randperm(10, generator=torch.Generator().manual_seed(42 + 3))
+
+    assert permutation(10, 42, 3).equal(expected)
+    assert permutation(10, 2**64 - 1, 1).equal(permutation(10, 0, 0))
+
+
+def test_mixed_seeds_differ_for_neighbours() -> None:
+    seeds = [mix_seed(seed, epoch, rank) for seed in range(4) for epoch in range(4) for rank in range(4)]
+
+    assert Counter(seeds).most_common(1)[0][1] == 1
+    assert all(0 <= seed < 2**63 for seed in seeds)

@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import dataclasses
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+
+from accel_trainer.errors import ConfigError, ProcessGroupError
+from accel_trainer.runtime import collectives
+from accel_trainer.runtime.collectives import ReduceOp
+from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
+from tests.ranks import run_ranks
+
+ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Any
+    extra: Any = None
+
+
+def join() -> ProcessContext:
+    return init_process(read_environment(), use_cpu=True, timeout_seconds=30)
+
+
+# --- one process ---------------------------------------------------------------------------------------------------
+
+
+def test_one_process_has_the_shapes_of_many() -> None:
+    assert collectives.gather(torch.tensor(3.0), ALONE).shape == (1,)
+    assert collectives.gather(torch.ones(2, 3), ALONE).shape == (2, 3)
+    assert collectives.gather_object({"k": 1}, ALONE) == [{"k": 1}]
+    assert collectives.gather_object(["a", "b"], ALONE) == ["a", "b"]
+    assert collectives.broadcast_object("x", ALONE) == "x"
+    assert collectives.scatter_objects(["mine"], ALONE) == "mine"
+    assert collectives.exchange_integers([1, 2], ALONE)() == [[1, 2]]
+    assert collectives.pad_across_processes(torch.ones(2, 3), ALONE, dim=1).shape == (2, 3)
+    assert collectives.gather_ragged(torch.ones(2, 3), [2], ALONE).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("op", "expected", "dtype"),
+    [
+        ("sum", 3, torch.int64),
+        ("mean", 3.0, torch.float32),
+        ("min", 3, torch.int64),
+        (ReduceOp.MAX, 3, torch.int64),
+        ("prod", 3, torch.int64),
+        ("none", 3, torch.int64),
+    ],
+)
+def test_reduce_of_one_process_has_the_dtype_of_many(op: str, expected: float, dtype: torch.dtype) -> None:
+    reduced = collectives.reduce(torch.tensor([3]), ALONE, op)
+
+    assert reduced.tolist() == [expected]
+    assert reduced.dtype is dtype
+
+
+def test_an_unknown_reduction_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"unknown reduction 'meen', expected one of sum, .*; did you mean 'mean'\?"):
+        collectives.reduce(torch.ones(1), ALONE, "meen")
+
+
+def test_gather_refuses_what_is_no_tensor() -> None:
+    with pytest.raises(
+        ConfigError, match="gather takes tensors and nestings of tensors, and got a str; use gather_object"
+    ):
+        collectives.gather({"a": torch.ones(1), "b": "text"}, ALONE)
+
+
+def test_gather_ragged_refuses_other_rows_than_promised() -> None:
+    process = ProcessContext(1, 1, 2, 2, torch.device("cpu"), "gloo")
+    with pytest.raises(ConfigError, match=r"shape \(3, 2\) cannot be gathered: rank 1 has 2 rows"):
+        collectives.gather_ragged(torch.ones(3, 2), [4, 2], process)
+    with pytest.raises(ConfigError, match="got 3 sizes for 2 ranks"):
+        collectives.gather_ragged(torch.ones(3, 2), [4, 2, 1], process)
+
+
+def test_find_batch_size_takes_the_first_tensor_with_rows() -> None:
+    assert collectives.find_batch_size({"scale": torch.tensor(1.0), "x": [torch.ones(5, 2)]}) == 5
+    assert collectives.find_batch_size(["text"]) is None
+
+
+def test_concatenate_joins_leaf_by_leaf() -> None:
+    parts = [
+        {"x": torch.full((2, 1), float(i)), "ids": [f"{i}"], "pair": Pair(torch.tensor(i), None)} for i in range(2)
+    ]
+
+    joined = collectives.concatenate(parts)
+
+    assert joined["x"].shape == (4, 1)
+    assert joined["ids"] == ["0", "1"]
+    assert joined["pair"].left.tolist() == [0, 1]
+    with pytest.raises(ConfigError, match="concatenate got no parts"):
+        collectives.concatenate([])
+
+
+def test_send_to_device_moves_everything_but_skipped_keys() -> None:
+    class Own:
+        def to(self, device: Any) -> str:
+            return f"moved to {device}"
+
+    data = {"x": [torch.ones(1)], "keep": torch.ones(1), "own": Own(), "text": "t"}
+
+    moved = collectives.send_to_device(data, "meta", skip_keys=["keep"])
+
+    assert moved["x"][0].device.type == "meta"
+    assert moved["keep"].device.type == "cpu"
+    assert moved["own"] == "moved to meta"
+    assert moved["text"] == "t"
+
+
+def test_recursively_apply_leaves_or_refuses_other_types() -> None:
+    data = (torch.ones(1), "text")
+
+    assert collectives.recursively_apply(lambda t: t + 1, data)[1] == "text"
+    with pytest.raises(ConfigError, match="cannot apply"):
+        collectives.recursively_apply(lambda t: t + 1, data, error_on_other_type=True)
+
+
+# --- many processes ------------------------------------------------------------------------------------------------
+
+
+def gather_everything() -> dict[str, Any]:
+    process = join()
+    rank = process.rank
+    strided = torch.arange(12.0).view(3, 4).t()[:, :2] + 100 * rank
+    data = {
+        "strided": strided,
+        "scalar": torch.tensor(rank, requires_grad=False),
+        "nested": [(torch.full((2,), rank), Pair(torch.ones(1, 2) * rank, None))],
+        "output": Output(logits=torch.full((1, 1), float(rank), requires_grad=True)),
+        "empty": torch.zeros(0, 3),
+    }
+    gathered = collectives.gather(data, process, debug=True)
+    dtypes = [torch.bool, torch.int16, torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]
+    by_dtype = [collectives.gather(torch.tensor([rank, 1]).to(dtype), process) for dtype in dtypes]
+    assert [tensor.dtype for tensor in by_dtype] == dtypes
+    assert not gathered["output"].logits.requires_grad
+    return {
+        "strided": gathered["strided"].tolist(),
+        "scalar": gathered["scalar"].tolist(),
+        "nested": gathered["nested"][0][0].tolist(),
+        "pair": gathered["nested"][0][1].left.tolist(),
+        "none": gathered["nested"][0][1].right,
+        "output": gathered["output"].logits.tolist(),
+        "empty": tuple(gathered["empty"].shape),
+        "dtypes": [tensor.to(torch.complex64).real.tolist() for tensor in by_dtype],
+    }
+
+
+@pytest.mark.multirank
+def test_gather_keeps_nesting_and_order_for_any_dtype() -> None:
+    for result in run_ranks(gather_everything, 2):
+        assert result["strided"][:2] == [[0.0, 4.0], [1.0, 5.0]]
+        assert result["strided"][4:6] == [[100.0, 104.0], [101.0, 105.0]]
+        assert result["scalar"] == [0, 1]
+        assert result["nested"] == [0, 0, 1, 1]
+        assert result["pair"] == [[0.0, 0.0], [1.0, 1.0]]
+        assert result["none"] is None
+        assert result["output"] == [[0.0], [1.0]]
+        assert result["empty"] == (0, 3)
+        assert result["dtypes"] == [[0, 1, 1, 1]] * 6
+
+
+def reduce_everything() -> dict[str, Any]:
+    process = join()
+    value = torch.tensor([process.rank + 2, 7 - process.rank])
+    results: dict[str, Any] = {}
+    for op in ReduceOp:
+        reduced = collectives.reduce({"v": value}, process, op, debug=True)["v"]
+        results[op.value] = (reduced.tolist(), str(reduced.dtype))
+    flags = torch.tensor([process.rank == 0, True])
+    for op in ("sum", "mean", "min", "max"):
+        reduced = collectives.reduce(flags, process, op)
+        results[f"bool {op}"] = (reduced.tolist(), str(reduced.dtype))
+    small = collectives.reduce(torch.tensor([process.rank], dtype=torch.int16), process, "sum")
+    results["int16"] = (small.tolist(), str(small.dtype))
+    half = collectives.reduce(torch.tensor([1.0 + process.rank], dtype=torch.bfloat16), process, "mean", scale=2.0)
+    results["half"] = (half.tolist(), str(half.dtype))
+    results["untouched"] = value.tolist()
+    return results
+
+
+@pytest.mark.multirank
+def test_d12_reduce_means_what_its_name_says() -> None:
+    for rank, result in enumerate(run_ranks(reduce_everything, 2)):
+        assert result["sum"] == ([5, 13], "torch.int64")
+        assert result["mean"] == ([2.5, 6.5], "torch.float32")
+        assert result["min"] == ([2, 6], "torch.int64")
+        assert result["max"] == ([3, 7], "torch.int64")
+        assert result["prod"] == ([6, 42], "torch.int64")
+        assert result["none"] == ([rank + 2, 7 - rank], "torch.int64")
+        assert result["bool sum"] == ([1, 2], "torch.int64")
+        assert result["bool mean"] == ([0.5, 1.0], "torch.float32")
+        assert result["bool min"] == ([False, True], "torch.bool")
+        assert result["bool max"] == ([True, True], "torch.bool")
+        assert result["int16"] == ([1], "torch.int16")
+        assert result["half"] == ([3.0], "torch.bfloat16")
+        assert result["untouched"] == [rank + 2, 7 - rank]
+
+
+def move_objects() -> dict[str, Any]:
+    process = join()
+    rank = process.rank
+    mine = torch.full((2,), rank, dtype=torch.int16)
+    sent = collectives.broadcast({"x": mine}, process, from_process=1)["x"]
+    wait = collectives.exchange_integers([rank, rank * 10], process)
+    return {
+        "dict": collectives.gather_object({"k": rank}, process),
+        "lists": collectives.gather_object([f"a{rank}", f"b{rank}"], process),
+        "uneven": collectives.gather_object(["only"] if rank else [], process),
+        "mixed": collectives.gather_object([1] if rank else {"k": 0}, process),
+        "broadcast": (sent.tolist(), mine.tolist()),
+        "object": collectives.broadcast_object({"from": rank}, process, from_process=1),
+        "object_list": collectives.broadcast_object_list([rank, "x"], process),
+        "scattered": collectives.scatter_objects(["zero", "one"] if rank == 0 else None, process),
+        "integers": wait(),
+    }
+
+
+@pytest.mark.multirank
+def test_d11_objects_keep_their_structure() -> None:
+    for rank, result in enumerate(run_ranks(move_objects, 2)):
+        assert result["dict"] == [{"k": 0}, {"k": 1}]
+        assert result["lists"] == ["a0", "b0", "a1", "b1"]
+        assert result["uneven"] == ["only"]
+        assert result["mixed"] == [{"k": 0}, [1]]
+        assert result["broadcast"] == ([1, 1], [rank, rank])
+        assert result["object"] == {"from": 1}
+        assert result["object_list"] == [0, "x"]
+        assert result["scattered"] == ["zero", "one"][rank]
+        assert result["integers"] == [[0, 0], [1, 10]]
+
+
+def pad_everything() -> dict[str, Any]:
+    process = join()
+    rank = process.rank
+    data = {"wide": torch.ones(2, 2 + rank), "flat": torch.ones(1), "scalar": torch.tensor(1.0), "none": None}
+    padded = collectives.pad_across_processes(data, process, dim=1, pad_index=-100)
+    first = collectives.pad_across_processes(torch.ones(1 + rank), process, pad_first=True)
+    last = collectives.pad_across_processes(torch.ones(2, 2 + rank, dtype=torch.int64), process, dim=-1, pad_index=9)
+    ragged = collectives.gather_ragged({"x": torch.full((2 + 2 * rank, 2), float(rank))}, [1, 2], process)["x"]
+    return {
+        "wide": padded["wide"].tolist(),
+        "shapes": [tuple(padded[key].shape) for key in ("flat", "scalar")],
+        "first": first.tolist(),
+        "last": last.tolist(),
+        "ragged": ragged[:, 0].tolist(),
+    }
+
+
+@pytest.mark.multirank
+def test_padding_and_ragged_gathering() -> None:
+    results = run_ranks(pad_everything, 2)
+
+    assert results[0]["wide"] == [[1, 1, -100], [1, 1, -100]]
+    assert results[1]["wide"] == [[1, 1, 1], [1, 1, 1]]
+    assert results[0]["shapes"] == [(1,), ()]
+    assert results[0]["first"] == [0, 1]
+    assert results[0]["last"] == [[1, 1, 9], [1, 1, 9]]
+    assert results[0]["ragged"] == results[1]["ragged"] == [0, 0, 1, 1, 1, 1]
+
+
+def disagree(kind: str) -> str:
+    process = join()
+    rank = process.rank
+    calls = {
+        "shape": lambda: collectives.gather([torch.ones(1), torch.ones(2, 3 + rank)], process, debug=True),
+        "dtype": lambda: collectives.broadcast(
+            torch.ones(2).to(torch.int64 if rank else torch.float32), process, debug=True
+        ),
+        "operator": lambda: collectives.reduce(torch.ones(1), process, "sum" if rank else "max", debug=True),
+        "number": lambda: collectives.gather([torch.ones(1)] * (1 + rank), process, debug=True),
+    }
+    with pytest.raises(ProcessGroupError) as caught:
+        calls[kind]()
+    assert collectives.gather(torch.tensor(rank), process).tolist() == [0, 1]
+    return str(caught.value)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            "shape",
+            "do not agree on leaf 1 of gather: rank 0 has float32 (2, 3), rank 1 has float32 (2, 4). Nothing was sent",
+        ),
+        ("dtype", "leaf 0 of broadcast: rank 0 has float32 (2,), rank 1 has int64 (2,)"),
+        ("operator", "the operation: rank 0 reduce(max), rank 1 reduce(sum)"),
+        ("number", "leaf 1 of gather: rank 0 nothing, rank 1 has float32 (1,)"),
+    ],
+)
+def test_debug_names_both_sides_on_every_rank_before_data_moves(kind: str, message: str) -> None:
+    for text in run_ranks(disagree, 2, kind):
+        assert message in text

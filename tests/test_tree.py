@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, UserDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BatchEncoding
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from accel_trainer.tree import honor_type, is_namedtuple, leaves, map_leaves
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+@dataclasses.dataclass
+class Record:
+    inner: Any
+    label: int = 0
+    derived: int = dataclasses.field(init=False, default=7)
+
+
+class Refuses(UserDict):
+    """A mapping that cannot be built from a mapping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data = {"a": 1}
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, Tensor)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [1, 2],
+        (1, (2, 3)),
+        {"a": 1, "b": [2]},
+        Point(1, 2),
+        OrderedDict(b=1, a=2),
+        Record(inner={"x": [1]}, label=4),
+        UserDict({"k": 1}),
+        {},
+        [],
+        5,
+    ],
+)
+def test_classes_and_order_survive_a_mapping(data: Any) -> None:
+    mapped = map_leaves(lambda leaf: leaf * 10, data)
+
+    assert type(mapped) is type(data)
+    assert list(leaves(mapped)) == [leaf * 10 for leaf in leaves(data)]
+
+
+def test_model_outputs_and_batch_encodings_keep_their_class() -> None:
+    output = SequenceClassifierOutput(loss=torch.tensor(1.0), logits=torch.ones(2, 3))
+    encoding = BatchEncoding({"input_ids": torch.ones(2, 3)})
+
+    doubled = map_leaves(lambda leaf: leaf * 2, output, is_leaf=is_tensor)
+    tripled = map_leaves(lambda leaf: leaf * 3, encoding, is_leaf=is_tensor)
+
+    assert isinstance(doubled, SequenceClassifierOutput)
+    assert doubled.logits.sum() == 12
+    assert isinstance(tripled, BatchEncoding)
+    assert tripled["input_ids"].sum() == 18
+
+
+def test_a_mapping_that_cannot_be_rebuilt_becomes_a_dict() -> None:
+    assert map_leaves(lambda leaf: leaf + 1, Refuses()) == {"a": 2}
+
+
+def test_a_field_that_the_constructor_does_not_take_is_left_to_it() -> None:
+    record = Record(inner=1)
+    record.derived = 99
+
+    mapped = map_leaves(lambda leaf: leaf + 1, record)
+
+    assert (mapped.inner, mapped.label, mapped.derived) == (2, 1, 7)
+    assert list(leaves(record)) == [1, 0]
+
+
+def test_is_leaf_stops_the_descent() -> None:
+    data = {"rows": [[1, 2], [3]]}
+
+    assert list(leaves(data, is_leaf=lambda node: node == [1, 2])) == [[1, 2], 3]
+    assert map_leaves(len, data, is_leaf=lambda node: isinstance(node, list)) == {"rows": 2}
+
+
+def test_leaves_builds_no_containers() -> None:
+    class Fragile(dict):
+        def __init__(self) -> None:
+            super().__init__(a=1)
+            self.builds = getattr(type(self), "builds", 0)
+            type(self).builds = self.builds + 1
+
+    data = Fragile()
+    assert list(leaves([data, data])) == [1, 1]
+    assert Fragile.builds == 1
+
+
+def test_honor_type_builds_lists_tuples_and_namedtuples() -> None:
+    assert honor_type([0], iter([1, 2])) == [1, 2]
+    assert honor_type((0,), iter([1, 2])) == (1, 2)
+    assert honor_type(Point(0, 0), iter([1, 2])) == Point(1, 2)
+    assert is_namedtuple(Point(0, 0))
+    assert not is_namedtuple((0, 0))
