@@ -15,6 +15,7 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from accel_trainer.data.loader import skip_first_batches
+from accel_trainer.trainer.loss_scale import settle_loss_scale
 
 __all__ = ["EpochRun", "run_training_step"]
 
@@ -174,6 +175,7 @@ def run_training_step(trainer: Any, model: nn.Module, inputs: Any, num_items_in_
     if callable(getattr(trainer.optimizer, "train", None)):
         trainer.optimizer.train()
     inputs = trainer._prepare_inputs(inputs)
+    settle_loss_scale(trainer, model, inputs, num_items_in_batch)
     with trainer.compute_loss_context_manager():
         loss = trainer.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
     del inputs

@@ -42,6 +42,7 @@ class CoreTrainerMixin:
     """
 
     arguments_class: type[TrainingArguments] = TrainingArguments
+    _loss_scale_is_settled = False
 
     def __init__(self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any) -> None:
         """Build a Trainer as upstream's; `model` may also be the path or name that `from_pretrained` takes.
@@ -80,11 +81,12 @@ class CoreTrainerMixin:
                     "activation_checkpointing is set in the arguments and in fsdp_config, and both would recompute the same "
                     "layers; keep the one in fsdp_config"
                 )
-            if args.auto_find_batch_size:
-                raise ConfigError(
-                    "auto_find_batch_size is set with a sharded model: a rank that runs out of memory leaves the others "
-                    "waiting in a collective; set per_device_train_batch_size, and gradient_accumulation_steps for the rest"
-                )
+        if args.auto_find_batch_size and self.accelerator.num_processes > 1:
+            raise ConfigError(
+                f"auto_find_batch_size is set on {self.accelerator.num_processes} processes: one that runs out of memory would "
+                "leave the others waiting in a collective; set per_device_train_batch_size, and gradient_accumulation_steps "
+                "for the rest of the batch. On one process it searches"
+            )
 
     def _validate_args(self) -> None:
         check_dataset(self.train_dataset, "train_dataset")
