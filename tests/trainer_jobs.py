@@ -123,7 +123,12 @@ def build_model(kind: str = "llama", seed: int = 0, dropout: float = 0.0) -> tor
         vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=dropout,
         decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config)
+    network = transformers.T5ForConditionalGeneration(config)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if "EncDecAttention" in name:
+                parameter.mul_(4.5)  # else a fresh model generates the same token whatever it reads
+    return network
 
 
 def strategy_arguments(strategy: str) -> dict[str, Any]:

@@ -230,8 +230,12 @@ class _Pass:
         rows = float(batch.rows if batch.rows is not None else 1)
         if self.args.eval_loss_weighting == "batch":
             return rows
-        count = self.trainer._get_num_items_in_batch([batch.inputs], self.args.device)
-        return rows if count is None else count
+        labels = batch.inputs.get("labels") if isinstance(batch.inputs, Mapping) else None
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return rows
+        if self.trainer._loss_shifts_labels:
+            labels = batch.inputs.get("shift_labels", labels[..., 1:])
+        return labels.ne(-100).sum()
 
     def _main_input(self, batch: _Batch) -> Any:
         name = getattr(self.trainer.model, "main_input_name", "input_ids")

@@ -1,0 +1,168 @@
+"""What cannot be honoured is refused, with what was found and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from accel_trainer.errors import ConfigError
+from accel_trainer.trainer import Trainer
+from tests.ranks import RankFailure, run_ranks
+from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer
+
+
+def test_empty_training_set(tmp_path):
+    with pytest.raises(ConfigError, match="train_dataset is empty .*0 samples.*check its path, split and filters"):
+        build_trainer(tmp_path, samples=0)
+
+
+def test_empty_training_set_given_later(tmp_path):
+    trainer = build_trainer(tmp_path)
+    trainer.train_dataset = TokenDataset(0)
+
+    with pytest.raises(ConfigError, match="train_dataset is empty"):
+        trainer.train()
+
+
+def test_empty_evaluation_set(tmp_path):
+    with pytest.raises(ConfigError, match="eval_dataset is empty"):
+        build_trainer(tmp_path, eval_samples=0)
+
+
+def test_one_empty_evaluation_set_of_several(tmp_path):
+    with pytest.raises(ConfigError, match=r"eval_dataset\['short'\] is empty"):
+        Trainer(
+            build_model(),
+            arguments(tmp_path),
+            train_dataset=TokenDataset(4),
+            eval_dataset={"long": TokenDataset(3), "short": TokenDataset(0)},
+        )
+
+
+def test_empty_set_to_evaluate_or_predict(tmp_path):
+    trainer = build_trainer(tmp_path)
+
+    with pytest.raises(ConfigError, match="eval_dataset is empty"):
+        trainer.evaluate(TokenDataset(0))
+    with pytest.raises(ConfigError, match="test_dataset is empty"):
+        trainer.predict(TokenDataset(0))
+
+
+@pytest.mark.parametrize("model", [42, {"weights": 1}, build_model])
+def test_model_that_is_neither_module_nor_path(tmp_path, model):
+    with pytest.raises(ConfigError, match="model is a .*; expected a torch.nn.Module, or the path or name of a saved"):
+        Trainer(model, arguments(tmp_path))
+
+
+def test_a_path_is_a_model(tmp_path):
+    build_model("bert").save_pretrained(tmp_path / "bert")
+
+    trainer = Trainer(tmp_path / "bert", arguments(tmp_path), train_dataset=TokenDataset(8, kind="class"))
+    trainer.train()
+
+    assert type(trainer.model) is transformers.BertForSequenceClassification
+
+
+def test_a_path_whose_configuration_names_no_class(tmp_path):
+    model = build_model("bert")
+    model.config.save_pretrained(tmp_path)
+
+    with pytest.raises(ConfigError, match="names no architecture, which transformers cannot build"):
+        Trainer(str(tmp_path), arguments(tmp_path))
+
+
+def test_arguments_of_another_class(tmp_path):
+    foreign = object.__new__(transformers.TrainingArguments)
+
+    with pytest.raises(ConfigError, match=r"args is a transformers.*TrainingArguments.*build that one"):
+        Trainer(build_model(), foreign)
+
+
+def test_no_arguments_are_ours(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    trainer = Trainer(build_model(), train_dataset=TokenDataset(4))
+
+    assert type(trainer.args).__module__ == "accel_trainer.trainer.arguments"
+    assert trainer.args.output_dir == "tmp_trainer"
+
+
+@pytest.mark.parametrize("name", ["per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"])
+@pytest.mark.parametrize("value", [0, -1, 1.5])
+def test_counts_below_one(tmp_path, name, value):
+    with pytest.raises(ConfigError, match=f"{name}={value} was given.*use an integer of 1 or more"):
+        arguments(tmp_path, **{name: value})
+
+
+def test_fp16_on_the_cpu(tmp_path):
+    with pytest.raises(ConfigError, match="fp16 was asked for on the CPU.*use 'bf16' or 'no'"):
+        build_trainer(tmp_path, fp16=True)
+
+
+def test_bf16_where_the_device_has_none(tmp_path, monkeypatch):
+    import accel_trainer.precision
+
+    monkeypatch.setattr(accel_trainer.precision, "_supports_bf16", lambda device: False)
+
+    with pytest.raises(ConfigError, match="bf16 was asked for and cpu does not support it"):
+        build_trainer(tmp_path, bf16=True)
+
+
+def test_fsdp_with_one_process(tmp_path):
+    with pytest.raises(ConfigError, match=r"needs at least 2 processes and this job has 1.*accel-trainer launch --num_proc"):
+        build_trainer(tmp_path, strategy="fsdp")
+
+
+def build_on_rank(output_dir: str, changes: dict[str, Any]) -> None:
+    build_trainer(output_dir, **changes).train()
+
+
+@pytest.mark.multirank
+def test_unknown_wrap_class(tmp_path):
+    changes = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LamaDecoderLayer"}}
+
+    with pytest.raises(RankFailure, match="LlamaDecoderLayer") as failure:
+        run_ranks(fsdp_run, 2, str(tmp_path), changes)
+    assert len(failure.value.failures) == 2
+
+
+def fsdp_run(output_dir: str, changes: dict[str, Any]) -> None:
+    trainer = Trainer(build_model(), arguments(output_dir, **changes), train_dataset=TokenDataset(8))
+    trainer.train()
+
+
+@pytest.mark.multirank
+def test_two_kinds_of_recomputation(tmp_path):
+    changes = {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}, "gradient_checkpointing": True}
+
+    with pytest.raises(RankFailure, match="both would recompute the same layers; keep the one in fsdp_config"):
+        run_ranks(fsdp_run, 2, str(tmp_path), changes)
+
+
+@pytest.mark.multirank
+def test_batch_size_search_with_several_ranks(tmp_path):
+    with pytest.raises(RankFailure, match="auto_find_batch_size is set.*set per_device_train_batch_size"):
+        run_ranks(fsdp_run, 2, str(tmp_path), {"auto_find_batch_size": True})
+
+
+def test_deepspeed_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="asks for DeepSpeed, which this Trainer does not run; its strategies are ddp"):
+        arguments(tmp_path, deepspeed={"zero_optimization": {"stage": 2}})
+
+
+def test_prediction_that_is_no_tensor(tmp_path):
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, Any]:
+            return {"loss": self.layer.weight.sum(), "logits": input_ids, "note": "text"}
+
+    trainer = Trainer(Odd(), arguments(tmp_path, label_names=["labels"]), eval_dataset=TokenDataset(4))
+
+    with pytest.raises((ConfigError, AttributeError), match="str"):
+        trainer.predict(TokenDataset(4))

@@ -1,0 +1,334 @@
+"""Evaluation sees every sample exactly once, in order, and its loss is the exact mean, on any ranks and batch size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.trainer_jobs import TokenDataset, build_model, build_trainer
+
+EVAL_SAMPLES = 11
+
+
+def exact_loss(model: str = "llama", samples: int = EVAL_SAMPLES) -> float:
+    """The mean over all label tokens of the evaluation set, one sample at a time."""
+    network = build_model(model).eval()
+    total, count = 0.0, 0
+    for row in TokenDataset(samples, seed=1, uneven=True, kind="class" if model == "bert" else "lm").rows:
+        labels = row["labels"][1:] if model != "bert" else row["labels"].reshape(1)
+        with torch.no_grad():
+            logits = network(input_ids=row["input_ids"][None]).logits[0]
+        logits = logits[:-1] if model != "bert" else logits[None]
+        logits = logits.reshape(-1, logits.shape[-1])
+        total += float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
+        count += int((labels != -100).sum())
+    return total / count
+
+
+def exact_logits(samples: int = EVAL_SAMPLES) -> np.ndarray:
+    network = build_model().eval()
+    tokens = torch.stack([row["input_ids"] for row in TokenDataset(samples, seed=1).rows])
+    with torch.no_grad():
+        return network(input_ids=tokens).logits.numpy()
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    predicted = prediction.predictions.argmax(-1)
+    wanted = prediction.label_ids != -100
+    return {"accuracy": float((predicted == prediction.label_ids)[wanted].mean()), "rows": len(predicted)}
+
+
+def evaluate(output_dir: str, strategy: str = "single", **build: Any) -> dict[str, Any]:
+    build = {"uneven": True, "options": {"compute_metrics": accuracy}, **build}
+    trainer = build_trainer(output_dir, strategy=strategy, **build)
+    metrics = trainer.evaluate()
+    output = trainer.predict(trainer.eval_dataset)
+    return {"metrics": metrics, "predictions": output.predictions, "labels": output.label_ids, "test": output.metrics}
+
+
+def check(result: dict[str, Any], samples: int = EVAL_SAMPLES) -> None:
+    labels = np.stack([row["labels"].numpy() for row in TokenDataset(samples, seed=1, uneven=True).rows])
+    np.testing.assert_array_equal(result["labels"], labels)
+    np.testing.assert_allclose(result["predictions"], exact_logits(samples), atol=1e-5)
+    assert result["metrics"]["eval_loss"] == pytest.approx(exact_loss(samples=samples), rel=1e-6)
+    assert result["test"]["test_loss"] == pytest.approx(exact_loss(samples=samples), rel=1e-6)
+    assert result["metrics"]["eval_rows"] == samples
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 8, 16])
+def test_one_process_is_exact_at_any_batch_size(tmp_path, batch_size):
+    check(evaluate(str(tmp_path), per_device_eval_batch_size=batch_size))
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "batch_size"), [("ddp", 2, 1), ("ddp", 2, 4), ("ddp", 3, 2), ("fsdp", 2, 4), ("fsdp", 3, 8)]
+)
+def test_many_ranks_are_exact_at_any_batch_size(tmp_path, strategy, world_size, batch_size):
+    results = run_ranks(evaluate, world_size, str(tmp_path), strategy, per_device_eval_batch_size=batch_size)
+
+    for result in results:
+        check(result)
+
+
+@pytest.mark.multirank
+def test_more_ranks_than_samples_are_exact(tmp_path):
+    results = run_ranks(evaluate, 3, str(tmp_path), "fsdp", eval_samples=2, per_device_eval_batch_size=4)
+
+    for result in results:
+        check(result, samples=2)
+
+
+@pytest.mark.multirank
+def test_uneven_batches_are_exact_too(tmp_path):
+    results = run_ranks(
+        evaluate, 2, str(tmp_path), "fsdp", per_device_eval_batch_size=4, accelerator_config={"even_batches": False}
+    )
+
+    check(results[0])
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_classifier_gets_the_mean_over_its_rows(tmp_path, strategy):
+    arguments: dict[str, Any] = {"model": "bert", "per_device_eval_batch_size": 4, "options": {}}
+    results = (
+        [evaluate(str(tmp_path), **arguments)]
+        if strategy == "single"
+        else run_ranks(evaluate, 2, str(tmp_path), strategy, **arguments)
+    )
+
+    assert results[0]["metrics"]["eval_loss"] == pytest.approx(exact_loss("bert"), rel=1e-6)
+
+
+def test_batch_weighting_gives_the_number_of_upstream_on_one_process(tmp_path):
+    by_batch = evaluate(str(tmp_path), per_device_eval_batch_size=4, eval_loss_weighting="batch")
+    by_token = evaluate(str(tmp_path), per_device_eval_batch_size=4)
+
+    network, rows = build_model().eval(), TokenDataset(EVAL_SAMPLES, seed=1, uneven=True).rows
+    weighted = []
+    for first in range(0, EVAL_SAMPLES, 4):
+        batch = {key: torch.stack([row[key] for row in rows[first : first + 4]]) for key in rows[0]}
+        with torch.no_grad():
+            weighted += [float(network(**batch).loss)] * len(batch["labels"])
+    assert by_batch["metrics"]["eval_loss"] == pytest.approx(np.mean(weighted), rel=1e-6)
+    assert abs(by_batch["metrics"]["eval_loss"] - by_token["metrics"]["eval_loss"]) > 1e-5
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Without a length."""
+
+    def __iter__(self) -> Any:
+        yield from TokenDataset(EVAL_SAMPLES, seed=1, uneven=True).rows
+
+
+def evaluate_stream(output_dir: str, strategy: str) -> dict[str, Any]:
+    trainer = build_trainer(
+        output_dir, strategy=strategy, options={"compute_metrics": accuracy}, per_device_eval_batch_size=2
+    )
+    metrics = trainer.evaluate(Stream())
+    output = trainer.predict(Stream())
+    return {"metrics": metrics, "predictions": output.predictions, "labels": output.label_ids, "test": output.metrics}
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_a_stream_without_length_counts_every_sample_once(tmp_path, strategy):
+    results = (
+        [evaluate_stream(str(tmp_path), strategy)]
+        if strategy == "single"
+        else run_ranks(evaluate_stream, 2, str(tmp_path), strategy)
+    )
+
+    check(results[0])
+
+
+def pad_left(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Cut each batch to its own length, so that batches differ."""
+    length = 6 + int(rows[0]["input_ids"][0]) % 6
+    return {key: torch.stack([row[key][:length] for row in rows]) for key in rows[0]}
+
+
+def evaluate_ragged(output_dir: str, strategy: str) -> dict[str, Any]:
+    return evaluate(
+        output_dir, strategy, per_device_eval_batch_size=2, options={"data_collator": pad_left}, uneven=False
+    )
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_batches_of_different_lengths_are_padded_with_the_ignored_index(tmp_path, strategy):
+    one = evaluate_ragged(str(tmp_path), "single")
+
+    two = run_ranks(evaluate_ragged, 2, str(tmp_path), strategy)[0]
+
+    np.testing.assert_allclose(two["predictions"], one["predictions"], atol=1e-5)
+    np.testing.assert_array_equal(two["labels"], one["labels"])
+    assert (one["labels"] == -100).any()
+    assert two["metrics"]["eval_loss"] == pytest.approx(one["metrics"]["eval_loss"], rel=1e-6)
+
+
+class BatchAccuracy:
+    """Counts over batches and answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.hits, self.rows, self.answers = 0, 0, 0
+
+    def __call__(self, prediction: Any, compute_result: bool) -> dict[str, float] | None:
+        assert isinstance(prediction.predictions, torch.Tensor)
+        self.hits += int((prediction.predictions == prediction.label_ids[:, 0]).sum())
+        self.rows += len(prediction.predictions)
+        if not compute_result:
+            return None
+        self.answers += 1
+        return {"rows": self.rows, "hits": self.hits, "answers": self.answers, "inputs": len(prediction.inputs["input_ids"])}
+
+
+def first_token(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits[:, 0].argmax(-1)
+
+
+def evaluate_by_batch(output_dir: str, strategy: str) -> dict[str, float]:
+    trainer = build_trainer(
+        output_dir,
+        strategy=strategy,
+        batch_eval_metrics=True,
+        include_for_metrics=["inputs", "loss"],
+        per_device_eval_batch_size=2,
+        options={"compute_metrics": BatchAccuracy(), "preprocess_logits_for_metrics": first_token},
+    )
+    return trainer.evaluate()
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_batch_metrics_see_every_sample_and_answer_once(tmp_path, strategy):
+    results = (
+        [evaluate_by_batch(str(tmp_path), strategy)]
+        if strategy == "single"
+        else run_ranks(evaluate_by_batch, 2, str(tmp_path), strategy)
+    )
+
+    for metrics in results:
+        assert metrics["eval_rows"] == EVAL_SAMPLES
+        assert metrics["eval_answers"] == 1
+        assert metrics["eval_inputs"] == (1 if strategy == "single" else 3)
+
+
+def seen(prediction: Any) -> dict[str, Any]:
+    return {
+        "inputs_ok": bool((prediction.inputs[:, 0] == prediction.label_ids[:, 0]).all()),
+        "losses": len(prediction.losses),
+        "mean": float(prediction.losses.mean()),
+    }
+
+
+def evaluate_with_inputs(output_dir: str, strategy: str, **changes: Any) -> dict[str, Any]:
+    trainer = build_trainer(
+        output_dir, strategy=strategy, include_for_metrics=["inputs", "loss"], per_device_eval_batch_size=2,
+        options={"compute_metrics": seen}, **changes,
+    )  # fmt: skip
+    return trainer.evaluate()
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+@pytest.mark.parametrize("changes", [{}, {"eval_accumulation_steps": 1}, {"eval_accumulation_steps": 3}])
+def test_inputs_and_losses_reach_the_metrics_row_by_row(tmp_path, strategy, changes):
+    results = (
+        [evaluate_with_inputs(str(tmp_path), strategy, **changes)]
+        if strategy == "single"
+        else run_ranks(evaluate_with_inputs, 2, str(tmp_path), strategy, **changes)
+    )
+
+    assert results[0]["eval_inputs_ok"] is True
+    assert results[0]["eval_losses"] == EVAL_SAMPLES
+    assert results[0]["eval_mean"] == pytest.approx(results[0]["eval_loss"], rel=1e-5)
+
+
+def steps_seen(prediction: Any) -> dict[str, Any]:
+    return {"sizes": [len(step) for step in prediction.predictions], "widths": [s.shape[1] for s in prediction.label_ids]}
+
+
+def evaluate_in_steps(output_dir: str, strategy: str) -> dict[str, Any]:
+    options = {"compute_metrics": steps_seen, "data_collator": pad_left}
+    trainer = build_trainer(
+        output_dir, strategy=strategy, eval_do_concat_batches=False, per_device_eval_batch_size=4, options=options
+    )
+    return trainer.evaluate()
+
+
+@pytest.mark.multirank
+def test_without_concatenation_each_step_stays_by_itself(tmp_path):
+    one = evaluate_in_steps(str(tmp_path), "single")
+    two = run_ranks(evaluate_in_steps, 2, str(tmp_path), "ddp")[0]
+
+    assert one["eval_sizes"] == [4, 4, 3]
+    assert len(set(one["eval_widths"])) > 1
+    assert two["eval_sizes"] == [8, 3]
+
+
+def test_batches_without_a_label_do_not_count(tmp_path):
+    trainer = build_trainer(tmp_path, per_device_eval_batch_size=1, uneven=True)
+    expected = trainer.evaluate()["eval_loss"]
+
+    trainer.eval_dataset.rows.append({**trainer.eval_dataset.rows[0], "labels": torch.full((12,), -100)})
+
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_predictions_without_labels_have_no_loss(tmp_path):
+    trainer = build_trainer(tmp_path)
+    rows = [{"input_ids": row["input_ids"]} for row in trainer.eval_dataset.rows]
+
+    output = trainer.predict(rows)
+
+    assert output.label_ids is None
+    assert output.predictions.shape == (EVAL_SAMPLES, 12, 64)
+    assert "test_loss" not in output.metrics
+
+
+def test_several_evaluation_sets_have_their_own_metrics(tmp_path):
+    trainer = build_trainer(tmp_path)
+    trainer.eval_dataset = {"long": TokenDataset(9), "short": TokenDataset(3)}
+
+    metrics = trainer.evaluate()
+
+    assert {"eval_long_loss", "eval_short_loss"} <= metrics.keys()
+
+
+def test_a_loader_of_ones_own_counts_every_row(tmp_path):
+    trainer = build_trainer(tmp_path)
+    loader = torch.utils.data.DataLoader(trainer.eval_dataset, batch_size=3)
+    trainer.get_eval_dataloader = lambda dataset=None: loader
+
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(build_trainer(tmp_path).evaluate()["eval_loss"], rel=1e-6)
+
+
+def shard_sizes(output_dir: str) -> tuple[list[int], int]:
+    trainer = build_trainer(output_dir, strategy="fsdp")
+    trainer.train()
+    trainer.evaluate()
+    return [parameter.to_local().numel() for parameter in trainer.model.parameters()], sum(
+        parameter.numel() for parameter in trainer.model.parameters()
+    )
+
+
+@pytest.mark.multirank
+def test_a_sharded_model_is_sharded_again_after_evaluation(tmp_path):
+    results = run_ranks(shard_sizes, 2, str(tmp_path))
+
+    assert sum(sum(local) for local, _ in results) == results[0][1]
+
+
+def test_full_bf16_evaluation_casts_the_model(tmp_path):
+    trainer = build_trainer(tmp_path, bf16_full_eval=True)
+
+    loss = trainer.evaluate()["eval_loss"]
+
+    assert next(trainer.model.parameters()).dtype == torch.bfloat16
+    assert loss == pytest.approx(exact_loss(), rel=0.05)
