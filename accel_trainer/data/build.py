@@ -121,7 +121,7 @@ def _slice_source(
 ) -> SliceSource:
     stream = SlicedStream(loader.dataset, _stream_rule(loader, config, shards, shard), seed)
     # Every rank must meet the same steps in the same order, whichever worker is ready first.
-    reader = _reader(loader, stream, is_all=shard is None, in_order=loader.in_order or shards == 1)
+    reader = _reader(loader, stream, is_all=shard is None, in_order=loader.in_order or shards > 1)
     return SliceSource(reader, stream, _worker_seed(loader, seed))
 
 

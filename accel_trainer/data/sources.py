@@ -129,25 +129,29 @@ class IndexSource:
 
     def read(self, loader: Any, progress: Pass) -> Iterator[Any]:
         """Yield this shard's batches."""
-        batches, planned = self._begin(loader, progress)
-        for batch in batches:
-            progress.rows = planned.popleft()
+        planned: deque[BatchRows] | None = None
+        for batch in self._begin(loader, progress):
+            if planned is None:  # a loader class of the user's own may ask for indices as late as for its first batch
+                planned = self.sampler.take_planned()
+            progress.rows = planned.popleft() if planned else None
             progress.taken += 1
             yield batch
 
     def rounds(self, loader: Any, progress: Pass) -> Iterator[tuple[list[Any], BatchRows]]:
         """Yield the batches of all shards at each step; for a sampler that draws them in turn."""
-        batches, planned = self._begin(loader, progress)
+        batches = self._begin(loader, progress)
+        planned: deque[BatchRows] | None = None
         while together := list(islice(batches, self.sampler.num_processes)):
+            if planned is None:
+                planned = self.sampler.take_planned()
             yield together, planned.popleft()
 
-    def _begin(self, loader: Any, progress: Pass) -> tuple[Iterator[Any], deque[BatchRows]]:
+    def _begin(self, loader: Any, progress: Pass) -> Iterator[Any]:
         if loader.num_workers > 0:
             # Workers derive their streams from one draw of this generator: augmentation differs per shard and worker.
             shard = self.sampler.process_index or 0
             loader.generator = torch.Generator().manual_seed(mix_seed(self._seed, progress.epoch, shard))
-        batches = loader.native_iterator()
-        return batches, self.sampler.take_planned()
+        return loader.native_iterator()
 
 
 class _StreamSource:

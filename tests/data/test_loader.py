@@ -1,0 +1,614 @@
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from accel_trainer.config.schema import DataConfig
+from accel_trainer.data import (
+    PreparedDataLoader,
+    SeedableRandomSampler,
+    ShardedBatchSampler,
+    prepare_data_loader,
+    skip_first_batches,
+)
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.process import ProcessContext
+
+SEED = 17
+
+
+def context(rank: int, world_size: int) -> ProcessContext:
+    return ProcessContext(rank, rank, world_size, world_size, torch.device("cpu"), None)
+
+
+def prepare(loader: DataLoader, rank: int = 0, world_size: int = 1, **config: Any) -> PreparedDataLoader:
+    hooks = {name: config.pop(name) for name in ("on_begin", "on_end", "device") if name in config}
+    return prepare_data_loader(
+        loader, process=context(rank, world_size), config=DataConfig(**config), seed=SEED, **hooks
+    )
+
+
+class Numbers(Dataset):
+    """Sample i is the number i; remembers the epoch it was told."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+        self.epoch: int | None = None
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Noisy(Numbers):
+    """Sample i is a random number, as augmentation makes it."""
+
+    def __getitem__(self, index: int) -> float:
+        return torch.rand(()).item()
+
+
+def collate(samples: list[int]) -> dict[str, Any]:
+    return {"ids": torch.tensor(samples), "names": [str(sample) for sample in samples]}
+
+
+def valid_ids(loaders: list[PreparedDataLoader], key: str | None = None) -> list[int]:
+    """Iterate the loaders of all ranks in step, and return the valid ids in the order of gathering."""
+    ids: list[int] = []
+    for batches in zip(*loaders, strict=True):
+        for rank, batch in enumerate(batches):
+            rows = loaders[rank].rows
+            assert rows == loaders[0].rows
+            values = batch[key] if key else batch
+            assert len(values) == rows.sizes[rank]
+            ids += values[: rows.rows[rank]].tolist()
+    return ids
+
+
+# --- every sample exactly once -------------------------------------------------------------------------------------
+
+
+class Odd(Sampler[int]):
+    """A sampler of one's own, longer than the dataset."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (index % 11 for index in range(1, 40, 2))
+
+    def __len__(self) -> int:
+        return 20
+
+
+class Growing(Sampler[list[int]]):
+    """A batch sampler of one's own whose batches grow."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([0], [1, 2], [3, 4, 5], [6, 7, 8, 9], [10])
+
+    def __len__(self) -> int:
+        return 5
+
+
+LOADERS = {
+    "sequential": lambda: DataLoader(Numbers(13), 2),
+    "shuffled": lambda: DataLoader(Numbers(13), 2, shuffle=True),
+    "drop_last": lambda: DataLoader(Numbers(13), 2, drop_last=True, shuffle=True),
+    "one batch": lambda: DataLoader(Numbers(3), 4),
+    "one sample": lambda: DataLoader(Numbers(1), 4),
+    "subset": lambda: DataLoader(Numbers(17), 2, sampler=SubsetRandomSampler([2, 3, 5, 7, 11, 13])),
+    "d9 short sequence": lambda: DataLoader(Numbers(17), 4, sampler=SequentialSampler(range(13))),
+    "d9 weighted, longer": lambda: DataLoader(Numbers(5), 3, sampler=WeightedRandomSampler([0.2] * 5, 18)),
+    "with replacement": lambda: DataLoader(Numbers(5), 3, sampler=RandomSampler(range(5), replacement=True)),
+    "longer shuffle": lambda: DataLoader(Numbers(5), 3, sampler=RandomSampler(range(5), num_samples=11)),
+    "own sampler": lambda: DataLoader(Numbers(11), 3, sampler=Odd()),
+    "own batch sampler": lambda: DataLoader(Numbers(11), batch_sampler=Growing()),
+    "torch batch sampler": lambda: DataLoader(Numbers(11), batch_sampler=BatchSampler(Odd(), 3, True)),
+    "bulk": lambda: DataLoader(torch.arange(11), batch_size=None, sampler=BatchSampler(range(11), 2, False)),
+}
+
+
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", LOADERS)
+def test_all_ranks_together_see_what_one_process_sees(name: str, world_size: int, even: bool) -> None:
+    alone = prepare(LOADERS[name]())
+    loaders = [prepare(LOADERS[name](), rank, world_size, even_batches=even) for rank in range(world_size)]
+
+    for _ in range(2):
+        expected = [int(i) for batch in alone for i in batch]
+        if name in ("drop_last", "torch batch sampler"):  # full global batches only
+            global_batch = (2 if name == "drop_last" else 3) * world_size
+            order = alone.batch_sampler.batch_sampler.sampler
+            alone.set_epoch(alone.epoch - 1)
+            expected = list(order.order.tolist() if name == "drop_last" else order)
+            expected = expected[: len(expected) // global_batch * global_batch]
+            alone.set_epoch(alone.epoch + 1)
+        assert valid_ids(loaders) == expected
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"prefetch_factor": 1}, {"in_order": False}])
+def test_workers_change_nothing(workers: int, options: dict[str, Any]) -> None:
+    def build(num_workers: int, **extra: Any) -> DataLoader:
+        return DataLoader(Numbers(13), 2, shuffle=True, collate_fn=collate, num_workers=num_workers, **extra)
+
+    alone = [prepare(build(0), rank, 2) for rank in range(2)]
+    loaders = [prepare(build(workers, **options), rank, 2) for rank in range(2)]
+
+    for _ in range(2):
+        expected, taken = valid_ids(alone, "ids"), valid_ids(loaders, "ids")
+        assert sorted(taken) == sorted(expected)
+        if options.get("in_order", True):
+            assert taken == expected
+
+
+class SlowFirst(Numbers):
+    def __getitem__(self, index: int) -> int:
+        import time
+
+        time.sleep(0.2 if index == 0 else 0.0)
+        return index
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+@pytest.mark.parametrize("num_samples", [1, 2, 5, 11])
+def test_out_of_order_workers_keep_the_short_batch_last(num_samples: int, prefetch: int) -> None:
+    loader = prepare(DataLoader(SlowFirst(num_samples), 2, num_workers=2, in_order=False, prefetch_factor=prefetch))
+
+    batches = [(batch.tolist(), loader.rows, loader.end_of_dataloader) for batch in loader]
+
+    assert sorted(index for ids, _, _ in batches for index in ids) == list(range(num_samples))
+    assert all(rows.sizes == (len(ids),) for ids, rows, _ in batches)
+    assert [is_last for _, _, is_last in batches] == [False] * (len(batches) - 1) + [True]
+
+
+def test_split_batches_cuts_the_batch() -> None:
+    loaders = [prepare(DataLoader(Numbers(10), 4), rank, 2, split_batches=True) for rank in range(2)]
+
+    assert [batch.tolist() for batch in loaders[1]] == [[2, 3], [6, 7], [0, 1]]
+    assert loaders[0].total_batch_size == 4
+    assert valid_ids(loaders) == list(range(10))
+
+
+def test_ranks_that_share_their_data_read_the_same_part() -> None:
+    loaders = [
+        prepare_data_loader(
+            DataLoader(Numbers(8), 2),
+            process=context(rank, 4),
+            config=DataConfig(),
+            seed=SEED,
+            shards=2,
+            shard=rank // 2,
+        )
+        for rank in range(4)
+    ]
+
+    assert [[batch.tolist() for batch in loader] for loader in loaders[:2]] == [[[0, 1], [4, 5]]] * 2
+    assert [batch.tolist() for batch in loaders[3]] == [[2, 3], [6, 7]]
+
+
+# --- orders and epochs ---------------------------------------------------------------------------------------------
+
+
+def test_shuffling_is_a_randperm_of_seed_and_epoch() -> None:
+    loader = prepare(DataLoader(Numbers(13), 4, shuffle=True))
+
+    assert isinstance(loader.sampler, SeedableRandomSampler)
+    for epoch in range(2):
+        expected = torch.randperm(13, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
+        assert [index for batch in loader for index in batch.tolist()] == expected
+
+
+def test_data_seed_replaces_the_seed() -> None:
+    loader = prepare(DataLoader(Numbers(13), 13, shuffle=True), data_seed=5)
+
+    assert next(iter(loader)).tolist() == torch.randperm(13, generator=torch.Generator().manual_seed(5)).tolist()
+
+
+def test_without_the_seedable_sampler_the_users_sampler_stays_and_draws_the_seeded_order() -> None:
+    loader = prepare(DataLoader(Numbers(13), 13, shuffle=True), use_seedable_sampler=False)
+
+    assert type(loader.sampler) is RandomSampler
+    assert next(iter(loader)).tolist() == torch.randperm(13, generator=torch.Generator().manual_seed(SEED)).tolist()
+
+
+def test_a_generator_of_ones_own_gives_its_seed() -> None:
+    generator = torch.Generator().manual_seed(99)
+
+    loader = prepare(DataLoader(Numbers(13), 13, shuffle=True, generator=generator))
+
+    assert next(iter(loader)).tolist() == torch.randperm(13, generator=torch.Generator().manual_seed(99)).tolist()
+
+
+def test_set_epoch_reaches_samplers_and_datasets_through_any_wrapping() -> None:
+    data = Numbers(4), Numbers(5)
+    wrapped = Subset(ConcatDataset(data), range(9))
+    loader = prepare(DataLoader(wrapped, 2, shuffle=True))
+
+    loader.set_epoch(6)
+
+    assert loader.epoch == loader.sampler.epoch == 6
+    assert [inner.epoch for inner in data] == [6, 6]
+    list(loader)
+    assert [inner.epoch for inner in data] == [7, 7]
+
+
+def test_an_epoch_set_on_the_sampler_itself_counts() -> None:
+    loader = prepare(DataLoader(Numbers(13), 13, shuffle=True))
+    loader.sampler.set_epoch(3)
+
+    assert next(iter(loader)).tolist() == torch.randperm(13, generator=torch.Generator().manual_seed(SEED + 3)).tolist()
+
+
+def test_the_epoch_moves_on_after_a_whole_pass_only() -> None:
+    loader = prepare(DataLoader(Numbers(8), 2, shuffle=True))
+
+    for _ in loader:
+        break
+    assert loader.epoch == 0
+    first = [batch.tolist() for batch in loader]
+    assert loader.epoch == 1
+    assert [batch.tolist() for batch in loader] != first
+    assert loader.epoch == 2
+
+
+def test_a_pass_left_early_does_not_move_a_sampler_that_counts_epochs_itself() -> None:
+    class Wrapping:
+        def __init__(self) -> None:
+            self.sampler = SeedableRandomSampler(range(4), SEED)
+
+        def __iter__(self) -> Iterator[list[int]]:
+            yield from ([index] for index in self.sampler)
+
+    loader = prepare(DataLoader(Numbers(4), batch_sampler=Wrapping(), num_workers=2, prefetch_factor=4))
+
+    iterator = iter(loader)
+    first = next(iterator).tolist()
+    iterator.close()
+
+    assert loader.epoch == 0
+    assert next(iter(loader)).tolist() == first
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_d7_the_epoch_after_a_skip_has_its_own_order(workers: int) -> None:
+    reference = prepare(DataLoader(Numbers(12), 2, shuffle=True))
+    passes = [[batch.tolist() for batch in reference] for _ in range(2)]
+
+    loader = prepare(DataLoader(Numbers(12), 2, shuffle=True, num_workers=workers))
+    resumed = skip_first_batches(loader, 4)
+
+    assert [batch.tolist() for batch in resumed] == passes[0][4:]
+    assert [batch.tolist() for batch in loader] == passes[1]
+
+
+def test_d6_an_epoch_is_resumed_in_its_own_order() -> None:
+    reference = prepare(DataLoader(Numbers(12), 2, shuffle=True), 1, 2)
+    passes = [[batch.tolist() for batch in reference] for _ in range(3)]
+
+    loader = prepare(DataLoader(Numbers(12), 2, shuffle=True), 1, 2)
+    loader.load_state_dict({"epoch": 2})
+
+    assert [batch.tolist() for batch in skip_first_batches(loader, 1)] == passes[2][1:]
+
+
+# --- skipping ------------------------------------------------------------------------------------------------------
+
+
+def test_skipping_keeps_every_setting_and_says_what_is_left() -> None:
+    original = DataLoader(
+        Numbers(13), 2, drop_last=True, num_workers=2, persistent_workers=True, prefetch_factor=3, collate_fn=collate
+    )
+    skipped = skip_first_batches(prepare(original, 1, 2), 1)
+
+    for name in ("batch_size", "drop_last", "num_workers", "persistent_workers", "prefetch_factor", "collate_fn"):
+        assert getattr(skipped, name) == getattr(original, name), name
+    assert len(skipped) == 2
+    assert [(batch["ids"].tolist(), skipped.remaining) for batch in skipped] == [([6, 7], 2), ([10, 11], 1)]
+
+
+def test_d8_rows_stay_exact_after_a_skip() -> None:
+    loaders = [skip_first_batches(prepare(DataLoader(Numbers(13), 4), rank, 2), 1) for rank in range(2)]
+
+    assert valid_ids(loaders) == [8, 9, 10, 11, 12]
+
+
+def test_a_skip_is_for_one_pass() -> None:
+    loader = skip_first_batches(prepare(DataLoader(Numbers(8), 2)), 3)
+
+    assert [len(list(loader)), len(list(loader)), len(loader)] == [1, 4, 4]
+
+
+def test_a_skip_survives_set_epoch_and_adds_up() -> None:
+    loader = skip_first_batches(skip_first_batches(prepare(DataLoader(Numbers(8), 2)), 1), 2)
+    loader.set_epoch(4)
+
+    assert [batch.tolist() for batch in loader] == [[6, 7]]
+
+
+def test_skipping_works_for_a_loader_that_is_not_prepared() -> None:
+    assert [batch.tolist() for batch in skip_first_batches(DataLoader(Numbers(8), 2), 2)] == [[4, 5], [6, 7]]
+    assert list(skip_first_batches(DataLoader(Numbers(8), 2), 9)) == []
+    with pytest.raises(ConfigError, match="num_batches=-1 cannot be skipped"):
+        skip_first_batches(DataLoader(Numbers(8), 2), -1)
+
+
+def test_skipping_on_a_map_style_dataset_reads_nothing() -> None:
+    class Forbidden(Numbers):
+        def __getitem__(self, index: int) -> int:
+            assert index >= 6
+            return index
+
+    assert [b.tolist() for b in skip_first_batches(prepare(DataLoader(Forbidden(8), 2)), 3)] == [[6, 7]]
+
+
+# --- what the loader knows -----------------------------------------------------------------------------------------
+
+
+def test_rows_remaining_and_the_last_step_are_known_at_every_step() -> None:
+    loader = prepare(DataLoader(Numbers(13), 4), 1, 2)
+    assert (loader.rows, loader.remaining, loader.end_of_dataloader) == (None, None, False)
+
+    seen = [(loader.rows.rows, loader.remaining, loader.end_of_dataloader) for _ in loader]
+
+    assert seen == [((4, 4), 2, False), ((4, 1), 1, True)]
+    assert (loader.rows, loader.remaining, loader.end_of_dataloader) == (None, None, False)
+    assert (len(loader), loader.steps_per_epoch, loader.total_batch_size, loader.total_dataset_length) == (2, 2, 8, 13)
+
+
+def test_batches_of_varying_size_have_no_total() -> None:
+    loader = prepare(DataLoader(Numbers(11), batch_sampler=Growing()), 0, 2)
+
+    assert loader.total_batch_size is None
+    assert [loader.rows.sizes for _ in loader] == [(1, 2), (3, 4), (1, 1)]
+
+
+def test_no_data_is_read_ahead() -> None:
+    read = []
+
+    class Recording(Numbers):
+        def __getitem__(self, index: int) -> int:
+            read.append(index)
+            return index
+
+    iterator = iter(prepare(DataLoader(Recording(8), 2)))
+    next(iterator)
+
+    assert read == [0, 1]
+
+
+def test_d17_a_pass_that_is_left_early_leaves_nothing_behind() -> None:
+    events: list[str] = []
+    loader = prepare(
+        DataLoader(Numbers(8), 2), on_begin=lambda _: events.append("begin"), on_end=lambda _: events.append("end")
+    )
+
+    for _ in range(3):
+        for _ in loader:
+            break
+    assert events == ["begin", "end"] * 3
+    assert loader.rows is None
+
+    def fail() -> None:
+        for _ in loader:
+            raise RuntimeError("from the loop")
+
+    with pytest.raises(RuntimeError, match="from the loop"):
+        fail()
+    assert events == ["begin", "end"] * 4
+
+
+def test_nested_loaders_and_nested_passes_do_not_disturb_each_other() -> None:
+    train, other = prepare(DataLoader(Numbers(8), 2)), prepare(DataLoader(Numbers(3), 2))
+    taken = []
+    for step, batch in enumerate(train):
+        for _ in other:
+            pass
+        if step == 1:
+            for _ in train:
+                break
+        taken.append((batch.tolist(), train.remaining, train.end_of_dataloader))
+
+    assert taken == [([0, 1], 4, False), ([2, 3], 3, False), ([4, 5], 2, False), ([6, 7], 1, True)]
+
+
+def test_an_iterator_that_is_closed_late_does_not_disturb_a_later_pass() -> None:
+    loader = prepare(DataLoader(Numbers(4), 2))
+    forgotten = iter(loader)
+    next(forgotten)
+
+    seen = []
+    for batch in loader:
+        forgotten.close()
+        seen.append((batch.tolist(), loader.rows.is_last))
+
+    assert seen == [([0, 1], False), ([2, 3], True)]
+    assert loader.epoch == 1
+
+
+# --- a real DataLoader ---------------------------------------------------------------------------------------------
+
+
+class OwnLoader(DataLoader):
+    """A loader class of the user's own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield batch * 10
+
+    def describe(self) -> str:
+        return f"{self.batch_size} a batch"
+
+
+def test_it_is_a_loader_of_the_users_class_with_its_methods_and_reading() -> None:
+    loader = prepare(OwnLoader(Numbers(4), 2), 1, 2)
+
+    assert isinstance(loader, (PreparedDataLoader, OwnLoader))
+    assert isinstance(loader, OwnLoader)
+    assert isinstance(loader, DataLoader)
+    assert loader.describe() == "2 a batch"
+    assert [batch.tolist() for batch in loader] == [[20, 30]]
+
+
+@pytest.mark.parametrize("loader_class", [DataLoader, OwnLoader])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_it_pickles_and_copies_where_the_original_does(loader_class: type, workers: int) -> None:
+    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
+    loader = prepare(loader_class(Numbers(9), 2, shuffle=True, **options), on_begin=lambda _: None)
+    list(loader)
+
+    clones = [pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader)]
+    expected = [batch.tolist() for batch in loader]
+
+    for clone in clones:
+        assert isinstance(clone, loader_class)
+        assert [batch.tolist() for batch in clone] == expected
+
+
+def test_preparing_twice_changes_nothing() -> None:
+    loader = prepare(DataLoader(Numbers(9), 2), 1, 2)
+
+    assert prepare(loader, 0, 3) is loader
+
+
+def test_the_original_loader_is_left_as_it_was() -> None:
+    original = DataLoader(Numbers(9), 2, shuffle=True)
+    batch_sampler, sampler = original.batch_sampler, original.sampler
+
+    list(prepare(original, 1, 2))
+
+    assert (original.batch_sampler, original.sampler) == (batch_sampler, sampler)
+    assert len(list(original)) == 5
+
+
+def test_a_rank_aware_batch_sampler_can_be_let_through() -> None:
+    """transformers writes these two attributes for samplers that know their rank."""
+    own = Growing()
+    loader = prepare(DataLoader(Numbers(11), batch_sampler=own), 1, 2)
+    assert isinstance(loader.batch_sampler, ShardedBatchSampler)
+    assert loader.batch_sampler.batch_sampler is own
+    loader.batch_sampler.num_processes = 1
+    loader.batch_sampler.process_index = 0
+
+    assert [len(batch) for batch in loader] == [1, 2, 3, 4, 1]
+
+
+def test_batches_go_to_the_device() -> None:
+    loader = prepare(DataLoader(Numbers(4), 2, collate_fn=collate), device=torch.device("meta"), non_blocking=True)
+
+    batch = next(iter(loader))
+
+    assert batch["ids"].device.type == "meta"
+    assert batch["names"] == ["0", "1"]
+
+
+def test_a_batch_on_the_cpu_is_the_very_object_of_the_collate_function() -> None:
+    made = []
+
+    def remember(samples: list[int]) -> list[int]:
+        made.append(samples)
+        return samples
+
+    loader = prepare(DataLoader(Numbers(4), 2, collate_fn=remember), device=torch.device("cpu"))
+
+    assert all(batch is made[-1] for batch in loader)
+
+
+# --- randomness of workers -----------------------------------------------------------------------------------------
+
+
+def noise(rank: int, world_size: int, **options: Any) -> list[list[float]]:
+    torch.manual_seed(0)  # as set_seed(0) on every rank
+    loader = prepare(DataLoader(Noisy(8), 2, num_workers=2, **options), rank, world_size)
+    return [[value for batch in loader for value in batch.tolist()] for _ in range(2)]
+
+
+def test_d21_augmentation_differs_per_rank_worker_and_epoch_and_is_reproducible() -> None:
+    first, second = noise(0, 2), noise(1, 2)
+
+    values = [value for rank in (first, second) for epoch in rank for value in epoch]
+    assert len(set(values)) == len(values) == 16
+    assert noise(0, 2) == first
+
+
+def test_a_worker_init_function_of_the_users_is_left_alone() -> None:
+    def init(worker_id: int) -> None:
+        torch.manual_seed(5)
+
+    (first,), (second,) = ([noise(rank, 2, worker_init_fn=init)[0]] for rank in range(2))
+    assert first == second
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_an_empty_dataset_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the dataset has 0 samples \(Numbers of a DataLoader\); check its path"):
+        prepare(DataLoader(Numbers(0), 2))
+
+
+def test_what_is_no_loader_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected a torch DataLoader, got list; wrap the dataset in a DataLoader"):
+        prepare([1, 2])
+
+
+def test_a_batch_that_cannot_be_split_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"over 2 processes, and batch_size=3 is not a multiple of 2"):
+        prepare(DataLoader(Numbers(8), 3), 0, 2, split_batches=True)
+
+
+def test_a_sampler_that_shards_by_rank_is_not_cut_again() -> None:
+    sampler = DistributedSampler(Numbers(8), num_replicas=2, rank=1)
+    with pytest.raises(ConfigError, match=r"DistributedSampler shards by rank already \(num_replicas=2\)"):
+        prepare(DataLoader(Numbers(8), 2, sampler=sampler), 1, 2)
+
+
+def test_a_loader_that_keeps_its_own_iterator_is_refused() -> None:
+    loader = DataLoader(Numbers(8), 2)
+    loader.kept = iter(DataLoader(Numbers(8), 2))
+    with pytest.raises(ConfigError, match="keeps an iterator that reads the whole dataset"):
+        prepare(loader, 1, 2)
+
+
+def test_a_loader_without_a_single_step_warns(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        loader = prepare(DataLoader(Numbers(3), 2, drop_last=True), 0, 2)
+
+    assert "a loader has no steps: drop_last leaves out what does not fill 2 samples on each of 2" in caplog.text
+    assert list(loader) == []
+
+
+def test_a_loader_over_a_stream_keeps_torchs_endless_sampler() -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(5))
+
+    loader = prepare(DataLoader(Stream(), 2))
+
+    assert type(loader.sampler).__name__ == "_InfiniteConstantSampler"
+    assert isinstance(loader.dataset, Stream)
+    with pytest.raises(TypeError):
+        len(loader)

@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from accel_trainer.config.schema import DataConfig
+from accel_trainer.data import (
+    BatchRows,
+    drop_padding,
+    keep_valid,
+    prepare_data_loader,
+    skip_first_batches,
+    trim_gathered,
+)
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
+from tests.ranks import run_ranks
+
+Output = namedtuple("Output", ["logits", "ids"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    shards=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=4),
+    per_row=st.integers(1, 3),
+)
+def test_the_valid_rows_of_every_shard_are_kept_in_order(shards: list[tuple[int, int]], per_row: int) -> None:
+    rows = BatchRows(tuple(valid for valid, _ in shards), tuple(max(1, valid + pad) for valid, pad in shards))
+    blocks = [
+        [10 * shard + row for row in range(size) for _ in range(per_row)] for shard, size in enumerate(rows.sizes)
+    ]
+    gathered = [value for block in blocks for value in block]
+    expected = [value for shard, block in enumerate(blocks) for value in block[: rows.rows[shard] * per_row]]
+
+    assert keep_valid(torch.tensor(gathered), rows).tolist() == expected
+    assert keep_valid({"x": (gathered,)}, rows) == {"x": (expected,)}
+    for shard, block in enumerate(blocks):
+        assert drop_padding(torch.tensor(block), rows, shard).tolist() == block[: rows.rows[shard] * per_row]
+
+
+def test_values_per_rank_of_ranks_without_samples_go() -> None:
+    rows = BatchRows((4, 1, 0), (4, 4, 4), is_last=True)
+
+    assert keep_valid({"loss": torch.tensor([0.1, 0.2, 0.3])}, rows)["loss"].tolist() == pytest.approx([0.1, 0.2])
+    assert keep_valid(torch.arange(5), rows).tolist() == list(range(5))
+    assert keep_valid(7, rows) == 7
+
+
+def test_one_process_has_the_shapes_of_many() -> None:
+    process = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
+    data = {"loss": torch.tensor(1.0), "out": Output(torch.ones(2, 3), ["a", "b"]), "n": 3, "none": None}
+
+    result = trim_gathered(data, BatchRows((2,), (2,)), process)
+
+    assert result["loss"].shape == (1,)
+    assert result["out"].logits.shape == (2, 3)
+    assert result["out"].ids == ["a", "b"]
+    assert result["n"] == [3]
+    assert result["none"] is None
+    assert trim_gathered(["a", "b"], None, process, use_objects=True) == ["a", "b"]
+
+
+# --- on real ranks -------------------------------------------------------------------------------------------------
+
+
+class Numbers(Dataset):
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+class Stream(IterableDataset):
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.num_samples))
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+class Growing:
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([0], [1, 2], [3, 4, 5], [6, 7], [8])
+
+    def __len__(self) -> int:
+        return 5
+
+
+def collate(samples: list[int]) -> dict[str, Any]:
+    return {"ids": torch.tensor(samples), "text": [f"t{sample}" for sample in samples]}
+
+
+def build(kind: str, drop_last: bool) -> DataLoader:
+    options: dict[str, Any] = {"collate_fn": collate, "drop_last": drop_last}
+    return {
+        "sequential": lambda: DataLoader(Numbers(13), 4, **options),
+        "shuffled": lambda: DataLoader(Numbers(13), 4, shuffle=True, **options),
+        "tiny": lambda: DataLoader(Numbers(3), 4, **options),
+        "subset": lambda: DataLoader(Numbers(18), 4, sampler=SubsetRandomSampler(range(0, 18, 2)), **options),
+        "short": lambda: DataLoader(Numbers(17), 4, sampler=SequentialSampler(range(13)), **options),
+        "weighted": lambda: DataLoader(Numbers(5), 4, sampler=WeightedRandomSampler([0.2] * 5, 18), **options),
+        "growing": lambda: DataLoader(Numbers(9), batch_sampler=Growing(), collate_fn=collate),
+        "stream": lambda: DataLoader(Stream(13), 4, **options),
+        "sized": lambda: DataLoader(Sized(13), 4, **options),
+        "tiny stream": lambda: DataLoader(Stream(1), 4, **options),
+        "workers": lambda: DataLoader(Sized(13), 4, num_workers=1, **options),
+    }[kind]()
+
+
+KINDS = [
+    "sequential",
+    "shuffled",
+    "tiny",
+    "subset",
+    "short",
+    "weighted",
+    "growing",
+    "stream",
+    "sized",
+    "tiny stream",
+    "workers",
+]
+
+
+def cases() -> list[tuple[str, bool, bool, bool, bool | None, int]]:
+    return [
+        (kind, drop_last, even, split, dispatch, skip)
+        for kind in KINDS
+        for drop_last in (False, True)
+        for even in (True, False)
+        for split in (False, True)
+        for dispatch in (None, True)
+        for skip in (0, 1)
+        if not (kind == "growing" and drop_last)
+        # Rank 0's process starts no workers twice per step; one worker case suffices.
+        if not (kind == "workers" and (split or not even or drop_last))
+    ]
+
+
+def run_case(case: tuple[Any, ...], process: ProcessContext, per_rank: int) -> tuple[list[int], list[str]]:
+    kind, drop_last, even, split, dispatch, skip = case
+    loader = build(kind, drop_last)
+    if split and loader.batch_size is not None:
+        loader = build_split(kind, drop_last, per_rank)
+    config = DataConfig(even_batches=even, split_batches=split, dispatch_batches=dispatch)
+    prepared = prepare_data_loader(loader, process=process, config=config, seed=3)
+    if skip:
+        prepared = skip_first_batches(prepared, skip)
+    ids: list[int] = []
+    texts: list[str] = []
+    for batch in prepared:
+        gathered = trim_gathered((batch["ids"], {"text": batch["text"]}), prepared.rows, process)
+        ids += gathered[0].tolist()
+        texts += gathered[1]["text"]
+    return ids, texts
+
+
+def build_split(kind: str, drop_last: bool, world_size: int) -> DataLoader:
+    """A loader whose batch of 4 for each rank is given as the global one."""
+    loader = build(kind, drop_last)
+    options: dict[str, Any] = {"collate_fn": collate, "drop_last": drop_last, "num_workers": loader.num_workers}
+    if isinstance(loader.dataset, IterableDataset):
+        return DataLoader(loader.dataset, 4 * world_size, **options)
+    return DataLoader(loader.dataset, 4 * world_size, sampler=loader.sampler, **options)
+
+
+def run_all(world_size: int) -> dict[tuple[Any, ...], tuple[list[int], list[str]]]:
+    process = init_process(read_environment(), use_cpu=True, timeout_seconds=30)
+    return {case: run_case(case, process, world_size) for case in cases()}
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_d8_d9_d10_d36_gathering_is_exact_for_every_kind_of_loader(world_size: int) -> None:
+    alone = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
+    results = run_ranks(run_all, world_size, world_size, timeout=110)
+
+    for case in cases():
+        kind, drop_last, _, split, _, skip = case
+        whole, _ = run_case((kind, False, True, False, None, 0), alone, world_size)
+        per_step = 4 * world_size
+        if kind == "growing":
+            sizes = [1, 2, 3, 2, 1]
+            per_round = 1 if split else world_size
+            expected = whole[sum(sizes[: skip * per_round]) :]
+        else:
+            end = len(whole) // per_step * per_step if drop_last else len(whole)
+            expected = whole[skip * per_step : end]
+        for rank, result in enumerate(results):
+            assert result[case] == (expected, [f"t{index}" for index in expected]), (case, rank)
+
+
+def gather_kinds() -> dict[str, Any]:
+    process = init_process(read_environment(), use_cpu=True, timeout_seconds=30)
+    rank = process.rank
+    padded = BatchRows((2, 1), (2, 2), is_last=True)
+    ragged = BatchRows((2, 1), (2, 1), is_last=True)
+    size = ragged.sizes[rank]
+    results = {
+        "dict": trim_gathered({"a": torch.full((2, 1), rank), "b": [f"{rank}x", f"{rank}y"]}, padded, process),
+        "loss": trim_gathered(torch.tensor(float(rank)), ragged, process),
+        "three": trim_gathered(torch.full((size * 3,), rank), ragged, process),
+        "number": trim_gathered({"n": rank, "none": None}, padded, process),
+        "outside": trim_gathered(torch.full((2,), rank), None, process),
+        "foreign": trim_gathered(torch.full((2,), rank), BatchRows((1,), (2,)), process),
+        "objects": trim_gathered([{"boxes": torch.ones(rank)}, {"boxes": None}], padded, process, use_objects=True),
+        "empty last": trim_gathered(torch.full((2,), rank), BatchRows((2, 0), (2, 2)), process),
+    }
+    return {
+        name: torch.utils._pytree.tree_map(lambda x: x.tolist() if isinstance(x, torch.Tensor) else x, value)
+        for name, value in results.items()
+    }
+
+
+@pytest.mark.multirank
+def test_d11_structures_strings_and_objects_are_gathered_whole() -> None:
+    for result in run_ranks(gather_kinds, 2):
+        assert result["dict"] == {"a": [[0], [0], [1]], "b": ["0x", "0y", "1x"]}
+        assert result["loss"] == [0.0, 1.0]
+        assert result["three"] == [0] * 6 + [1] * 3
+        assert result["number"] == {"n": [0, 1], "none": None}
+        assert result["outside"] == [0, 0, 1, 1]
+        assert result["foreign"] == [0, 0, 1, 1]
+        assert result["objects"] == [{"boxes": []}, {"boxes": None}, {"boxes": [1.0]}]
+        assert result["empty last"] == [0, 0]
+
+
+def gather_wrong_rows() -> str:
+    process = init_process(read_environment(), use_cpu=True, timeout_seconds=30)
+    with pytest.raises(ConfigError) as caught:
+        trim_gathered(torch.ones(5), BatchRows((3, 2), (3, 2)), process)
+    return str(caught.value)
+
+
+@pytest.mark.multirank
+def test_d36_rows_that_do_not_fit_an_uneven_step_are_refused() -> None:
+    first, second = run_ranks(gather_wrong_rows, 2)
+    assert "a tensor of shape (5,) cannot be gathered: rank 0 has 3 rows in this step" in first
+    assert "rank 1 has 2 rows" in second

@@ -1,0 +1,271 @@
+"""Loaders whose ranks talk to each other: own shards of a stream, and rank 0 reading for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from datasets.distributed import split_dataset_by_node
+from torch.utils.data import DataLoader, IterableDataset
+
+from accel_trainer.config.schema import DataConfig
+from accel_trainer.data import prepare_data_loader, skip_first_batches, trim_gathered
+from accel_trainer.data.sources import DispatchSource, ShardSource, SliceSource
+from accel_trainer.errors import ConfigError, ProcessGroupError
+from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.multirank
+
+
+class Shards(IterableDataset):
+    """A stream in shards of given sizes; shard i holds 100 * i, 100 * i + 1, ..."""
+
+    def __init__(self, sizes: list[int], kept: list[int] | None = None) -> None:
+        self.sizes = sizes
+        self.kept = list(range(len(sizes))) if kept is None else kept
+        self.num_read = 0
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.kept)
+
+    def shard(self, num_shards: int, index: int) -> Shards:
+        return Shards(self.sizes, self.kept[index::num_shards])
+
+    def __iter__(self) -> Iterator[int]:
+        worker = torch.utils.data.get_worker_info()
+        kept = self.kept if worker is None else self.kept[worker.id :: worker.num_workers]
+        for shard in kept:
+            for index in range(self.sizes[shard]):
+                self.num_read += 1
+                yield 100 * shard + index
+
+
+class Declared(IterableDataset):
+    """Reads its own part of the numbers and says so."""
+
+    is_sharded_by_rank = True
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, 10, self.world_size))
+
+
+def join() -> ProcessContext:
+    return init_process(read_environment(), use_cpu=True, timeout_seconds=30)
+
+
+def passes(prepared: Any, process: ProcessContext, count: int = 2) -> list[Any]:
+    results = []
+    for _ in range(count):
+        ids, steps = [], []
+        for batch in prepared:
+            rows = prepared.rows
+            assert len(batch) == rows.sizes[process.rank]
+            ids += trim_gathered(torch.as_tensor(batch), rows, process).tolist()
+            steps.append((rows.rows, rows.sizes, rows.is_last))
+        results.append((ids, steps))
+    return results
+
+
+def read_shards(sizes: list[int], options: dict[str, Any], config: dict[str, Any], skip: int = 0) -> Any:
+    process = join()
+    loader = DataLoader(Shards(sizes), 2, **options)
+    prepared = prepare_data_loader(loader, process=process, config=DataConfig(**config), seed=1)
+    assert isinstance(prepared._source, ShardSource)
+    assert prepared.steps_per_epoch is None
+    if skip:
+        prepared = skip_first_batches(prepared, skip)
+    results = passes(prepared, process, 1 if skip else 2)
+    return results, prepared.dataset.num_read
+
+
+EVERYTHING = {
+    "equal": [4, 4],
+    "uneven": [7, 2],
+    "rank 1 has none": [3, 0],
+    "rank 0 has none": [0, 3],
+    "nobody has any": [0, 0],
+    "three shards": [3, 2, 4],
+}
+
+
+@pytest.mark.parametrize("config", [{}, {"even_batches": False}], ids=["even", "uneven"])
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_each_rank_reads_its_own_shards_and_all_take_the_same_steps(name: str, config: dict[str, Any]) -> None:
+    sizes = EVERYTHING[name]
+    expected = sorted(100 * shard + index for shard, size in enumerate(sizes) for index in range(size))
+
+    results = run_ranks(read_shards, 2, sizes, {}, config)
+
+    assert results[0][0] == results[1][0]
+    for ids, steps in results[0][0]:
+        assert sorted(ids) == expected
+        assert [is_last for *_, is_last in steps] == [False] * (len(steps) - 1) + [True] * bool(steps)
+        for rows, shard_sizes, _ in steps:
+            assert all(0 < size <= 2 for size in shard_sizes)
+            assert shard_sizes == (2, 2) or config or max(rows) == 0
+    if name == "uneven":
+        assert [rows for rows, *_ in results[0][0][0][1]] == [(2, 2), (2, 0), (2, 0), (1, 0)]
+    assert all(num_read == 0 for _, num_read in results), "the user's own object is not the one that is read"
+
+
+def test_drop_last_ends_where_one_rank_has_no_full_batch() -> None:
+    (first, _), (second, _) = run_ranks(read_shards, 2, [7, 5], {"drop_last": True}, {})
+
+    assert first == second
+    ids, steps = first[0]
+    assert sorted(ids) == [0, 1, 2, 3, 100, 101, 102, 103]
+    assert [is_last for *_, is_last in steps] == [False, True]
+
+
+def test_workers_of_a_rank_share_its_shards() -> None:
+    (first, _), (second, _) = run_ranks(
+        read_shards, 2, [3, 4, 1, 2, 5, 3], {"num_workers": 2, "persistent_workers": True}, {}
+    )
+
+    assert first == second
+    expected = sorted(100 * shard + index for shard, size in enumerate([3, 4, 1, 2, 5, 3]) for index in range(size))
+    assert [sorted(ids) for ids, _ in first] == [expected, expected]
+
+
+def test_skipping_leaves_out_steps_of_every_rank() -> None:
+    (first, _), (second, _) = run_ranks(read_shards, 2, [7, 2], {}, {}, 2)
+
+    assert first == second
+    assert first[0][0] == [4, 5, 6]
+
+
+def read_pre_sharded(kind: str) -> Any:
+    process = join()
+    if kind == "declared":
+        dataset: Any = Declared(process.rank, process.world_size)
+    else:
+        whole = datasets.Dataset.from_dict({"id": list(range(10))}).to_iterable_dataset(num_shards=2)
+        dataset = whole if kind == "shards" else split_dataset_by_node(whole, process.rank, process.world_size)
+    collate = None if kind == "declared" else lambda samples: [sample["id"] for sample in samples]
+    loader = DataLoader(dataset, 2, collate_fn=collate)
+    prepared = prepare_data_loader(loader, process=process, config=DataConfig(), seed=1)
+    assert isinstance(prepared._source, ShardSource)
+    return sorted(passes(prepared, process, 1)[0][0]), prepared.epoch
+
+
+@pytest.mark.parametrize("kind", ["declared", "split by node", "shards"])
+def test_a_stream_that_shards_itself_is_not_cut_again(kind: str) -> None:
+    assert run_ranks(read_pre_sharded, 2, kind) == [(list(range(10)), 1)] * 2
+
+
+def leave_early() -> list[Any]:
+    process = join()
+    prepared = prepare_data_loader(DataLoader(Shards([6, 6]), 2), process=process, config=DataConfig(), seed=1)
+    for _ in prepared:
+        break
+    return passes(prepared, process, 1)[0][0]
+
+
+def test_a_pass_over_own_shards_can_be_left_early() -> None:
+    first, second = run_ranks(leave_early, 2)
+    assert sorted(first) == sorted(second) == [0, 1, 2, 3, 4, 5, 100, 101, 102, 103, 104, 105]
+
+
+# --- rank 0 reads for all ------------------------------------------------------------------------------------------
+
+
+class Records(IterableDataset):
+    def __init__(self, num_samples: int, breaks_at: int | None = None) -> None:
+        self.num_samples, self.breaks_at = num_samples, breaks_at
+        self.num_read = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for index in range(self.num_samples):
+            if index == self.breaks_at:
+                raise ValueError("the disk is gone")
+            self.num_read += 1
+            yield {"text": f"t{index}", "ids": torch.arange(index)}
+
+
+def collate(samples: list[Any]) -> list[tuple[str, int]]:
+    return [(sample["text"], len(sample["ids"])) for sample in samples]
+
+
+def dispatch(num_samples: int, config: dict[str, Any], skip: int = 0) -> Any:
+    process = join()
+    loader = DataLoader(Records(num_samples), 2, collate_fn=collate)
+    prepared = prepare_data_loader(loader, process=process, config=DataConfig(dispatch_batches=True, **config), seed=1)
+    assert isinstance(prepared._source, DispatchSource)
+    if skip:
+        prepared = skip_first_batches(prepared, skip)
+    taken = [(batch, prepared.rows.rows, prepared.end_of_dataloader) for batch in prepared]
+    return taken, loader.dataset.num_read, prepared.epoch
+
+
+def test_d22_rank_0_reads_and_strings_and_ragged_samples_travel() -> None:
+    first, second = run_ranks(dispatch, 2, 5, {})
+
+    assert first[0] == [
+        ([("t0", 0), ("t1", 1)], (2, 2), False),
+        ([("t4", 4), ("t4", 4)], (1, 0), True),
+    ]
+    assert second[0][0] == ([("t2", 2), ("t3", 3)], (2, 2), False)
+    assert (first[1], second[1]) == (5, 0)
+    assert (first[2], second[2]) == (1, 1)
+
+
+def test_an_empty_stream_ends_on_every_rank() -> None:
+    assert [taken for taken, *_ in run_ranks(dispatch, 2, 0, {})] == [[], []]
+
+
+def test_skipping_and_uneven_batches_of_rank_0() -> None:
+    first, second = run_ranks(dispatch, 2, 7, {"even_batches": False}, 1)
+
+    assert first[0] == [([("t4", 4), ("t5", 5)], (2, 1), True)]
+    assert second[0] == [([("t6", 6)], (2, 1), True)]
+
+
+def fail_on_rank_0() -> str:
+    process = join()
+    prepared = prepare_data_loader(
+        DataLoader(Records(9, breaks_at=5), 2, collate_fn=collate),
+        process=process,
+        config=DataConfig(dispatch_batches=True),
+        seed=1,
+    )
+    with pytest.raises(ValueError if process.is_main else ProcessGroupError) as caught:
+        list(prepared)
+    return str(caught.value)
+
+
+def test_what_goes_wrong_on_rank_0_is_known_to_all() -> None:
+    first, second = run_ranks(fail_on_rank_0, 2)
+
+    assert first == "the disk is gone"
+    assert second == "rank 0, which reads for all ranks, failed: ValueError: the disk is gone; see its traceback"
+
+
+def test_dispatch_needs_one_part_for_each_rank() -> None:
+    process = ProcessContext(0, 0, 4, 4, torch.device("cpu"), "gloo")
+    with pytest.raises(
+        ConfigError, match="dispatch_batches=True sends each of 4 ranks its own batch, and the data is cut"
+    ):
+        prepare_data_loader(
+            DataLoader(Records(9), 2),
+            process=process,
+            config=DataConfig(dispatch_batches=True),
+            seed=1,
+            shards=2,
+            shard=0,
+        )
+
+
+def test_one_process_reads_for_itself() -> None:
+    alone = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
+    prepared = prepare_data_loader(
+        DataLoader(Shards([2, 2]), 2), process=alone, config=DataConfig(dispatch_batches=True), seed=1
+    )
+    assert isinstance(prepared._source, SliceSource)
