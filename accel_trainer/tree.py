@@ -22,7 +22,7 @@ def is_namedtuple(data: Any) -> bool:
 def honor_type(original: T, values: Iterator[Any]) -> T:
     """Build a list, tuple or namedtuple of `original`'s class from `values`."""
     if is_namedtuple(original):
-        return type(original)(*values)  # type: ignore[call-arg]
+        return type(original)(*values)
     return type(original)(values)  # type: ignore[call-arg]
 
 

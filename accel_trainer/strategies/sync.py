@@ -36,7 +36,13 @@ def _broadcast_bucket(bucket: list[torch.Tensor], device: torch.device) -> None:
     for tensors in by_dtype.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device)
         dist.broadcast(flat, src=0)
+        if dist.get_rank() == 0:
+            continue
         offset = 0
         for tensor in tensors:
-            tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
+            received = flat[offset : offset + tensor.numel()].view_as(tensor).to(tensor.device)
+            # from_pretrained maps weights from their file: writing what is there already would give every rank a copy
+            # of the whole model in memory.
+            if not torch.equal(tensor, received):
+                tensor.copy_(received)
             offset += tensor.numel()
