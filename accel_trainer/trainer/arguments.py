@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from transformers.training_args import ParallelMode
 
 from accel_trainer import logging
 from accel_trainer.config import Resolved
-from accel_trainer.errors import ConfigError
+from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.registry import strategy_names
 from accel_trainer.runtime.process import init_process, read_environment
 from accel_trainer.state import PartialState
@@ -210,8 +210,17 @@ def _read_accelerator_config(given: Any) -> AcceleratorConfig:
         )
     if given is None:
         return AcceleratorConfig()
-    if isinstance(given, Mapping):
-        return AcceleratorConfig(**given)
     if isinstance(given, str) and given.lstrip().startswith("{"):
-        return AcceleratorConfig(**json.loads(given))
-    return AcceleratorConfig.from_json_file(given)
+        try:
+            given = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"accelerator_config is not valid JSON: {error}; pass a dict, a path, or JSON text") from error
+    if not isinstance(given, Mapping):
+        return AcceleratorConfig.from_json_file(given)
+    known = [item.name for item in fields(AcceleratorConfig)]
+    for name in given:
+        if name not in known:
+            raise ConfigError(
+                f"accelerator_config holds the unknown key {name!r}{did_you_mean(name, known)} Keys: {', '.join(known)}"
+            )
+    return AcceleratorConfig(**given)

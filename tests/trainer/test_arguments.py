@@ -1,0 +1,312 @@
+"""TrainingArguments: every way to configure a run, what it resolves to, and what it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.trainer_pt_utils import AcceleratorConfig
+
+from accel_trainer.errors import ConfigError
+from accel_trainer.trainer import Seq2SeqTrainingArguments, TrainingArguments
+from tests.ranks import RankFailure, run_ranks
+from tests.trainer_jobs import ACCELERATE_YAML
+
+
+def build(tmp_path: Path, **options: Any) -> TrainingArguments:
+    return TrainingArguments(output_dir=str(tmp_path), **options)
+
+
+def write(tmp_path: Path, name: str, text: str) -> str:
+    path = tmp_path / name
+    path.write_text(text)
+    return str(path)
+
+
+FLAT = {"transformer_layer_cls_to_wrap": "BertLayer", "state_dict_type": "SHARDED_STATE_DICT", "cpu_offload": True}
+NESTED = ACCELERATE_YAML.replace("num_processes: 2\n", "")
+
+
+def test_every_spelling_of_a_file_gives_the_same_dict(tmp_path):
+    prefixed = {f"fsdp_{key}": value for key, value in FLAT.items()}
+    spellings = [
+        FLAT,
+        prefixed,
+        json.dumps(FLAT),
+        write(tmp_path, "flat.json", json.dumps(FLAT)),
+        write(tmp_path, "flat.yaml", "\n".join(f"{key}: {value}" for key, value in FLAT.items())),
+        {"distributed_type": "FSDP", "fsdp_config": {**prefixed, "fsdp_version": 2}},
+    ]
+
+    dicts = [build(tmp_path, fsdp=True, fsdp_config=spelling).fsdp_config for spelling in spellings]
+
+    assert all(content == dicts[0] for content in dicts)
+    assert dicts[0]["transformer_layer_cls_to_wrap"] == ["BertLayer"]
+    assert dicts[0]["state_dict_type"] == "SHARDED_STATE_DICT"
+    assert dicts[0]["cpu_offload"] is True
+    assert dicts[0]["version"] == 2
+
+
+def test_the_callers_dict_is_not_changed(tmp_path):
+    given = copy.deepcopy(FLAT)
+
+    build(tmp_path, fsdp=True, fsdp_config=given)
+
+    assert given == FLAT
+
+
+def test_a_whole_accelerate_file_is_read(tmp_path):
+    args = build(tmp_path, fsdp="full_shard", fsdp_config=write(tmp_path, "fsdp.yaml", NESTED))
+
+    assert args.fsdp is True
+    assert args.mixed_precision == "bf16"
+    assert args.bf16 is False
+    assert args.resolved.describe("mixed_precision").endswith("fsdp.yaml:18)")
+    assert args.fsdp_config["transformer_layer_cls_to_wrap"] == ["BertLayer"]
+    assert args.fsdp_config["cpu_ram_efficient_loading"] is True
+    assert any("use_orig_params" in note and "sync_module_states" in note for note in args.resolved.notes)
+
+
+def test_a_packaged_name_is_a_file(tmp_path):
+    args = build(tmp_path, fsdp=True, fsdp_config="full_shard")
+
+    assert args.resolved.config.strategy == "fsdp2"
+    assert args.fsdp_config["reshard_after_forward"] is True
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "reshards", "offloads"),
+    [
+        (True, True, False),
+        ("True", True, False),
+        ("full_shard", True, False),
+        ("full_shard auto_wrap", True, False),
+        ("shard_grad_op offload", False, True),
+        (["shard_grad_op"], False, False),
+        ([transformers.trainer_utils.FSDPOption.FULL_SHARD, transformers.trainer_utils.FSDPOption.OFFLOAD], True, True),
+    ],
+)
+def test_upstreams_option_words(tmp_path, fsdp, reshards, offloads):
+    config = build(tmp_path, fsdp=fsdp).resolved.config
+
+    assert config.strategy == "fsdp2"
+    assert config.fsdp.reshard_after_forward is reshards
+    assert config.fsdp.offload_params is offloads
+
+
+def test_the_file_wins_over_an_option_word_and_the_word_fills_the_rest(tmp_path):
+    args = build(tmp_path, fsdp="full_shard offload", fsdp_config={"reshard_after_forward": False})
+
+    assert args.fsdp_config["reshard_after_forward"] is False
+    assert args.fsdp_config["cpu_offload"] is True
+
+
+def test_without_sharding_it_is_plain_data_parallel(tmp_path):
+    args = build(tmp_path, fsdp="no_shard")
+
+    assert args.fsdp is False
+    assert args.resolved.config.strategy == "ddp"
+
+
+def test_hybrid_sharding_reads_back(tmp_path):
+    args = build(tmp_path, fsdp="hybrid_shard")
+    again = dataclasses.replace(args)
+
+    assert args.resolved.config.fsdp.replicate_per_node
+    assert again.resolved.config == args.resolved.config
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fsdp": "full_shart"}, "full_shart.*did you mean 'full_shard'"),
+        ({"fsdp": True, "fsdp_config": {"state_dict_typ": "x"}}, "unknown key 'state_dict_typ'.*did you mean 'state_dict_type'"),
+        ({"fsdp": True, "fsdp_config": "no/such/file.yaml"}, "no/such/file.yaml"),
+        ({"fsdp": True, "fsdp_config": "{not json"}, "fsdp_config is not valid JSON"),
+        ({"fsdp": True, "fsdp_config": {"xla": True}}, "there is no XLA strategy"),
+        ({"eval_loss_weighting": "samples"}, "eval_loss_weighting='samples' is neither 'token' nor 'batch'"),
+        ({"accelerator_config": "{"}, "accelerator_config is not valid JSON"),
+        ({"accelerator_config": {"even_batchs": True}}, "accelerator_config.*even_batchs.*did you mean 'even_batches'"),
+    ],
+)
+def test_bad_options(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        build(tmp_path, **options)
+
+
+def test_fsdp_config_alone_says_that_it_is_not_read(tmp_path, caplog):
+    args = build(tmp_path, fsdp_config=FLAT)
+
+    assert args.resolved.config.strategy == "auto"
+    assert "fsdp_config is not read because fsdp is not set" in caplog.text
+
+
+def test_a_file_for_another_number_of_processes(tmp_path):
+    path = write(tmp_path, "fsdp.yaml", ACCELERATE_YAML)
+
+    with pytest.raises(ConfigError, match=r"num_processes=2 \(from .*fsdp.yaml:20\), and 1 process.*launch --num_processes 2"):
+        build(tmp_path, fsdp=True, fsdp_config=path)
+
+
+def build_on_rank(output_dir: str, **options: Any) -> dict[str, Any]:
+    args = TrainingArguments(output_dir=output_dir, **options)
+    buffer = io.BytesIO()
+    torch.save(args, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    group = torch.distributed.distributed_c10d._get_default_group()
+    return {
+        "timeout": group._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
+        "rank": loaded.process_index,
+        "world_size": loaded.world_size,
+        "mode": str(loaded.parallel_mode),
+        "type": str(args.distributed_state.distributed_type),
+        "n_gpu": args.n_gpu,
+        "should_save": args.should_save,
+    }
+
+
+@pytest.mark.multirank
+def test_three_ranks_with_a_file_for_two(tmp_path):
+    path = write(tmp_path, "fsdp.yaml", ACCELERATE_YAML)
+
+    with pytest.raises(RankFailure, match="num_processes=2 .*and 3 process.*launch --num_processes 2") as failure:
+        run_ranks(build_on_rank, 3, str(tmp_path), fsdp=True, fsdp_config=path)
+    assert len(failure.value.failures) == 3
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(("options", "seconds"), [({"use_cpu": True, "ddp_timeout": 17}, 17), ({}, 1800)])
+def test_the_timeout_reaches_the_group_on_the_cpu(tmp_path, options, seconds):
+    for rank, seen in enumerate(run_ranks(build_on_rank, 2, str(tmp_path), **options)):
+        assert seen == {
+            "timeout": seconds, "rank": rank, "world_size": 2, "mode": "ParallelMode.DISTRIBUTED",
+            "type": "DistributedType.MULTI_CPU", "n_gpu": 0, "should_save": rank == 0,
+        }  # fmt: skip
+
+
+def test_explicit_precision_wins_over_the_file(tmp_path):
+    path = write(tmp_path, "fsdp.yaml", NESTED.replace("mixed_precision: bf16", "mixed_precision: fp16"))
+
+    assert build(tmp_path, fsdp=True, fsdp_config=path).mixed_precision == "fp16"
+    assert build(tmp_path, fsdp=True, fsdp_config=path, bf16=True).mixed_precision == "bf16"
+
+
+def test_the_launchers_precision_and_accumulation_are_taken(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+
+    assert build(tmp_path).mixed_precision == "bf16"
+    assert build(tmp_path).gradient_accumulation_steps == 4
+    assert build(tmp_path, gradient_accumulation_steps=2).gradient_accumulation_steps == 2
+
+
+def test_the_file_can_choose_the_cpu(tmp_path):
+    path = write(tmp_path, "fsdp.yaml", NESTED.replace("use_cpu: false", "use_cpu: true"))
+
+    args = build(tmp_path, fsdp=True, fsdp_config=path)
+
+    assert args.use_cpu is True
+    assert args.device == torch.device("cpu")
+
+
+def test_bf16_needs_no_further_argument_on_a_machine_without_accelerator(tmp_path):
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator")
+
+    assert build(tmp_path, bf16=True).mixed_precision == "bf16"
+    assert build(tmp_path).use_cpu is False
+
+
+def test_arguments_survive_copies_files_and_pickles(tmp_path):
+    args = build(tmp_path, fsdp="full_shard", fsdp_config=write(tmp_path, "fsdp.yaml", NESTED), learning_rate=2e-5)
+    torch.save(args, tmp_path / "training_args.bin")
+
+    copies = [
+        copy.deepcopy(args),
+        dataclasses.replace(args, learning_rate=2e-5),
+        TrainingArguments(**args.to_dict()),
+        TrainingArguments(**json.loads(args.to_json_string())),
+        torch.load(tmp_path / "training_args.bin", weights_only=False),
+    ]
+
+    for other in copies:
+        assert other.fsdp_config == args.fsdp_config
+        assert other.mixed_precision == "bf16"
+        assert other.resolved.config == dataclasses.replace(
+            args.resolved.config, launch=other.resolved.config.launch
+        )
+        assert other.device == args.device
+
+
+def test_serialised_forms_hide_tokens_and_hold_plain_values(tmp_path):
+    args = build(tmp_path, hub_token="secret", accelerator_config={"even_batches": False})
+
+    assert "secret" not in args.to_json_string() + str(args) + repr(args) + str(args.to_sanitized_dict())
+    assert args.to_dict()["accelerator_config"]["even_batches"] is False
+    assert {type(value) for value in args.to_sanitized_dict().values()} <= {bool, int, float, str, torch.Tensor}
+
+
+def test_compile_options_do_not_leak_into_the_environment(tmp_path):
+    before = dict(os.environ)
+
+    args = build(tmp_path, torch_compile_backend="eager", torch_compile_mode="reduce-overhead")
+
+    assert dict(os.environ) == before
+    assert args.torch_compile is True
+    assert args.resolved.config.compile.backend == "eager"
+    assert args.resolved.config.compile.mode == "reduce-overhead"
+    assert build(tmp_path, torch_compile=True).torch_compile_backend == "inductor"
+
+
+@pytest.mark.parametrize("form", ["dict", "text", "file", "instance"])
+def test_accelerator_config_in_every_form(tmp_path, form):
+    content = {"split_batches": True, "even_batches": False}
+    given = {
+        "dict": content,
+        "text": json.dumps(content),
+        "file": write(tmp_path, "config.json", json.dumps(content)),
+        "instance": AcceleratorConfig(**content),
+    }[form]
+
+    args = build(tmp_path, accelerator_config=given)
+
+    assert args.resolved.config.data.split_batches is True
+    assert args.resolved.config.data.even_batches is False
+
+
+def test_a_class_is_no_accelerator_config(tmp_path):
+    with pytest.raises(NotImplementedError, match="Tried passing in a callable to `accelerator_config`"):
+        build(tmp_path, accelerator_config=AcceleratorConfig)
+
+
+def test_a_configured_state_must_exist(tmp_path):
+    with pytest.raises(ValueError, match="requires a pre-configured"):
+        build(tmp_path, accelerator_config={"use_configured_state": True})
+
+
+def test_seq2seq_arguments_are_arguments(tmp_path):
+    args = Seq2SeqTrainingArguments(output_dir=str(tmp_path), predict_with_generate=True, generation_max_length=7)
+
+    assert isinstance(args, TrainingArguments)
+    assert isinstance(args, transformers.Seq2SeqTrainingArguments)
+    assert args.to_dict()["generation_max_length"] == 7
+
+
+def test_the_command_line_parser_of_transformers_reads_them(tmp_path):
+    parser = transformers.HfArgumentParser(TrainingArguments)
+
+    (args,) = parser.parse_args_into_dataclasses(
+        ["--output_dir", str(tmp_path), "--fsdp", "full_shard", "--eval_loss_weighting", "batch"], look_for_args_file=False
+    )
+
+    assert args.fsdp is True
+    assert args.eval_loss_weighting == "batch"
