@@ -75,8 +75,8 @@ class AcceleratedOptimizer(Optimizer):
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients at the end of an accumulation window; keep them before it."""
-        if self._prepared.window.is_last:
+        """Drop the gradients before a window's first backward or after its last; keep them in between."""
+        if self._prepared.may_drop_gradients:
             self._prepared.unit.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

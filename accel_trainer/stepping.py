@@ -40,7 +40,7 @@ class _Accumulate:
         for prepared in self._prepared:
             window = prepared.window
             window.advance(remaining, ends_data)
-            prepared.corrected = False
+            prepared.corrected = prepared.took_backward = False
             if window.num_steps > 1:
                 prepared.unit.set_gradient_sync(window.exchanges_gradients)
         self._outer, accelerator._current = accelerator._current, self._prepared
@@ -111,9 +111,11 @@ class AcceleratorStepping:
         Collective on the last micro-batch of a window. Outside of `accumulate()` the loss is taken as it is.
         """
         if self._current:
-            prepared = self._current[0]
-            divisor = prepared.window.divisor
-            prepared.unit.backward(loss if divisor == 1 else loss / divisor, **kwargs)
+            leading = self._current[0]
+            divisor = leading.window.divisor
+            leading.unit.backward(loss if divisor == 1 else loss / divisor, **kwargs)
+            for prepared in self._current:
+                prepared.took_backward = True
         elif self._prepared:
             self._prepared[0].unit.backward(loss, **kwargs)
         else:

@@ -23,8 +23,22 @@ class PreparedUnit:
     window: AccumulationWindow
     evaluation_only: bool = False
     """Whether the unit was laid out without what exchanges gradients."""
+    took_backward: bool = False
+    """Whether the current micro-batch has had its backward."""
     corrected: bool = False
     """Whether this window's gradients have been brought to the mean over what it held."""
+
+    @property
+    def may_drop_gradients(self) -> bool:
+        """Whether zeroing gradients now loses none that the window still needs.
+
+        Loops zero either before the forward or after the step: on the first micro-batch before its backward, or on the
+        last one after it.
+        """
+        window = self.window
+        if window.num_steps == 1 or window.held == 0:
+            return True
+        return window.is_last if self.took_backward else window.held == 1
 
     def finish_window(self) -> None:
         """Correct the gradients of a window that ended earlier than planned; once, before they are used."""

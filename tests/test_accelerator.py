@@ -145,6 +145,41 @@ def test_the_schedule_can_be_stepped_by_hand():
     assert scheduler.last_epoch == 6
 
 
+@pytest.mark.parametrize("zero_first", [False, True])
+def test_gradients_may_be_dropped_before_the_forward_or_after_the_step(zero_first: bool):
+    reference, plain_optimizer, loader, _ = build()
+    batches = list(loader)
+    for first, second in zip(batches[::2], batches[1::2], strict=True):
+        plain_optimizer.zero_grad()
+        for x, y in (first, second):
+            (nn.functional.mse_loss(reference(x), y) / 2).backward()
+        plain_optimizer.step()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, loader, _ = accelerator.prepare(*build())
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            if zero_first:
+                optimizer.zero_grad()
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            if not zero_first:
+                optimizer.zero_grad()
+    assert torch.equal(model.weight, reference.weight)
+
+
+def test_an_update_can_be_left_out_by_dropping_its_gradients():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, loader, _ = accelerator.prepare(*build())
+    before = model.weight.detach().clone()
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            if accelerator.sync_gradients:
+                optimizer.zero_grad()
+                optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
 def test_clipping_between_updates_clips_nothing_and_tells_the_last_norm():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer, loader, _ = accelerator.prepare(*build())
