@@ -115,9 +115,10 @@ def run_resume(kind: str, strategy: str, directory: str) -> dict[str, Any]:
     return {"uninterrupted": uninterrupted, "resumed": resumed}
 
 
-def run_all(kind: str, strategy: str) -> dict[str, dict[str, Any]]:
-    """Everything that the plain loop is the reference of, in one job: a job costs more than a tiny training run."""
+def run_all(kind: str, strategy: str, directory: str) -> dict[str, dict[str, Any]]:
+    """Everything that is asked of a strategy, in one job: a job costs more than a tiny training run."""
     results = {
+        "resume": run_resume(kind, strategy, directory),
         "clipped": run_training(kind, strategy, clip=True),
         "accumulated": run_training(kind, strategy, accumulation=4),
         "frozen": run_training(kind, strategy, frozen=True),
@@ -127,10 +128,16 @@ def run_all(kind: str, strategy: str) -> dict[str, dict[str, Any]]:
     return results
 
 
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where every strategy saves the state of an interrupted run, for itself and for the others to load."""
+    return tmp_path_factory.mktemp("states")
+
+
 @functools.cache
-def results_of(strategy: str, kind: str) -> list[dict[str, dict[str, Any]]]:
-    """Return the results of `run_all` by rank."""
-    return run_ranks(run_all, WORLD_SIZES[strategy], kind, strategy)
+def results_of(strategy: str, kind: str, states: Path) -> list[dict[str, dict[str, Any]]]:
+    """Return the results of `run_all` by rank; the state of the interrupted run is in `states`."""
+    return run_ranks(run_all, WORLD_SIZES[strategy], kind, strategy, str(states / f"{strategy}-{kind}"))
 
 
 def is_tied_after_a_step(kind: str, strategy: str) -> bool:
@@ -157,43 +164,43 @@ def test_every_built_in_strategy_is_in_the_suite():
 
 
 @pytest.mark.parametrize(("strategy", "kind"), CASES)
-def test_losses_norms_and_evaluation_equal_the_plain_loop(strategy: str, kind: str):
+def test_losses_norms_and_evaluation_equal_the_plain_loop(strategy: str, kind: str, states: Path):
     reference = plain_loop(kind, clip=True)
-    for result in (results["clipped"] for results in results_of(strategy, kind)):
+    for result in (results["clipped"] for results in results_of(strategy, kind, states)):
         assert result["losses"] == pytest.approx(reference["losses"], abs=2e-6)
         assert result["norms"] == pytest.approx(reference["norms"], rel=1e-5)
         assert result["logits"] == pytest.approx(reference["logits"], abs=2e-5)
 
 
 @pytest.mark.parametrize(("strategy", "kind"), CASES)
-def test_accumulated_windows_equal_one_large_batch(strategy: str, kind: str):
+def test_accumulated_windows_equal_one_large_batch(strategy: str, kind: str, states: Path):
     # 6 batches in windows of 4: the last window holds 2, and its gradient is the mean over those.
     reference = plain_loop(kind, accumulation=4)
-    for result in (results["accumulated"] for results in results_of(strategy, kind)):
+    for result in (results["accumulated"] for results in results_of(strategy, kind, states)):
         assert len(result["losses"]) == 2
         assert result["losses"] == pytest.approx(reference["losses"], abs=2e-6)
         assert result["norms"] == pytest.approx(reference["norms"], rel=1e-5)
 
 
 @pytest.mark.parametrize(("strategy", "kind"), CASES)
-def test_frozen_parameters_train_like_the_plain_loop(strategy: str, kind: str):
+def test_frozen_parameters_train_like_the_plain_loop(strategy: str, kind: str, states: Path):
     reference = plain_loop(kind, frozen=True)
-    for result in (results["frozen"] for results in results_of(strategy, kind)):
+    for result in (results["frozen"] for results in results_of(strategy, kind, states)):
         assert result["losses"] == pytest.approx(reference["losses"], abs=2e-6)
         assert result["norms"] == pytest.approx(reference["norms"], rel=1e-5)
 
 
 @pytest.mark.parametrize(("strategy", "kind"), CASES)
-def test_a_resumed_run_is_the_run_that_was_interrupted(strategy: str, kind: str, tmp_path: Path):
-    for result in run_ranks(run_resume, WORLD_SIZES[strategy], kind, strategy, str(tmp_path / "state")):
+def test_a_resumed_run_is_the_run_that_was_interrupted(strategy: str, kind: str, states: Path):
+    for result in (results["resume"] for results in results_of(strategy, kind, states)):
         assert result["resumed"] == result["uninterrupted"]
         assert len(result["resumed"]["losses"]) == 3
 
 
 @pytest.mark.parametrize("strategy", list(WORLD_SIZES))
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
-def test_tied_weights_stay_tied(strategy: str, kind: str):
-    assert all(results["tied"]["is_tied"] for results in results_of(strategy, kind))
+def test_tied_weights_stay_tied(strategy: str, kind: str, states: Path):
+    assert all(results["tied"]["is_tied"] for results in results_of(strategy, kind, states))
 
 
 @pytest.mark.parametrize("strategy", list(WORLD_SIZES))
@@ -203,8 +210,8 @@ def test_a_frozen_model_can_be_prepared_and_saved(strategy: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fsdp2_shards_for_real(kind: str):
-    held = [results["clipped"]["held"] for results in results_of("fsdp2", kind)]
+def test_fsdp2_shards_for_real(kind: str, states: Path):
+    held = [results["clipped"]["held"] for results in results_of("fsdp2", kind, states)]
     assert sum(held) == sum(p.numel() for p in build_model(kind).parameters())
     assert max(held) < 0.7 * sum(held)
 
@@ -213,10 +220,9 @@ def test_fsdp2_shards_for_real(kind: str):
 @pytest.mark.parametrize(
     ("saved", "loaded"), [("fsdp2", "ddp"), ("ddp", "fsdp2"), ("fsdp2", "single"), ("single", "fsdp2")]
 )
-def test_a_state_loads_on_another_strategy_and_world_size(kind: str, saved: str, loaded: str, tmp_path: Path):
-    directory = str(tmp_path / "state")
-    uninterrupted = run_ranks(run_resume, WORLD_SIZES[saved], kind, saved, directory)[0]["uninterrupted"]
-    continued = run_ranks(run_continued, WORLD_SIZES[loaded], kind, loaded, directory)[0]
+def test_a_state_loads_on_another_strategy_and_world_size(kind: str, saved: str, loaded: str, states: Path):
+    uninterrupted = results_of(saved, kind, states)[0]["resume"]["uninterrupted"]
+    continued = run_ranks(run_continued, WORLD_SIZES[loaded], kind, loaded, str(states / f"{saved}-{kind}"))[0]
     assert continued["losses"] == pytest.approx(uninterrupted["losses"], abs=2e-6)
 
 
