@@ -114,16 +114,21 @@ def plan_rounds(first: list[Any], rest: Iterable[Any], rule: RoundRule) -> Itera
         first: the first `rule.batches_per_round` batches of the pass; padding comes from here.
         rest: the batches to cut into rounds, those of `first` included unless the pass starts later.
     """
+    if rule.shards == 1:
+        yield from _alone(iter(rest))
+        return
     source = iter(rest)
     width = rule.batches_per_round
     upcoming = list(islice(source, width))
     previous: BatchRows | None = None
-    while _survives(upcoming, rule):
+    goes_on = _survives(upcoming, rule)
+    while goes_on:
         current, upcoming = upcoming, list(islice(source, width))
-        is_last = not _survives(upcoming, rule)
-        if rule.split and rule.shards > 1:
+        goes_on = _survives(upcoming, rule)
+        is_last = not goes_on
+        if rule.split:
             mine, rows, sizes = _split(current[0], first, rule)
-        elif len(current) == width and not (is_last and rule.even and width > 1):
+        elif len(current) == width and not (is_last and rule.even):
             mine, rows = current, tuple(map(_length, current))
             sizes = rows
         else:
@@ -132,6 +137,23 @@ def plan_rounds(first: list[Any], rest: Iterable[Any], rule: RoundRule) -> Itera
         if is_last or previous is None or previous.sizes != sizes or previous.rows != rows:
             previous = BatchRows(rows, sizes, is_last)
         yield mine, previous
+
+
+_END = object()
+
+
+def _alone(source: Iterator[Any]) -> Iterator[Round]:
+    """The rounds of one shard: every batch as it comes."""
+    upcoming = next(source, _END)
+    rows = BatchRows((), ())
+    size = -1
+    while upcoming is not _END:
+        current, upcoming = upcoming, next(source, _END)
+        length = _length(current)
+        if length != size or upcoming is _END:
+            size = length
+            rows = BatchRows((size,), (size,), upcoming is _END)
+        yield (current,), rows
 
 
 def _length(batch: Any) -> int:
@@ -144,10 +166,8 @@ def _length(batch: Any) -> int:
 
 def _survives(batches: Sequence[Any], rule: RoundRule) -> bool:
     """Whether a round is taken at all: it holds something, and with `drop_last` everything it could."""
-    if not batches:
-        return False
-    if not rule.drop_last or rule.shards == 1:
-        return True
+    if not batches or not rule.drop_last:
+        return bool(batches)
     full = rule.batch_size
     return len(batches) == rule.batches_per_round and (full is None or all(_length(batch) >= full for batch in batches))
 

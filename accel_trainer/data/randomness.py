@@ -1,52 +1,75 @@
-"""Random numbers that ranks must draw alike: a private copy of the process's global streams."""
+"""Random numbers that ranks must draw alike: private streams in place of the process's global ones."""
 
 from __future__ import annotations
 
 import random
-import sys
+from collections.abc import Iterator
+from itertools import chain, islice
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-__all__ = ["PrivateStreams"]
-
-
-def _states() -> tuple[Any, torch.Tensor, Any]:
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy is not None else None
-
-
-def _restore(states: tuple[Any, torch.Tensor, Any]) -> None:
-    python_state, torch_state, numpy_state = states
-    random.setstate(python_state)
-    torch.set_rng_state(torch_state)
-    if numpy_state is not None:
-        sys.modules["numpy"].random.set_state(numpy_state)
+__all__ = ["PrivateStreams", "draw_alike"]
 
 
 class PrivateStreams:
     """A context in which Python's, NumPy's and torch's CPU streams are private ones that begin at a seed.
 
-    It can be entered again and again: the private streams go on where the last block left them, and the global ones
-    never notice.
+    It can be entered again and again: the private streams go on where the last block left them. The global ones stay
+    where they are; only a second normal number that NumPy holds back from a pair is dropped.
     """
 
     def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._mine: tuple[Any, torch.Tensor, Any] | None = None
+        # Swapping NumPy's bit generator costs 1 us, copying its state out and in four times 150 us.
+        self._numpy = np.random.MT19937(seed % 2**64)
+        self._python: Any = random.Random(seed).getstate()
+        self._torch = torch.Generator().manual_seed(seed).get_state()
+        self._begin = self._states()
         self._outer: tuple[Any, torch.Tensor, Any] | None = None
 
+    def _states(self) -> tuple[Any, torch.Tensor, Any]:
+        numpy_state: Any = self._numpy.state["state"]
+        return self._python, self._torch, (numpy_state["pos"], numpy_state["key"].tolist())
+
+    @property
+    def were_used(self) -> bool:
+        """Whether anything has been drawn from the private streams."""
+        python_state, torch_state, numpy_state = self._states()
+        return python_state != self._begin[0] or not torch_state.equal(self._begin[1]) or numpy_state != self._begin[2]
+
     def __enter__(self) -> None:
-        self._outer = _states()
-        if self._mine is not None:
-            _restore(self._mine)
-            return
-        random.seed(self._seed)
-        torch.default_generator.manual_seed(self._seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(self._seed % 2**32)
+        self._outer = random.getstate(), torch.get_rng_state(), get_bit_generator()
+        random.setstate(self._python)
+        torch.set_rng_state(self._torch)
+        set_bit_generator(self._numpy)
 
     def __exit__(self, *exception: object) -> None:
-        self._mine = _states()
+        self._python, self._torch = random.getstate(), torch.get_rng_state()
         assert self._outer is not None
-        _restore(self._outer)
+        python_state, torch_state, numpy_generator = self._outer
+        random.setstate(python_state)
+        torch.set_rng_state(torch_state)
+        set_bit_generator(numpy_generator)
+
+
+def draw_alike(source: Any, seed: int) -> Iterator[Any]:
+    """Iterate `source`, giving what it draws from global streams private ones that begin at `seed`.
+
+    What draws nothing for its first item is taken to draw nothing at all, and is iterated directly.
+    """
+    streams = PrivateStreams(seed)
+    with streams:
+        items = iter(source)
+        head = list(islice(items, 1))
+    return chain(head, _under(streams, items) if streams.were_used else items)
+
+
+def _under(streams: PrivateStreams, items: Iterator[Any]) -> Iterator[Any]:
+    while True:
+        with streams:
+            upcoming = list(islice(items, 1))
+        if not upcoming:
+            return
+        yield upcoming[0]

@@ -19,7 +19,7 @@ from accel_trainer.data.plan import (
     plan_rounds,
     seed_for_epoch,
 )
-from accel_trainer.data.randomness import PrivateStreams
+from accel_trainer.data.randomness import draw_alike
 from accel_trainer.errors import ConfigError
 
 __all__ = ["Clock", "SeedableRandomSampler", "ShardedBatchSampler", "find_generator"]
@@ -132,7 +132,8 @@ class ShardedBatchSampler(Sampler[Any]):
     def epoch(self) -> int:
         """The epoch of the next pass: that of the sampler which decides the order, where it has one."""
         for node in _chain(self.batch_sampler):
-            if isinstance(epoch := getattr(node, "epoch", None), int):
+            epoch = getattr(node, "epoch", None)
+            if isinstance(epoch, int) and callable(getattr(node, "set_epoch", None)):
                 return epoch
         return self._clock.epoch
 
@@ -193,11 +194,7 @@ class ShardedBatchSampler(Sampler[Any]):
         if is_settled:
             return iter(seeded)
         # No generator to seed: a sampler of one's own may draw from the global streams, which differ between ranks.
-        # Nearly all draw everything at once, before the first index; this is done with the same streams on every rank.
-        with PrivateStreams(seed):
-            source = iter(seeded)
-            head = list(islice(source, 1))
-        return chain(head, source)
+        return draw_alike(seeded, seed)
 
     def __len__(self) -> int:
         num_batches = len(self.batch_sampler)

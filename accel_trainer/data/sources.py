@@ -172,7 +172,8 @@ class _StreamSource:
     @property
     def epoch(self) -> int:
         """The epoch of the next pass: the dataset's, where it tells."""
-        epoch = getattr(self._stream.dataset, "epoch", None)
+        dataset = self._stream.dataset
+        epoch = getattr(dataset, "epoch", None) if hasattr(dataset, "set_epoch") else None
         return epoch if isinstance(epoch, int) else self._clock.epoch
 
     @property
@@ -222,9 +223,10 @@ class SliceSource(_StreamSource):
         self._stream.skip(self.start)
         # All ranks read the same stream, so their workers are seeded alike.
         items = _mark_last(self._begin(progress, shard=0), max(1, self._reader.num_workers))
-        for item, is_last in islice(items, self.start, None):
-            assert item.rows is not None
-            yield item.batch, BatchRows(item.rows.rows, item.rows.sizes, is_last=True) if is_last else item.rows
+        for item, is_last in islice(items, self.start, None) if self.start else items:
+            rows = item.rows
+            assert rows is not None
+            yield item.batch, BatchRows(rows.rows, rows.sizes, is_last=True) if is_last else rows
 
     def read(self, loader: Any, progress: Pass) -> Iterator[Any]:
         """Yield this shard's slices."""

@@ -137,14 +137,18 @@ class SlicedStream(_EpochStream):
         # Workers take turns, so the j-th step of any worker is at most the (j * workers + worker)-th step of all.
         unseen = skip if worker is None else -(-max(0, skip - worker.id) // worker.num_workers)
         step = 0
-        shards = range(self.rule.shards) if self.rule.shard is None else (self.rule.shard,)
+        rule = self.rule
+        shards = range(rule.shards) if rule.shard is None else (rule.shard,)
+        rows = rule.rows(rule.per_round)
         for chunk, is_last in self._chunks(alike):
-            if step < unseen:
-                yield _Slice([], None, is_last)
-            else:
-                rows = self.rule.rows(len(chunk))
-                yield _Slice([self.rule.cut(chunk, shard, rows) for shard in shards], rows, is_last)
             step += 1
+            if step <= unseen:
+                yield _Slice([], None, is_last)
+                continue
+            if is_last:
+                rows = rule.rows(len(chunk))
+            slices = [chunk] if rule.shards == 1 else [rule.cut(chunk, shard, rows) for shard in shards]
+            yield _Slice(slices, rows, is_last)
         if step == 0:
             yield _Slice([], None, ends_reader=True, is_step=False)
 
@@ -154,12 +158,12 @@ class SlicedStream(_EpochStream):
         ahead = size if self.rule.drop_last else 1
         with alike:
             samples = self._open()
-            buffer = list(islice(samples, ahead))
-        while len(buffer) >= ahead:
+            upcoming = list(islice(samples, ahead))
+        while len(upcoming) == ahead:
             with alike:
-                buffer.extend(islice(samples, size + ahead - len(buffer)))
-            chunk, buffer = buffer[:size], buffer[size:]
-            yield chunk, len(buffer) < ahead
+                chunk = [*upcoming, *islice(samples, size - ahead)]
+                upcoming = list(islice(samples, ahead))
+            yield chunk, len(upcoming) < ahead
 
 
 class SliceCollate:
@@ -173,7 +177,7 @@ class SliceCollate:
     def __call__(self, piece: _Slice) -> Collated:
         """Return what was cut for this step, collated."""
         batches = [self.collate(samples[0] if self.is_single else samples) for samples in piece.samples]
-        batch = batches if self.is_all else batches[0] if batches else None
+        batch = batches if self.is_all or not batches else batches[0]
         return Collated(batch, piece.rows, piece.ends_reader, piece.is_step)
 
 

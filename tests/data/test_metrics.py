@@ -193,6 +193,7 @@ def run_all(world_size: int) -> dict[tuple[Any, ...], tuple[list[int], list[str]
 
 
 @pytest.mark.multirank
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_d8_d9_d10_d36_gathering_is_exact_for_every_kind_of_loader(world_size: int) -> None:
     alone = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)

@@ -16,6 +16,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from accel_trainer.data import SeedableRandomSampler, ShardedBatchSampler
 from accel_trainer.errors import ConfigError
@@ -161,6 +162,24 @@ class LazyShuffle(Sampler[int]):
         return self.num_samples
 
 
+class Dice(LazyShuffle):
+    """Draws from a global stream for every index."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.num_samples):
+            yield {
+                "python": lambda: random.randrange(100),
+                "numpy": lambda: int(np.random.normal() * 100),
+                "torch": lambda: int(torch.randint(100, ())),
+            }[self.library]()
+
+
+class Stuck(LazyShuffle):
+    """Has an epoch that nothing can set."""
+
+    epoch = 0
+
+
 class OwnEpochs(LazyShuffle):
     """Keeps the epoch itself, as samplers with set_epoch do."""
 
@@ -199,6 +218,10 @@ RANDOM_SAMPLERS = [
     lambda: LazyShuffle(9, "python"),
     lambda: LazyShuffle(9, "numpy"),
     lambda: LazyShuffle(9, "torch"),
+    lambda: Dice(9, "python"),
+    lambda: Dice(9, "numpy"),
+    lambda: Dice(9, "torch"),
+    lambda: Stuck(9, "torch"),
     OwnEpochs,
 ]
 
@@ -213,7 +236,10 @@ def test_any_random_sampler_has_one_order_for_all_ranks_that_moves_on_with_the_e
         by_epoch = []
         for epoch in (0, 1, 0):
             sampler.set_epoch(epoch)
-            by_epoch.append(list(sampler))
+            by_epoch.append([])
+            for batch in sampler:
+                by_epoch[-1].append(batch)
+                random.random(), np.random.rand(), torch.rand(())
         orders.append(by_epoch)
 
     assert orders[0] == orders[1]
@@ -234,6 +260,18 @@ def test_drawing_an_order_leaves_the_global_streams_and_the_users_sampler_alone(
     assert torch.get_rng_state().equal(before[1])
     assert np.random.get_state()[1].tolist() == before[2]
     assert getattr(inner, "generator", None) is generator
+
+
+def test_transformers_sampler_by_length_has_one_order_for_all_ranks() -> None:
+    lengths = torch.randint(1, 50, (21,), generator=torch.Generator().manual_seed(0)).tolist()
+    orders = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        inner = LengthGroupedSampler(4, lengths=lengths)
+        orders.append(list(ShardedBatchSampler(BatchSampler(inner, 2, False), seed=3)))
+
+    assert orders[0] == orders[1]
+    assert sorted(index for batch in orders[0] for index in batch) == list(range(21))
 
 
 def test_without_a_seed_samplers_draw_as_they_always_do() -> None:
