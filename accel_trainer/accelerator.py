@@ -27,7 +27,7 @@ from accel_trainer.runtime import collectives
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
 from accel_trainer.saving import AcceleratorSaving
 from accel_trainer.scheduler import AcceleratedScheduler
-from accel_trainer.state import AcceleratorState, DistributedType, GradientState, ProcessView
+from accel_trainer.state import AcceleratorState, DistributedType, GradientState, ProcessView, stated_timeout
 from accel_trainer.stepping import AcceleratorStepping
 from accel_trainer.strategies.api import TrainJob
 from accel_trainer.units import PreparedUnit, find_prepared
@@ -97,7 +97,7 @@ class Accelerator(AcceleratorStepping, AcceleratorExchange, AcceleratorSaving, P
         self.process: ProcessContext = init_process(
             environ,
             use_cpu=self.config.use_cpu,
-            timeout_seconds=self.config.timeout_seconds,
+            timeout_seconds=stated_timeout(self.resolved),
             backend=options.backend,
         )
         self._options = options

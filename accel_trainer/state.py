@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from accel_trainer.config import Resolved, SourceKind, resolve
 from accel_trainer.runtime.process import ProcessContext, destroy_process_group, init_process, read_environment
 
-__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "ProcessView"]
+__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "ProcessView", "stated_timeout"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -162,6 +163,12 @@ class ProcessView:
         return self._only_if(self.local_process_index == local_process_index, function)
 
 
+def stated_timeout(resolved: Resolved) -> float | None:
+    """Return the collectives' timeout if anybody has stated one; None leaves a group that exists as it is."""
+    is_stated = resolved.source("timeout_seconds").kind is not SourceKind.DEFAULT
+    return resolved.config.timeout_seconds if is_stated else None
+
+
 class PartialState(ProcessView):
     """This process's rank and device, and the calls that only need those.
 
@@ -174,20 +181,20 @@ class PartialState(ProcessView):
         *,
         process: ProcessContext | None = None,
         distributed_type: DistributedType | None = None,
-        timeout_seconds: float = 1800.0,
+        timeout_seconds: float | None = None,
     ) -> None:
         """Collective when a launcher started several processes and none has joined yet.
 
         Args:
             cpu: run on the CPU; when None, `ACCELERATE_USE_CPU` and the launcher's options decide.
+            timeout_seconds: how long a collective may wait; when None, the launcher's options decide.
         """
         if process is None:
-            from accel_trainer.config import resolve
-
             environ = read_environment()
-            explicit = {} if cpu is None else {"use_cpu": cpu}
+            given = {"use_cpu": cpu, "timeout_seconds": timeout_seconds}
+            explicit = {path: value for path, value in given.items() if value is not None}
             resolved = resolve(explicit=explicit, environ=environ, explicit_name="PartialState")
-            process = init_process(environ, use_cpu=resolved.config.use_cpu, timeout_seconds=timeout_seconds)
+            process = init_process(environ, use_cpu=resolved.config.use_cpu, timeout_seconds=stated_timeout(resolved))
         self.process = process
         if distributed_type is None:
             kind = "MULTI" if process.world_size > 1 else "NO"

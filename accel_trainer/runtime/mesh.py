@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.process import ProcessContext, set_group_timeout
 
 __all__ = ["build_mesh_shape", "init_mesh"]
 
@@ -37,7 +35,9 @@ def init_mesh(process: ProcessContext, shape: tuple[int, ...], timeout_seconds: 
     names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
     mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=names)
     for axis in names:
-        # new_group() inside init_device_mesh falls back to the backend's default of 10 or 30 minutes.
         group = mesh.get_group(axis)
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+        # new_group() inside init_device_mesh falls back to the backend's default of 10 or 30 minutes. An axis over all
+        # ranks is the job's own group, which has its timeout.
+        if group is not dist.group.WORLD:
+            set_group_timeout(group, timeout_seconds)
     return mesh

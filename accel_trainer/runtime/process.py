@@ -9,7 +9,7 @@ import atexit
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -26,11 +26,13 @@ __all__ = [
     "init_process",
     "read_environment",
     "select_device",
+    "set_group_timeout",
 ]
 
 logger = logging.get_logger(__name__)
 
 _DEFAULT_PORT = 29500
+_DEFAULT_TIMEOUT_SECONDS = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,29 +81,31 @@ def read_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def _integer(environ: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environ[name])
-    except KeyError:
+def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return a launcher's variable as a number; without it, the default, or an error when there is none."""
+    value = environ.get(name)
+    if value is None:
+        if default is not None:
+            return default
         raise ProcessGroupError(
             f"{name} is not set although another variable of the launcher is; set it, or start the job with "
             "`accel-trainer launch` or torchrun"
-        ) from None
+        )
+    try:
+        return int(value)
     except ValueError:
-        raise ProcessGroupError(
-            f"{name}={environ[name]!r} is not an integer; check what launched this process"
-        ) from None
+        raise ProcessGroupError(f"{name}={value!r} is not an integer; check what launched this process") from None
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> LaunchInfo:
     rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
-    single_node = environ.get("LOCAL_WORLD_SIZE") is None and environ.get("LOCAL_RANK") is None
+    single_node = "LOCAL_WORLD_SIZE" not in environ and "LOCAL_RANK" not in environ
     return LaunchInfo(
         launcher="torchrun",
         rank=rank,
         local_rank=rank if single_node else _integer(environ, "LOCAL_RANK"),
         world_size=world_size,
-        local_world_size=int(environ.get("LOCAL_WORLD_SIZE", world_size)),
+        local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", world_size),
         main_address=environ.get("MASTER_ADDR"),
         main_port=_integer(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None,
     )
@@ -109,25 +113,33 @@ def _from_torchrun(environ: Mapping[str, str]) -> LaunchInfo:
 
 def first_slurm_host(node_list: str) -> str:
     """Return the first host of a SLURM node list such as `gpu[003-007,012],login1`."""
-    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?", node_list)
-    if match is None:
+    entry = re.split(r",(?![^\[]*\])", node_list)[0]  # a comma outside of brackets
+    host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", entry)
+    if not host or "[" in host or "]" in host:
         raise ProcessGroupError(f"SLURM node list {node_list!r} cannot be read; set MASTER_ADDR to the first node")
-    return match.group(1) + (match.group(2) or "")
+    return host
+
+
+def _slurm_tasks_on_this_node(environ: Mapping[str, str], world_size: int) -> int:
+    """Return this node's number in a layout such as `4(x2),3`: 4 tasks on two nodes, 3 on the third."""
+    layout = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    nodes = [int(tasks) for tasks, repeats in layout for _ in range(int(repeats or 1))]
+    node = _integer(environ, "SLURM_NODEID", 0)
+    return nodes[node] if node < len(nodes) else world_size
 
 
 def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo:
     rank, world_size = _integer(environ, "SLURM_PROCID"), _integer(environ, "SLURM_STEP_NUM_TASKS")
-    tasks = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", str(world_size)))
     node_list = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     address = environ.get("MASTER_ADDR") or (first_slurm_host(node_list) if node_list else None)
     # Two jobs on one node must not meet: the port follows the job number.
-    port = int(environ.get("MASTER_PORT", 12000 + int(environ.get("SLURM_JOB_ID", 0)) % 20000))
+    port = _integer(environ, "MASTER_PORT", 12000 + _integer(environ, "SLURM_JOB_ID", 0) % 20000)
     return LaunchInfo(
         launcher="SLURM",
         rank=rank,
         local_rank=_integer(environ, "SLURM_LOCALID"),
         world_size=world_size,
-        local_world_size=int(tasks.group()) if tasks else world_size,
+        local_world_size=_slurm_tasks_on_this_node(environ, world_size),
         main_address=address,
         main_port=port,
     )
@@ -135,19 +147,39 @@ def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo:
 
 def _from_mpi(environ: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> LaunchInfo:
     world_size = _integer(environ, size)
-    local_world_size = int(environ.get(local_size, world_size))
+    local_world_size = _integer(environ, local_size, world_size)
     address = environ.get("MASTER_ADDR")
-    if address is None and local_world_size == world_size:
+    # Only where MPI says that all ranks are here: on two nodes, each would wait for the other on its own loopback.
+    if address is None and local_size in environ and local_world_size == world_size:
         address = "127.0.0.1"
+    index = _integer(environ, rank)
     return LaunchInfo(
         launcher="MPI",
-        rank=_integer(environ, rank),
-        local_rank=int(environ.get(local_rank, environ[rank])),
+        rank=index,
+        local_rank=_integer(environ, local_rank, index),
         world_size=world_size,
         local_world_size=local_world_size,
         main_address=address,
-        main_port=int(environ.get("MASTER_PORT", _DEFAULT_PORT)),
+        main_port=_integer(environ, "MASTER_PORT", _DEFAULT_PORT),
     )
+
+
+def _check_consistent(info: LaunchInfo) -> None:
+    """Refuse numbers that contradict each other: the group would wait for ranks that nobody starts."""
+    if not 0 <= info.rank < info.world_size:
+        raise ProcessGroupError(
+            f"{info.launcher} says rank {info.rank} of {info.world_size}; ranks go from 0 to world size - 1"
+        )
+    if info.local_world_size > info.world_size:
+        raise ProcessGroupError(
+            f"{info.launcher} says {info.local_world_size} processes on this node and {info.world_size} in the whole "
+            "job; check what launched this process"
+        )
+    if not 0 <= info.local_rank < info.local_world_size:
+        raise ProcessGroupError(
+            f"{info.launcher} says local rank {info.local_rank} of {info.local_world_size} on this node; they go "
+            "from 0 to the node's number of processes - 1"
+        )
 
 
 def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo | None:
@@ -176,10 +208,11 @@ def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo | None:
         info = _from_slurm(environ)
         if info.world_size == 1:
             return None
-    if info is not None and not 0 <= info.rank < info.world_size:
-        raise ProcessGroupError(
-            f"{info.launcher} says rank {info.rank} of {info.world_size}; ranks go from 0 to world size - 1"
-        )
+    elif environ.get("WORLD_SIZE", "1") != "1":
+        # Somebody expects several processes, and this one does not know which it is: not a job of one.
+        info = _from_torchrun(environ)
+    if info is not None:
+        _check_consistent(info)
     return info
 
 
@@ -246,11 +279,44 @@ def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, ti
 def _share_cores(environ: Mapping[str, str], device: torch.device, local_world_size: int) -> None:
     """Give each CPU rank its part of the cores: N ranks with a full thread pool each run slower than one."""
     if device.type == "cpu" and local_world_size > 1 and "OMP_NUM_THREADS" not in environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
+        share = max(1, (os.cpu_count() or 1) // local_world_size)
+        # Never more than now: that is what the user set, or the cores that this process is bound to.
+        torch.set_num_threads(min(share, torch.get_num_threads()))
+
+
+def _use_device(info: LaunchInfo | None, *, use_cpu: bool) -> torch.device:
+    """Select this rank's device and make it torch's current one: FSDP2 and nccl look there."""
+    local_rank, local_world_size = (info.local_rank, info.local_world_size) if info is not None else (0, 1)
+    device = select_device(local_rank, local_world_size, use_cpu=use_cpu)
+    if info is not None and device.type not in ("cpu", "mps"):
+        torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def _check_backend_carries(device: torch.device) -> None:
+    joined = dist.get_backend_config()
+    if device.type not in joined:
+        raise ConfigError(
+            f"the process group was initialised with backend {joined!r}, which cannot carry {device.type} tensors; "
+            f"initialise it with {_select_backend(device)!r}"
+            + (", or pass use_cpu=True" if device.type != "cpu" else ", or run without use_cpu")
+        )
+
+
+def _as_initialised(info: LaunchInfo | None) -> LaunchInfo:
+    """Return the group's own rank and world size, with the place on the node that the launcher gave."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if info is None:
+        return LaunchInfo("user", rank, rank, world_size, world_size, None, None)
+    return replace(info, rank=rank, world_size=world_size)
 
 
 def init_process(
-    environ: Mapping[str, str], *, use_cpu: bool = False, timeout_seconds: float = 1800.0, backend: str | None = None
+    environ: Mapping[str, str],
+    *,
+    use_cpu: bool = False,
+    timeout_seconds: float | None = None,
+    backend: str | None = None,
 ) -> ProcessContext:
     """Join the job that a launcher started, or stand alone when none did.
 
@@ -260,7 +326,8 @@ def init_process(
     Args:
         environ: the environment, from `read_environment()`.
         use_cpu: run on the CPU although an accelerator is there.
-        timeout_seconds: how long a collective may wait, on any backend, the CPU's included.
+        timeout_seconds: how long a collective may wait, on any backend, the CPU's included. None is half an hour for a
+            group that is made here, and leaves one that exists as it is.
         backend: for `torch.distributed`, e.g. "nccl"; chosen for the device when None.
 
     Raises:
@@ -268,31 +335,33 @@ def init_process(
         ConfigError: the device cannot serve this rank.
     """
     info = find_launch_info(environ)
-    if dist.is_available() and dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        local_rank = info.local_rank if info else rank
-        local_world_size = info.local_world_size if info else world_size
-        device = select_device(local_rank, local_world_size, use_cpu=use_cpu)
-        joined = dist.get_backend_config()
-        if device.type != "cpu" and device.type not in joined:
-            raise ConfigError(
-                f"the process group was initialised with backend {joined!r}, which cannot carry {device.type} tensors; "
-                f"initialise it with {_select_backend(device)!r}, or pass use_cpu=True"
-            )
-        logging.set_rank(rank)
-        return ProcessContext(rank, local_rank, world_size, local_world_size, device, dist.get_backend())
+    is_joined = dist.is_available() and dist.is_initialized()
+    if is_joined:
+        info = _as_initialised(info)
+    device = _use_device(info, use_cpu=use_cpu)
     if info is None:
         logging.set_rank(0)
-        return ProcessContext(0, 0, 1, 1, select_device(0, 1, use_cpu=use_cpu), None)
-    device = select_device(info.local_rank, info.local_world_size, use_cpu=use_cpu)
-    if device.type not in ("cpu", "mps"):
-        torch.accelerator.set_device_index(device.index)
-    _share_cores(environ, device, info.local_world_size)
-    _init_process_group(info, device, backend or _select_backend(device), timeout_seconds)
+        return ProcessContext(0, 0, 1, 1, device, None)
+    if is_joined:
+        _check_backend_carries(device)
+        if timeout_seconds is not None:
+            set_group_timeout(dist.distributed_c10d._get_default_group(), timeout_seconds)
+    else:
+        _share_cores(environ, device, info.local_world_size)
+        seconds = _DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
+        _init_process_group(info, device, backend or _select_backend(device), seconds)
     logging.set_rank(info.rank)
     return ProcessContext(
         info.rank, info.local_rank, info.world_size, info.local_world_size, device, dist.get_backend()
     )
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout_seconds: float) -> None:
+    """Bound how long collectives of an existing group may wait, on each of its backends that can be told so."""
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if hasattr(backend, "_set_default_timeout"):
+            backend._set_default_timeout(timedelta(seconds=timeout_seconds))
 
 
 def destroy_process_group() -> None:
