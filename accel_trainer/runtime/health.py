@@ -30,7 +30,7 @@ def shared_fate(process: ProcessContext, section: str) -> Iterator[None]:
     error: BaseException | None = None
     try:
         yield
-    except Exception as raised:
+    except (Exception, SystemExit) as raised:
         error = raised
     if process.is_distributed:
         votes: list[str | None] = [None] * process.world_size
