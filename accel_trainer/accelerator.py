@@ -20,7 +20,7 @@ from accel_trainer.data.loader import skip_first_batches as skip_loader_batches
 from accel_trainer.errors import ConfigError
 from accel_trainer.exchange import AcceleratorExchange
 from accel_trainer.optimizer import AcceleratedOptimizer
-from accel_trainer.options import AcceleratorOptions, build_strategy, resolve_options
+from accel_trainer.options import AcceleratorOptions, AcceleratorSettings, build_strategy, resolve_options
 from accel_trainer.plugins import ProjectConfiguration
 from accel_trainer.precision import build_precision, remove_autocast
 from accel_trainer.runtime import collectives
@@ -37,7 +37,7 @@ __all__ = ["Accelerator"]
 logger = logging.get_logger(__name__)
 
 
-class Accelerator(AcceleratorStepping, AcceleratorExchange, AcceleratorSaving, ProcessView):
+class Accelerator(AcceleratorStepping, AcceleratorExchange, AcceleratorSaving, AcceleratorSettings, ProcessView):
     """Runs a plain PyTorch loop on one process or many, laid out as the configuration says.
 
     Make one as early as possible, on every rank; it joins the job that a launcher started. Two Accelerators share
@@ -139,54 +139,9 @@ class Accelerator(AcceleratorStepping, AcceleratorExchange, AcceleratorSaving, P
         return self.state.distributed_type
 
     @property
-    def mixed_precision(self) -> str:
-        """The precision in force: "no", "bf16" or "fp16"."""
-        return str(self.config.mixed_precision)
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch is split over the ranks instead of multiplied."""
-        return self.config.data.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads for all ranks."""
-        return self.config.data.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether every rank gets batches of the same size, padded at the end of the data."""
-        return self.config.data.even_batches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether shuffling follows seed and epoch."""
-        return self.config.data.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether batches are copied to the device without waiting."""
-        return self.config.data.non_blocking
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per update."""
-        return self.config.accumulation.num_steps
-
-    @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether fp16 overflow skipped the last step of any optimizer."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
-
-    @property
-    def project_dir(self) -> str | Path | None:
-        """Where states are saved."""
-        return self.project_configuration.project_dir
-
-    @property
-    def logging_dir(self) -> str | Path | None:
-        """Where logs go."""
-        return self.project_configuration.logging_dir
 
     # --- preparing -------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from accel_trainer.config import Resolved, resolve
+from accel_trainer.config import Resolved, RunConfig, resolve
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins import (
     DataLoaderConfiguration,
@@ -19,12 +19,13 @@ from accel_trainer.plugins import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    ProjectConfiguration,
 )
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Strategy, WrapPolicyFunction
 
-__all__ = ["AcceleratorOptions", "FSDPDescription", "build_strategy", "resolve_options"]
+__all__ = ["AcceleratorOptions", "AcceleratorSettings", "FSDPDescription", "build_strategy", "resolve_options"]
 
 
 @dataclass
@@ -135,6 +136,58 @@ class AcceleratorOptions:
             activation_checkpointing=fsdp.activation_checkpointing,
             transformer_cls_names_to_wrap=list(fsdp.wrap_classes),
         )
+
+
+class AcceleratorSettings:
+    """What an Accelerator was configured to do, as attributes, for it to inherit."""
+
+    config: RunConfig
+    project_configuration: ProjectConfiguration
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision in force: "no", "bf16" or "fp16"."""
+        return str(self.config.mixed_precision)
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch is split over the ranks instead of multiplied."""
+        return self.config.data.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads for all ranks."""
+        return self.config.data.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether every rank gets batches of the same size, padded at the end of the data."""
+        return self.config.data.even_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether shuffling follows seed and epoch."""
+        return self.config.data.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device without waiting."""
+        return self.config.data.non_blocking
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per update."""
+        return self.config.accumulation.num_steps
+
+    @property
+    def project_dir(self) -> str | Path | None:
+        """Where states are saved."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | Path | None:
+        """Where logs go."""
+        return self.project_configuration.logging_dir
 
 
 def resolve_options(
