@@ -1,0 +1,153 @@
+"""The job of finetune_classifier.py as a native PyTorch loop.
+
+python examples/native_loop.py
+accel-trainer launch --cpu --num_processes 2 examples/native_loop.py --strategy fsdp2
+python examples/native_loop.py --model bert-base-cased --dataset nyu-mll/glue --config mrpc
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import datasets
+import evaluate
+import torch
+from classification import (
+    METRIC,
+    add_data_options,
+    build_model,
+    check_saved,
+    describe_data,
+    largest_class,
+    load_texts,
+    tokenize,
+)
+from options import add_model_options, add_run_options, learning_rate, split_batch
+from report import describe_layout, print_table
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import DataCollatorWithPadding, get_linear_schedule_with_warmup
+from transformers.utils import logging as transformers_logging
+
+from accel_trainer import Accelerator, set_seed
+
+
+def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_data_options(parser)
+    add_run_options(parser, output_dir="outputs/native_loop", epochs=3, batch_size=32)
+    add_model_options(parser, vocab_size=2048, max_length=96)
+    group = parser.add_argument_group("strategy", "without these: what the launcher says, and one process or DDP else")
+    group.add_argument("--strategy", help="single, ddp, fsdp2 or another registered name")
+    group.add_argument("--strategy_config", metavar="FILE", help="YAML or JSON file, or a packaged name")
+    group.add_argument("--mixed_precision", choices=["no", "bf16", "fp16"])
+    return parser.parse_args(argv)
+
+
+def evaluate_model(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> tuple[dict[str, float], Tensor]:
+    """Return metrics over every sample exactly once, and the predicted classes in the order of the data. Collective."""
+    accuracy = evaluate.load(METRIC, keep_in_memory=True)
+    losses, predictions = [], []
+    model.eval()
+    for batch in loader:
+        with torch.no_grad():
+            logits = model(**batch).logits
+        each_loss = F.cross_entropy(logits.float(), batch["labels"], reduction="none")
+        # The loader knows which rows only fill up the last batch; they are left out here.
+        each_loss, predicted, labels = accelerator.gather_for_metrics((each_loss, logits.argmax(-1), batch["labels"]))
+        accuracy.add_batch(predictions=predicted, references=labels)
+        losses.append(each_loss)
+        predictions.append(predicted)
+    model.train()
+    return {"eval_loss": torch.cat(losses).mean().item(), **accuracy.compute()}, torch.cat(predictions)
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    options = parse_options(argv)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        mixed_precision=options.mixed_precision,
+        cpu=options.cpu or None,
+        strategy=options.strategy,
+        config=options.strategy_config,
+    )
+    if not accelerator.is_main_process:
+        datasets.disable_progress_bars()
+        transformers_logging.disable_progress_bar()
+
+    texts = load_texts(options)
+    tokenizer, model = build_model(options, texts["train"])
+    tokens = tokenize(texts, tokenizer)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    baseline = largest_class(texts["eval"]["label"])
+
+    collator = DataCollatorWithPadding(tokenizer)
+    parts = accelerator.num_processes * accelerator.gradient_accumulation_steps
+    micro_batch = split_batch(options.global_batch_size, parts)
+    eval_batch = split_batch(2 * options.global_batch_size, accelerator.num_processes)
+    train_loader = DataLoader(tokens["train"], batch_size=micro_batch, shuffle=True, collate_fn=collator)
+    eval_loader = DataLoader(tokens["eval"], batch_size=eval_batch, collate_fn=collator)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate(options), weight_decay=options.weight_decay)
+    updates = len(texts["train"]) // options.global_batch_size * options.epochs
+    updates = options.max_steps if options.max_steps > 0 else updates
+    scheduler = get_linear_schedule_with_warmup(optimizer, updates // 10, updates)
+    set_seed(options.seed)
+    model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
+        model, optimizer, train_loader, eval_loader, scheduler
+    )
+
+    progress = tqdm(total=updates, desc="training", disable=not accelerator.is_local_main_process)
+    seconds, step = 0.0, 0
+    while step < updates:
+        start = time.perf_counter()
+        for batch in train_loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                step += 1
+                progress.update(1)
+                if step == updates:
+                    break
+        seconds += time.perf_counter() - start
+        metrics, predicted = evaluate_model(accelerator, model, eval_loader)
+        progress.set_postfix(metrics)
+    progress.close()
+
+    accelerator.unwrap_model(model).save_pretrained(
+        options.output_dir,
+        state_dict=accelerator.get_state_dict(model),
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+    )
+    layout = describe_layout(accelerator, model, num_parameters)
+    metrics |= {"train_steps_per_second": updates / seconds, "majority_accuracy": baseline}
+    if accelerator.is_main_process:
+        tokenizer.save_pretrained(options.output_dir)
+        rows = [
+            *layout,
+            ("samples", describe_data(texts)),
+            ("training", f"{updates} updates, {metrics['train_steps_per_second']:.2f} steps/s"),
+            ("eval loss", f"{metrics['eval_loss']:.6f}"),
+            ("eval accuracy", f"{metrics['accuracy']:.4f}"),
+            ("majority class", f"{baseline:.4f} (accuracy of always answering the most frequent class)"),
+            ("accuracy / majority", f"{metrics['accuracy'] / baseline:.1f}"),
+            ("saved to", options.output_dir),
+            ("from_pretrained", check_saved(options.output_dir, texts["eval"], predicted.cpu().numpy())),
+        ]
+        print_table("Native loop", rows)
+    accelerator.end_training()
+    return metrics
+
+
+if __name__ == "__main__":
+    main()
