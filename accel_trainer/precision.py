@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from accel_trainer.config import MixedPrecision
+from accel_trainer.config import MixedPrecision, OutputDtype
 from accel_trainer.errors import ConfigError
 from accel_trainer.tree import map_leaves
 
@@ -29,17 +31,36 @@ class PrecisionPolicy:
     """Floating-point outputs of the model are cast to it; None leaves them."""
     loss_scaling: bool = False
     """Whether losses are scaled so that small fp16 gradients do not vanish."""
+    autocast_enabled: bool = True
+    """False keeps autocast off although there is a compute dtype; a strategy without autocast refuses it."""
+    cache_enabled: bool | None = None
+    """Whether autocast keeps the weights that it has cast until it is left; None is torch's default."""
+
+    def autocast(self, device_type: str) -> AbstractContextManager[Any]:
+        """Return the context in which operations compute in this policy's dtype."""
+        if self.compute is None:
+            return nullcontext()
+        return torch.autocast(
+            device_type, dtype=self.compute, enabled=self.autocast_enabled, cache_enabled=self.cache_enabled
+        )
 
 
 def _supports_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "mps":
         return torch.backends.mps.is_available() and torch.backends.mps.is_macos_or_newer(14, 0)
     return True
 
 
-def build_precision(mixed_precision: str, device: torch.device, *, origin: str = "mixed_precision") -> PrecisionPolicy:
+def build_precision(
+    mixed_precision: str,
+    device: torch.device,
+    *,
+    origin: str = "mixed_precision",
+    output_dtype: str = OutputDtype.FP32,
+    autocast: Mapping[str, bool] | None = None,
+) -> PrecisionPolicy:
     """Return the policy for `mixed_precision` on `device`.
 
     bf16 reduces gradients in fp32: the sum over many ranks in bf16 loses the small ones.
@@ -47,10 +68,20 @@ def build_precision(mixed_precision: str, device: torch.device, *, origin: str =
     Args:
         mixed_precision: "no", "bf16" or "fp16".
         origin: how the option was given, for the message.
+        output_dtype: "fp32" casts the model's outputs, "kept" leaves them as computed.
+        autocast: `enabled` and `cache_enabled`, where they were set.
 
     Raises:
         ConfigError: the device cannot honour it. Nothing is replaced by fp32 in silence.
     """
+    policy = _device_precision(mixed_precision, device, origin)
+    if output_dtype == OutputDtype.KEPT:
+        policy = replace(policy, output=None)
+    options = autocast or {}
+    return replace(policy, autocast_enabled=options.get("enabled", True), cache_enabled=options.get("cache_enabled"))
+
+
+def _device_precision(mixed_precision: str, device: torch.device, origin: str) -> PrecisionPolicy:
     if mixed_precision == MixedPrecision.NO:
         return PrecisionPolicy()
     if mixed_precision == MixedPrecision.BF16:
@@ -75,24 +106,29 @@ class AutocastForward:
     """A model's forward under autocast, with floating-point outputs cast back.
 
     An instance attribute named `forward`, not a hook and not a wrapper module: it compiles with fullgraph, pickles and
-    deep-copies with the model, keeps the signature that others inspect, and `del model.forward` undoes it.
+    deep-copies with the model, keeps the signature that others inspect, and `del model.forward` undoes it. A forward
+    that somebody has put on the instance before (kernel libraries, torch.compile's wrapper) is the one that runs.
     """
 
-    def __init__(self, model: nn.Module, compute: torch.dtype, output: torch.dtype | None) -> None:
+    def __init__(self, model: nn.Module, policy: PrecisionPolicy) -> None:
         self.model = model
-        self.device_type = next((p.device.type for p in model.parameters()), "cpu")
-        self.compute = compute
-        self.output = output
+        self.policy = policy
+        self.inner: Callable[..., Any] | None = model.__dict__.get("forward")
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(functools.partial(type(self.model).forward, self.model))
+        return inspect.signature(self.inner or functools.partial(type(self.model).forward, self.model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the class's forward under autocast."""
-        with torch.autocast(self.device_type, dtype=self.compute):
-            outputs = type(self.model).forward(self.model, *args, **kwargs)
-        return outputs if self.output is None else cast_floating(outputs, self.output)
+        """Call the model's own forward under autocast."""
+        # Asked on each call: with device_placement=False the user moves the model after prepare().
+        device_type = next((p.device.type for p in self.model.parameters()), "cpu")
+        with self.policy.autocast(device_type):
+            if self.inner is None:
+                outputs = type(self.model).forward(self.model, *args, **kwargs)
+            else:
+                outputs = self.inner(*args, **kwargs)
+        return outputs if self.policy.output is None else cast_floating(outputs, self.policy.output)
 
 
 def cast_floating(data: Any, dtype: torch.dtype) -> Any:
@@ -110,10 +146,14 @@ def apply_autocast(model: nn.Module, policy: PrecisionPolicy) -> None:
     """Run `model`'s forward under autocast from now on; does nothing when the policy computes in full precision."""
     if policy.compute is None or isinstance(model.__dict__.get("forward"), AutocastForward):
         return
-    model.forward = AutocastForward(model, policy.compute, policy.output)
+    model.forward = AutocastForward(model, policy)
 
 
 def remove_autocast(model: nn.Module) -> None:
     """Undo `apply_autocast`."""
-    if isinstance(model.__dict__.get("forward"), AutocastForward):
-        del model.forward
+    autocast = model.__dict__.get("forward")
+    if isinstance(autocast, AutocastForward):
+        if autocast.inner is None:
+            del model.forward
+        else:
+            model.forward = autocast.inner
