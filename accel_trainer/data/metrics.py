@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, cat
@@ -22,9 +22,7 @@ def drop_padding(data: Any, rows: BatchRows, shard: int) -> Any:
     """
     if rows.rows[shard] == rows.sizes[shard]:
         return data
-    return map_leaves(
-        lambda leaf: _keep(leaf, rows.rows[shard : shard + 1], rows.sizes[shard : shard + 1]), data, is_leaf=_is_column
-    )
+    return map_leaves(lambda leaf: _keep_own(leaf, rows, shard), data, is_leaf=_is_column)
 
 
 def keep_valid(data: Any, rows: BatchRows) -> Any:
@@ -49,13 +47,14 @@ def trim_gathered(
         data: tensors of equal shapes but for their first dimension, lists of other values (strings) with one entry for
             each sample, or nestings of them.
         rows: what the loader says of its present batch; None gathers everything.
-        use_objects: take the whole of `data`, a list or tuple with one entry for each sample, as objects.
+        use_objects: take `data` as picklable objects: a list with one entry for each sample gives one list over all
+            ranks, a mapping of such lists one mapping for each rank.
     """
     if rows is not None and len(rows.rows) != process.world_size:
         rows = None  # the sampler shards by rank itself: nobody can say what is padding
     if use_objects:
         if rows is not None:
-            data = _keep(data, rows.rows[process.rank :][:1], rows.sizes[process.rank :][:1])
+            data = _keep_own(data, rows, process.rank)
         return gather_object(data, process)
     if not process.is_distributed:
         return (
@@ -81,7 +80,7 @@ def _gather_columns(columns: list[Any], rows: BatchRows | None, process: Process
         gathered = iter([_gather_uneven(tensor, rows, process) for tensor in tensors])
     others = [column for column in columns if not isinstance(column, Tensor) and column is not None]
     if rows is not None:
-        others = [_keep(o, rows.rows[process.rank :][:1], rows.sizes[process.rank :][:1]) for o in others]
+        others = [_keep_own(column, rows, process.rank) for column in others]
     by_rank = gather_object([others], process) if others else []
     results: list[Any] = []
     position = 0
@@ -108,6 +107,13 @@ def _is_column(node: Any) -> bool:
     return isinstance(node, Tensor) or (
         type(node) is list and not any(isinstance(leaf, Tensor) for leaf in leaves(node))
     )
+
+
+def _keep_own(data: Any, rows: BatchRows, shard: int) -> Any:
+    """Of one shard's own column, or of a mapping of columns, keep the valid rows."""
+    if isinstance(data, Mapping):
+        return drop_padding(data, rows, shard)
+    return _keep(data, rows.rows[shard : shard + 1], rows.sizes[shard : shard + 1])
 
 
 def _keep(column: Any, rows: Sequence[int], sizes: Sequence[int]) -> Any:

@@ -228,6 +228,7 @@ def gather_kinds() -> dict[str, Any]:
         "outside": trim_gathered(torch.full((2,), rank), None, process),
         "foreign": trim_gathered(torch.full((2,), rank), BatchRows((1,), (2,)), process),
         "objects": trim_gathered([{"boxes": torch.ones(rank)}, {"boxes": None}], padded, process, use_objects=True),
+        "columns": trim_gathered({"text": [f"{rank}x", f"{rank}y"]}, padded, process, use_objects=True),
         "empty last": trim_gathered(torch.full((2,), rank), BatchRows((2, 0), (2, 2)), process),
     }
     return {
@@ -246,6 +247,7 @@ def test_d11_structures_strings_and_objects_are_gathered_whole() -> None:
         assert result["outside"] == [0, 0, 1, 1]
         assert result["foreign"] == [0, 0, 1, 1]
         assert result["objects"] == [{"boxes": []}, {"boxes": None}, {"boxes": [1.0]}]
+        assert result["columns"] == [{"text": ["0x", "0y"]}, {"text": ["1x"]}]
         assert result["empty last"] == [0, 0]
 
 
