@@ -22,6 +22,7 @@ from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.native import NativeUnit, check_optimizer_covers, require_values
 from accel_trainer.strategies.recompute import apply_activation_checkpointing
 from accel_trainer.strategies.sync import broadcast_module_states
+from accel_trainer.strategies.whole_weights import exchange_whole_weights
 from accel_trainer.strategies.wrapping import find_blocks, find_ignored_modules
 
 __all__ = ["FSDP2Strategy", "FSDP2Unit"]
@@ -205,6 +206,7 @@ class FSDP2Strategy:
         root = fully_shard(model, mp_policy=_mixed_precision_policy(precision, root=True), **options)
         _set_prefetch(blocks, config.forward_prefetch)
         _assert_tied(model, tied)
+        exchange_whole_weights(model, process)
         model.register_forward_hook(_reshard_after_inference)
         model._is_fsdp_managed_module = True  # type: ignore[assignment]  # read by transformers' generate()
         return _bind(FSDP2Unit(root, originals, job.scaler), job)

@@ -1,0 +1,80 @@
+"""Whole weights in and out of a sharded module, where scripts written for one process ask the module itself for them.
+
+`module.save_pretrained(directory)` would find this rank's shards, and `module.load_state_dict(state)` would be handed
+tensors that are no shards. Both do on a sharded module what they do on any other.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.health import shared_fate
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.strategies.torch_state import TorchCheckpointIO
+
+__all__ = ["SavePretrained", "exchange_whole_weights"]
+
+
+class SavePretrained:
+    """A sharded model's `save_pretrained`: the model's own, given the whole weights. Collective.
+
+    An instance attribute of that name, as the prepared forward is one: the class stays the user's.
+    """
+
+    def __init__(self, model: nn.Module, process: ProcessContext) -> None:
+        self.model = model
+        self.process = process
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        parameters = list(inspect.signature(type(self.model).save_pretrained).parameters.values())  # type: ignore[attr-defined]
+        return inspect.Signature(parameters[1:])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather the weights, write them on rank 0, and return on every rank once they are written.
+
+        A call that brings its own `state_dict` is passed on as it is, and gathers nothing.
+
+        Raises:
+            ConfigError: the model's own method has no argument for weights that were gathered.
+        """
+        save = type(self.model).save_pretrained  # type: ignore[attr-defined]
+        call = self.__signature__.bind(*args, **kwargs)
+        if kwargs.get("state_dict", call.arguments.get("state_dict")) is not None:
+            return save(self.model, *args, **kwargs)
+        if "state_dict" not in self.__signature__.parameters:
+            raise ConfigError(
+                f"{type(self.model).__name__} is sharded, and its save_pretrained() has no `state_dict` argument for "
+                "the gathered weights; use accelerator.save_model(model, directory)"
+            )
+        call.arguments["state_dict"] = TorchCheckpointIO(self.model, None).full_model_state()
+        if "is_main_process" in self.__signature__.parameters:
+            call.arguments["is_main_process"] = self.process.is_main and call.arguments.get("is_main_process", True)
+        # Also the barrier behind which every rank may read what was written.
+        with shared_fate(self.process, "save_pretrained"):
+            return save(self.model, *call.args, **call.kwargs)
+
+
+def exchange_whole_weights(model: nn.Module, process: ProcessContext) -> None:
+    """Let a sharded model save and load whole weights by its own methods. Nothing is communicated here."""
+    if callable(getattr(type(model), "save_pretrained", None)):
+        model.save_pretrained = SavePretrained(model, process)  # type: ignore[assignment]
+    for module in model.modules():
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+            module.register_load_state_dict_pre_hook(_shard_state)
+
+
+def _shard_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Replace the whole tensors meant for `module`'s own shards by shards; every rank has been given all of them."""
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        value = state_dict.get(prefix + name)
+        if isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+            # src_data_rank=None: each rank takes its part of its own tensor, without communication.
+            state_dict[prefix + name] = distribute_tensor(
+                value.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
