@@ -6,11 +6,14 @@ import importlib
 from importlib.metadata import entry_points
 from typing import Any
 
-from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.errors import AccelTrainerError, ConfigError, did_you_mean
 
 __all__ = ["ENTRY_POINT_GROUP", "load_strategy", "register_strategy", "strategy_names"]
 
 ENTRY_POINT_GROUP = "accel_trainer.strategies"
+
+# Means "single or ddp, by the number of processes" in a configuration.
+_AUTO = "auto"
 
 _STRATEGIES: dict[str, str] = {
     "single": "accel_trainer.strategies.native:SingleStrategy",
@@ -30,11 +33,18 @@ def register_strategy(name: str, target: str) -> None:
     Raises:
         ConfigError: the name is taken, or the target is not of that form.
     """
-    if name in _STRATEGIES:
-        raise ConfigError(f"strategy {name!r} is already registered as {_STRATEGIES[name]!r}; choose another name")
-    if target.count(":") != 1:
-        raise ConfigError(f"strategy target {target!r} is not of the form 'package.module:ClassName'")
+    if name in _STRATEGIES or name == _AUTO:
+        owner = _STRATEGIES.get(name, "the choice by the number of processes")
+        raise ConfigError(f"strategy {name!r} is already registered as {owner!r}; choose another name")
+    _split_target(target)
     _STRATEGIES[name] = target
+
+
+def _split_target(target: str) -> tuple[str, str]:
+    module_name, _, attribute = target.partition(":")
+    if not module_name or not attribute or ":" in attribute:
+        raise ConfigError(f"strategy target {target!r} is not of the form 'package.module:ClassName'")
+    return module_name, attribute
 
 
 def strategy_names() -> tuple[str, ...]:
@@ -47,16 +57,19 @@ def load_strategy(name: str) -> Any:
 
     Raises:
         ConfigError: no strategy has that name, or its target cannot be imported.
+        MissingExtraError: the strategy needs an engine that is not installed.
     """
     target = _STRATEGIES.get(name) or _entry_points().get(name)
     if target is None:
-        known = strategy_names()
+        known = (_AUTO, *strategy_names())
         raise ConfigError(
-            f"unknown strategy {name!r}{did_you_mean(name, known)} Known strategies: {', '.join(known)}; "
+            f"unknown strategy {name!r}{did_you_mean(name, known) or '.'} Known strategies: {', '.join(known)}; "
             f"packages add more through the entry-point group {ENTRY_POINT_GROUP!r}"
         )
-    module_name, _, attribute = target.partition(":")
     try:
+        module_name, attribute = _split_target(target)
         return getattr(importlib.import_module(module_name), attribute)()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"strategy {name!r} points to {target!r}, which cannot be imported: {error}") from error
+    except AccelTrainerError:
+        raise
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ConfigError(f"strategy {name!r} points to {target!r}, which cannot be loaded: {error}") from error
