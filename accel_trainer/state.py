@@ -267,6 +267,11 @@ class GradientState:
         return bool(self.loaders)
 
     @property
+    def rows(self) -> Any:
+        """What the active loader's current step holds on every rank; None outside of loops."""
+        return self.loaders[-1].rows if self.loaders else None
+
+    @property
     def end_of_dataloader(self) -> bool:
         """Whether the active loader's current batch is its last."""
         return self.in_dataloader and bool(self.active_dataloader.end_of_dataloader)
@@ -274,7 +279,7 @@ class GradientState:
     @property
     def remainder(self) -> int:
         """Valid rows of the active loader's last global batch when it holds padding; -1 when it holds none."""
-        rows = self.active_dataloader.rows if self.in_dataloader else None
+        rows = self.rows
         return sum(rows.rows) if rows is not None and rows.is_last and rows.padded else -1
 
     def begin(self, loader: Any) -> None:
@@ -283,7 +288,10 @@ class GradientState:
 
     def end(self, loader: Any) -> None:
         """A loader's iteration ends, by exhaustion or because its loop was left."""
-        self.loaders = [active for active in self.loaders if active is not loader]
+        for position in range(len(self.loaders) - 1, -1, -1):
+            if self.loaders[position] is loader:  # the innermost pass: a loader may be iterated within itself
+                del self.loaders[position]
+                return
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_trainer.errors import ConfigError
+from accel_trainer.plugins import AutocastKwargs
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Strategy, TrainUnit
@@ -108,8 +109,13 @@ class AcceleratorStepping:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate the gradients of `loss`; in `accumulate()` those of a window are the mean over what it holds.
 
-        Collective on the last micro-batch of a window. Outside of `accumulate()` the loss is taken as it is.
+        Where ranks hold unequally many samples of a step (`even_batches=False`), each loss counts by its samples; a rank
+        without any takes part with weight zero. Collective on the last micro-batch of a window.
         """
+        rows = self.gradient_state.rows
+        if rows is not None and len(rows.rows) == self.process.world_size:
+            weight = rows.weight(self.process.rank)
+            loss = loss if weight == 1.0 else loss * weight
         if self._current:
             leading = self._current[0]
             divisor = leading.window.divisor
@@ -121,11 +127,30 @@ class AcceleratorStepping:
         else:
             raise ConfigError("backward() was called before a model was prepared; pass the model to prepare() first")
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Context for computations outside of the model, a loss for instance, in the configured precision."""
-        if self.precision.compute is None:
-            return nullcontext()
-        return torch.autocast(self.process.device.type, dtype=self.precision.compute)
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Context for computations outside of the model, a loss for instance, in the configured precision.
+
+        Args:
+            autocast_handler: other options for this block than those given to the Accelerator; with `enabled=False` it
+                computes in full precision, also inside of another autocast.
+
+        Raises:
+            ConfigError: the handler sets `output_dtype`, which concerns prepared models.
+        """
+        if autocast_handler is None:
+            return self.precision.autocast(self.process.device.type)
+        if autocast_handler.output_dtype is not None:
+            raise ConfigError(
+                f"autocast() was given AutocastKwargs(output_dtype={autocast_handler.output_dtype!r}), which says what "
+                "prepared models return; pass it to Accelerator(kwargs_handlers=[...])"
+            )
+        options = autocast_handler.autocast_options()
+        policy = replace(
+            self.precision,
+            autocast_enabled=options.get("enabled", self.precision.autocast_enabled),
+            cache_enabled=options.get("cache_enabled", self.precision.cache_enabled),
+        )
+        return policy.autocast(self.process.device.type)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Bound the global gradient norm of `parameters`; return the norm before clipping.

@@ -19,6 +19,7 @@ from accel_trainer import (
     AcceleratedOptimizer,
     AcceleratedScheduler,
     Accelerator,
+    DataLoaderConfiguration,
     DistributedType,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
@@ -398,6 +399,39 @@ def test_the_number_of_processes_changes_neither_schedule_nor_updates():
     for rates, weights in run_ranks(updates_on_ranks, 2):
         assert rates == alone[0]
         assert weights == pytest.approx(alone[1], abs=1e-6)
+
+
+def uneven_updates(num_samples: int) -> tuple[list[int], list[float]]:
+    """Train without padding on samples that do not divide by the batches; return rows per step and the weights."""
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    model, optimizer, loader, _ = build(num_samples, batch_size=4 // accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    rows = []
+    for x, y in loader:
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        rows.append(loader.rows.num_samples)
+    return rows, accelerator.unwrap_model(model).weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("num_samples", [9, 10, 11])
+def test_without_padding_two_ranks_train_on_uneven_data_as_one_process(num_samples: int):
+    # 9 leave one sample for the last step: the second rank has none, and takes part with weight zero.
+    (alone,) = run_ranks(uneven_updates, 1, num_samples)
+    for rows, weights in run_ranks(uneven_updates, 2, num_samples):
+        assert sum(rows) == num_samples
+        assert weights == pytest.approx(alone[1], abs=1e-6)
+
+
+def test_a_loader_iterated_within_itself_stays_active_outside():
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(build()[2])
+    for _ in loader:
+        for _ in loader:
+            break
+        assert accelerator.gradient_state.active_dataloader is loader
+        break
 
 
 def save_and_load(directory: str, max_shard_size: str) -> list[str]:

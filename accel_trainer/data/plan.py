@@ -76,6 +76,19 @@ class BatchRows:
         """Valid rows over all shards."""
         return sum(self.rows)
 
+    def weight(self, shard: int) -> float:
+        """What a shard's mean must be multiplied by, so that the mean over shards is the mean over all valid rows.
+
+        1 where shards hold equally many rows, and where batches were filled up with repeated samples: a mean that a
+        model has taken over those cannot be undone. 0 for a shard without data.
+        """
+        rows = self.rows
+        if rows.count(rows[0]) == len(rows) or any(
+            0 < valid < size for valid, size in zip(rows, self.sizes, strict=True)
+        ):
+            return 1.0
+        return rows[shard] * len(rows) / sum(rows)
+
 
 @dataclass(frozen=True, slots=True)
 class RoundRule:

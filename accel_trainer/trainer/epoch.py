@@ -190,7 +190,8 @@ def run_training_step(trainer: Any, model: nn.Module, inputs: Any, num_items_in_
         is_scaled = by_items or trainer.compute_loss_func is not None
     if not is_scaled:
         loss = loss / trainer.current_gradient_accumulation_steps
-    trainer.accelerator.backward(loss, **kwargs)
+    # Not accelerator.backward(): it weighs by the samples of the loader's present batch, and a window is read ahead.
+    trainer.accelerator.unit_of(model).backward(loss, **kwargs)
     return loss.detach()
 
 
