@@ -29,6 +29,7 @@ _EXPORTS = {
     "Seq2SeqTrainingArguments": "accel_trainer.trainer",
     "Trainer": "accel_trainer.trainer",
     "TrainingArguments": "accel_trainer.trainer",
+    "load_checkpoint_in_model": "accel_trainer.utils",
     "prepare_data_loader": "accel_trainer.data_loader",
     "set_seed": "accel_trainer.utils",
     "skip_first_batches": "accel_trainer.data_loader",

@@ -66,7 +66,8 @@ class AcceleratorSaving:
 
         Args:
             max_shard_size: larger models are written as several files with an index.
-            safe_serialization: False writes one `pytorch_model.bin` instead of safetensors.
+            safe_serialization: False writes `pytorch_model.bin` instead of safetensors, and removes those of an earlier
+                save in the directory: readers would take them first.
 
         Raises:
             ConfigError: `save_directory` is a file.
@@ -78,11 +79,7 @@ class AcceleratorSaving:
         state = self.get_state_dict(model)
         with shared_fate(self.process, f"save_model to {directory}"):
             if self.process.is_main:
-                if safe_serialization:
-                    save_weights(state, directory, max_shard_size)
-                else:
-                    directory.mkdir(parents=True, exist_ok=True)
-                    torch.save(state, directory / "pytorch_model.bin")
+                save_weights(state, directory, max_shard_size, safe_serialization=safe_serialization)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
         """Write `obj` to `f` on rank 0 (on each node's first rank with `save_on_each_node`); a no-op elsewhere."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from accel_trainer.checkpoint.loading import load_checkpoint_in_model
 from accel_trainer.plugins import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -35,6 +36,7 @@ __all__ = [
     "concatenate",
     "find_batch_size",
     "honor_type",
+    "load_checkpoint_in_model",
     "recursively_apply",
     "send_to_device",
     "set_seed",

@@ -1,4 +1,4 @@
-"""Model weights as safetensors, under the file names that `from_pretrained` reads."""
+"""Model weights as safetensors, or as torch's own files, under the names that `from_pretrained` reads."""
 
 from __future__ import annotations
 
@@ -6,16 +6,29 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 
-__all__ = ["INDEX_NAME", "WEIGHTS_NAME", "SafetensorsDirectory", "parse_size", "remove_weights", "save_weights"]
+__all__ = [
+    "BIN_INDEX_NAME",
+    "BIN_NAME",
+    "INDEX_NAME",
+    "WEIGHTS_NAME",
+    "SafetensorsDirectory",
+    "parse_size",
+    "read_index",
+    "remove_weights",
+    "save_weights",
+]
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+BIN_NAME = "pytorch_model.bin"
+BIN_INDEX_NAME = "pytorch_model.bin.index.json"
 
 _UNITS = {
     "B": 1,
@@ -48,57 +61,112 @@ def parse_size(size: int | str) -> int:
     return value
 
 
+def _memory(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """What two names of one tied tensor have in common."""
+    return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())
+
+
 def _distinct(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Keep each tied tensor once, under its first name: safetensors refuses shared memory, and loaders tie again."""
     kept: dict[str, Tensor] = {}
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
     for name, tensor in state.items():
-        key = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
-        if tensor.numel() and key in seen:
+        if tensor.numel() and _memory(tensor) in seen:
             continue
-        seen.add(key)
+        seen.add(_memory(tensor))
         kept[name] = tensor.contiguous()
     return kept
 
 
-def remove_weights(directory: Path) -> None:
-    """Remove weights of earlier saves, so that no stale file is read in place of a new one."""
-    for pattern in (WEIGHTS_NAME, INDEX_NAME, "model-*-of-*.safetensors"):
+def _split(state: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+    """Cut `state` into parts of at most `limit` bytes, in its order; the names of a tied tensor stay together."""
+    shards: list[dict[str, Tensor]] = [{}]
+    homes: dict[tuple[int, tuple[int, ...], tuple[int, ...]], dict[str, Tensor]] = {}
+    size = 0
+    for name, tensor in state.items():
+        home = homes.get(_memory(tensor)) if tensor.numel() else None
+        if home is None:
+            if shards[-1] and size + tensor.nbytes > limit:
+                shards.append({})
+                size = 0
+            size += tensor.nbytes
+            home = homes[_memory(tensor)] = shards[-1]
+        home[name] = tensor
+    return shards
+
+
+def remove_weights(directory: Path, *, with_bin: bool = False) -> None:
+    """Remove weights of earlier saves, so that no stale file is read in place of a new one.
+
+    Args:
+        with_bin: torch's own files too. They need not go when safetensors are written, which are read before them.
+    """
+    patterns = [WEIGHTS_NAME, INDEX_NAME, "model-*-of-*.safetensors"]
+    if with_bin:
+        patterns += [BIN_NAME, BIN_INDEX_NAME, "pytorch_model-*-of-*.bin"]
+    for pattern in patterns:
         for path in directory.glob(pattern):
             path.unlink()
 
 
-def save_weights(state: Mapping[str, Tensor], directory: Path, max_shard_size: int | str = "10GB") -> list[str]:
+def save_weights(
+    state: Mapping[str, Tensor],
+    directory: Path,
+    max_shard_size: int | str = "10GB",
+    *,
+    safe_serialization: bool = True,
+) -> list[str]:
     """Write `state` as `model.safetensors`, or as numbered shards with an index when it exceeds `max_shard_size`.
 
     Called by one process. Weights of an earlier save in `directory` are removed.
+
+    Args:
+        safe_serialization: False writes torch's own files, `pytorch_model.bin`, with every name of tied tensors.
 
     Returns:
         The names of the weight files.
     """
     limit = parse_size(max_shard_size)
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in _distinct(state).items():
-        tensor_bytes = tensor.numel() * tensor.element_size()
-        if shards[-1] and size + tensor_bytes > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor_bytes
+    shards = _split(_distinct(state) if safe_serialization else state, limit)
     directory.mkdir(parents=True, exist_ok=True)
-    remove_weights(directory)
-    if len(shards) == 1:
-        save_file(shards[0], directory / WEIGHTS_NAME, metadata={"format": "pt"})
-        return [WEIGHTS_NAME]
-    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    remove_weights(directory, with_bin=not safe_serialization)
+    stem, suffix = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
+    names = [f"{stem}.{suffix}"]
+    if len(shards) > 1:
+        names = [f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}" for number in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
-        save_file(shard, directory / name, metadata={"format": "pt"})
-    weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-    total = sum(t.numel() * t.element_size() for shard in shards for t in shard.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        if safe_serialization:
+            save_file(shard, directory / name, metadata={"format": "pt"})
+        else:
+            torch.save(shard, directory / name)
+    if len(shards) > 1:
+        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        total = sum(tensor.nbytes for shard in shards for tensor in _distinct(shard).values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / f"{stem}.{suffix}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return names
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Return which file beside the index `path` holds which tensor.
+
+    Raises:
+        IncompatibleCheckpointError: it is no index, or names a file outside its directory.
+        CheckpointNotFoundError: it names a file that is missing.
+    """
+    try:
+        weight_map: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise IncompatibleCheckpointError(
+            f"{path} is not an index of weights ({type(error).__name__}: {error}); expected a JSON object with "
+            "'weight_map'. Save the weights again"
+        ) from error
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name:
+            raise IncompatibleCheckpointError(f"{path} names {name!r}, which is not a plain file name; do not load it")
+        if not (path.parent / name).is_file():
+            raise CheckpointNotFoundError(f"{path} names {name!r}, which is missing")
+    return weight_map
 
 
 class SafetensorsDirectory(Mapping[str, Tensor]):
@@ -113,19 +181,12 @@ class SafetensorsDirectory(Mapping[str, Tensor]):
         """
         self.directory = directory
         if (directory / INDEX_NAME).is_file():
-            weight_map: dict[str, str] = json.loads((directory / INDEX_NAME).read_text())["weight_map"]
+            weight_map = read_index(directory / INDEX_NAME)
         elif (directory / WEIGHTS_NAME).is_file():
             with safe_open(directory / WEIGHTS_NAME, framework="pt") as file:
                 weight_map = dict.fromkeys(file.keys(), WEIGHTS_NAME)
         else:
             raise CheckpointNotFoundError(f"no {WEIGHTS_NAME} and no {INDEX_NAME} in {directory.absolute()}")
-        for name in sorted(set(weight_map.values())):
-            if Path(name).name != name:
-                raise IncompatibleCheckpointError(
-                    f"{directory / INDEX_NAME} names {name!r}, which is not a plain file name; do not load it"
-                )
-            if not (directory / name).is_file():
-                raise CheckpointNotFoundError(f"{directory / INDEX_NAME} names {name!r}, which is missing")
         self._files = weight_map
 
     def __getitem__(self, name: str) -> Tensor:
