@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 __all__ = ["clip_grad_norm", "clip_grad_value", "gradients_of", "scale_gradients"]
@@ -29,8 +31,25 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _group_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     """Norm over gradients that live on one mesh, or on none. Collective over the mesh."""
+    first = gradients[0]
+    if isinstance(first, DTensor) and norm_type == float("inf"):
+        return _sharded_maximum(gradients, first.device_mesh)
     norm = torch.nn.utils.get_total_norm(gradients, norm_type)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _sharded_maximum(gradients: list[Tensor], mesh: DeviceMesh) -> Tensor:
+    """Largest absolute value over gradients on `mesh`. Collective.
+
+    torch refuses the maximum of nothing, and a rank's shard of a parameter with fewer rows than ranks is empty.
+    """
+    shards = [_local(gradient) for gradient in gradients]
+    largest = torch.stack(
+        [s.abs().amax().float() if s.numel() else s.new_zeros((), dtype=torch.float32) for s in shards]
+    ).amax()
+    for axis in range(mesh.ndim):
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    return largest
 
 
 def total_norm(gradients: list[Tensor], norm_type: float) -> Tensor:

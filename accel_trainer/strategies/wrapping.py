@@ -28,7 +28,7 @@ def _blocks_by_class(model: nn.Module, class_names: Iterable[str], origin: str) 
         if name not in present:
             leaves_last = sorted(present - {type(m).__name__ for m in model.modules() if not any(m.children())})
             raise ConfigError(
-                f"{origin}: no module of class {name!r} in {type(model).__name__}{did_you_mean(name, present)} "
+                f"{origin}: no module of class {name!r} in {type(model).__name__}{did_you_mean(name, present) or '.'} "
                 f"Its module classes: {', '.join(leaves_last)}"
             )
     wanted = set(class_names)
@@ -99,16 +99,12 @@ def find_ignored_modules(model: nn.Module, resolved: Resolved) -> list[nn.Module
     """Return the submodules whose names match `fsdp.ignored_modules`, regular expressions for the full name.
 
     Raises:
-        ConfigError: an expression is invalid or matches nothing.
+        ConfigError: an expression matches nothing.
     """
     found = []
     for pattern in resolved.config.fsdp.ignored_modules:
         origin = resolved.describe("fsdp.ignored_modules")
-        try:
-            expression = re.compile(pattern)
-        except re.error as error:
-            raise ConfigError(f"{origin}: {pattern!r} is not a regular expression: {error}") from error
-        matches = [module for name, module in model.named_modules() if name and expression.fullmatch(name)]
+        matches = [module for name, module in model.named_modules() if name and re.fullmatch(pattern, name)]
         if not matches:
             raise ConfigError(f"{origin}: {pattern!r} matches the name of no submodule of {type(model).__name__}")
         found.extend(matches)
