@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from accel_trainer.config import Resolved, SourceKind, resolve
+from accel_trainer.data.splitting import split_evenly
 from accel_trainer.runtime.process import ProcessContext, destroy_process_group, init_process, read_environment
 
 __all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "ProcessView", "stated_timeout"]
@@ -101,6 +102,21 @@ class ProcessView:
         """Wait until every rank is here. Collective; returns at once on one process."""
         if self.process.is_distributed:
             dist.barrier()
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Yield this rank's part of a list, tuple, range, tensor, array, `datasets.Dataset` or a dict of those.
+
+        Parts are contiguous, of the same kind as `inputs`, and together every sample once: with fewer samples than
+        ranks, the last ranks get empty ones. Ranks do not communicate; `inputs` is not changed.
+
+        Args:
+            apply_padding: repeat the last sample until all parts are equally long, so that results can be gathered.
+
+        Raises:
+            ConfigError: `inputs` cannot be cut, or the values of a dict differ in length.
+        """
+        yield split_evenly(inputs, self.num_processes, self.process_index, apply_padding=apply_padding)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once per node."""
