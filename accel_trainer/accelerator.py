@@ -21,7 +21,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.exchange import AcceleratorExchange
 from accel_trainer.optimizer import AcceleratedOptimizer
 from accel_trainer.options import AcceleratorOptions, AcceleratorSettings, build_strategy, resolve_options
-from accel_trainer.plugins import ProjectConfiguration
+from accel_trainer.plugins import ProjectConfiguration, TorchDynamoPlugin
 from accel_trainer.precision import build_precision, remove_autocast
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
@@ -59,6 +59,7 @@ class Accelerator(AcceleratorStepping, AcceleratorExchange, AcceleratorSaving, A
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[Any] = (),
         dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
         strategy: str | None = None,
         config: str | Path | Mapping[str, Any] | Resolved | None = None,
     ) -> None:
@@ -90,6 +91,7 @@ class Accelerator(AcceleratorStepping, AcceleratorExchange, AcceleratorSaving, A
             gradient_accumulation_plugin=gradient_accumulation_plugin,
             kwargs_handlers=kwargs_handlers,
             dynamo_backend=dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
             strategy=strategy,
         )
         self.resolved = resolve_options(options, environ, config)
@@ -103,7 +105,11 @@ class Accelerator(AcceleratorStepping, AcceleratorExchange, AcceleratorSaving, A
         self._options = options
         self.strategy = build_strategy(self.resolved, self.process)
         self.precision = build_precision(
-            self.config.mixed_precision, self.process.device, origin=self.resolved.describe("mixed_precision")
+            self.config.mixed_precision,
+            self.process.device,
+            origin=self.resolved.describe("mixed_precision"),
+            output_dtype=self.config.output_dtype,
+            autocast=options.autocast,
         )
         self.scaler = options.build_scaler(self.process.device) if self.precision.loss_scaling else None
         self.device_placement = device_placement
@@ -229,6 +235,7 @@ class Accelerator(AcceleratorStepping, AcceleratorExchange, AcceleratorSaving, A
             wrap_policy=self._options.wrap_policy,
             scaler=self.scaler,
             ddp_options=self._options.ddp_options,
+            compile_options=self._options.compile_options,
         )
         unit = self.strategy.prepare(job, self.precision, self.process)
         accumulation = self.config.accumulation

@@ -12,6 +12,7 @@ import torch
 from accel_trainer.config import Resolved, RunConfig, resolve
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins import (
+    AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
@@ -19,7 +20,9 @@ from accel_trainer.plugins import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    ProfileKwargs,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.process import ProcessContext
@@ -49,6 +52,9 @@ class AcceleratorOptions:
     wrap_policy: WrapPolicyFunction | None = None
     ddp_options: dict[str, Any] = field(default_factory=dict)
     scaler_options: dict[str, Any] = field(default_factory=dict)
+    autocast: dict[str, bool] = field(default_factory=dict)
+    profile: ProfileKwargs = field(default_factory=ProfileKwargs)
+    compile_options: dict[str, Any] = field(default_factory=dict)
     backend: str | None = None
 
     @classmethod
@@ -64,6 +70,7 @@ class AcceleratorOptions:
         gradient_accumulation_plugin: GradientAccumulationPlugin | None,
         kwargs_handlers: Sequence[KwargsHandler],
         dynamo_backend: str | None,
+        dynamo_plugin: TorchDynamoPlugin | None,
         strategy: str | None,
     ) -> AcceleratorOptions:
         """Bring the constructor's arguments to dotted paths.
@@ -97,8 +104,19 @@ class AcceleratorOptions:
         if fsdp_plugin is not None:
             options.explicit.update(fsdp_plugin.options())
             options.wrap_policy = fsdp_plugin.wrap_function
+        if dynamo_plugin is not None:
+            options._take_dynamo(dynamo_plugin, dynamo_backend)
         options._take_handlers(kwargs_handlers)
         return options
+
+    def _take_dynamo(self, plugin: TorchDynamoPlugin, backend: str | None) -> None:
+        if backend is not None:
+            raise ConfigError(
+                f"dynamo_backend={backend!r} and a TorchDynamoPlugin were both given; pass only "
+                "TorchDynamoPlugin(backend=...)"
+            )
+        self.explicit.update(plugin.explicit())
+        self.compile_options = dict(plugin.options or {})
 
     def _take_handlers(self, handlers: Sequence[KwargsHandler]) -> None:
         seen: set[type] = set()
@@ -110,14 +128,20 @@ class AcceleratorOptions:
                 self.ddp_options = handler.given()
             elif isinstance(handler, GradScalerKwargs):
                 self.scaler_options = handler.given()
+            elif isinstance(handler, AutocastKwargs):
+                self.autocast = handler.autocast_options()
+                if handler.output_dtype is not None:
+                    self.explicit["output_dtype"] = handler.output_dtype
+            elif isinstance(handler, ProfileKwargs):
+                self.profile = handler
             elif isinstance(handler, InitProcessGroupKwargs):
                 self.backend = handler.backend
                 if handler.timeout is not None:
                     self.explicit["timeout_seconds"] = handler.timeout.total_seconds()
             else:
                 raise ConfigError(
-                    f"kwargs_handlers holds a {type(handler).__name__}; known: DistributedDataParallelKwargs, "
-                    "GradScalerKwargs, InitProcessGroupKwargs"
+                    f"kwargs_handlers holds a {type(handler).__name__}; known: AutocastKwargs, "
+                    "DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs"
                 )
 
     def build_scaler(self, device: torch.device) -> torch.amp.GradScaler:
@@ -199,12 +223,27 @@ def resolve_options(
         ConfigError: an option is wrong, or explicit options were given beside a resolved configuration.
     """
     if not isinstance(config, Resolved):
-        return resolve(explicit=options.explicit, environ=environ, file=config)
+        resolved = resolve(explicit=options.explicit, environ=environ, file=config)
+        _check_compiles(options, resolved)
+        return resolved
     if options.explicit:
         raise ConfigError(
             f"config is resolved already, and {', '.join(sorted(options.explicit))} came too; resolve them together"
         )
     return config
+
+
+def _check_compiles(options: AcceleratorOptions, resolved: Resolved) -> None:
+    """Refuse options of a compilation that does not take place."""
+    given = [path for path in options.explicit if path.startswith("compile.") and path != "compile.backend"]
+    if options.compile_options:
+        given.append("options")
+    if given and resolved.config.compile.backend == "no":
+        raise ConfigError(
+            f"TorchDynamoPlugin sets {', '.join(path.removeprefix('compile.') for path in given)}, and "
+            f"{resolved.describe('compile.backend')} does not compile; pass TorchDynamoPlugin(backend='inductor'), or "
+            "take the plugin out"
+        )
 
 
 def _check_world_size(resolved: Resolved, process: ProcessContext) -> None:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import nn, profiler
 
-from accel_trainer.errors import ConfigError
+from accel_trainer.errors import ConfigError, did_you_mean
 
 __all__ = [
+    "AutocastKwargs",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "FullyShardedDataParallelPlugin",
@@ -19,7 +20,9 @@ __all__ = [
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
+    "ProfileKwargs",
     "ProjectConfiguration",
+    "TorchDynamoPlugin",
 ]
 
 
@@ -29,6 +32,22 @@ class KwargsHandler:
     def given(self) -> dict[str, Any]:
         """Return the options that were set, the ones set to a default value included; None means not set."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}  # type: ignore[arg-type]
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """How mixed precision casts, in the prepared models and in `accelerator.autocast()`."""
+
+    enabled: bool | None = None
+    """False computes in the parameters' own dtype."""
+    cache_enabled: bool | None = None
+    """Whether weights that were cast are kept until autocast is left."""
+    output_dtype: str | None = None
+    """What prepared models return: "fp32" (the default), or "kept" as computed, half the memory of large logits."""
+
+    def autocast_options(self) -> dict[str, bool]:
+        """Return `enabled` and `cache_enabled` where they were set."""
+        return {name: value for name, value in self.given().items() if name != "output_dtype"}
 
 
 @dataclass
@@ -62,6 +81,117 @@ class InitProcessGroupKwargs(KwargsHandler):
     backend: str | None = None
     timeout: Any = None
     """A datetime.timedelta; it reaches every group of the job, on the CPU too."""
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """What `accelerator.profile()` records; the names are those of torch.profiler."""
+
+    activities: Iterable[str] | None = None
+    """"cpu", "cuda", "xpu", ...; None records what the machine has."""
+    schedule_option: dict[str, int] | None = None
+    """Arguments of torch.profiler.schedule: wait, warmup, active, repeat, skip_first; then call `profiler.step()`."""
+    on_trace_ready: Callable[[profiler.profile], None] | None = None
+    """Called with the profiler whenever a trace is complete."""
+    record_shapes: bool | None = None
+    profile_memory: bool | None = None
+    with_stack: bool | None = None
+    with_flops: bool | None = None
+    with_modules: bool | None = None
+    output_trace_dir: str | Path | None = None
+    """Where each rank writes `profile_{rank}.json`, the n-th cycle of a schedule `profile_{rank}_{n}.json`."""
+
+    def build(self, rank: int) -> profiler.profile:
+        """Return the profiler of a rank.
+
+        Raises:
+            ConfigError: an activity or a schedule option that torch does not know.
+        """
+        options = self.given()
+        folder = options.pop("output_trace_dir", None)
+        if "activities" in options:
+            options["activities"] = [_activity(name) for name in options["activities"]]
+        if "schedule_option" in options:
+            options["schedule"] = _schedule(options.pop("schedule_option"))
+        if folder is not None:
+            options["on_trace_ready"] = _TraceWriter(Path(folder), rank, self.on_trace_ready)
+        return profiler.profile(**options)
+
+
+def _activity(name: str) -> profiler.ProfilerActivity:
+    known = {member.lower(): value for member, value in profiler.ProfilerActivity.__members__.items()}
+    if name.lower() not in known:
+        raise ConfigError(
+            f"ProfileKwargs(activities): unknown activity {name!r}{did_you_mean(name, known)}; known: "
+            f"{', '.join(sorted(known))}"
+        )
+    return known[name.lower()]
+
+
+def _schedule(options: dict[str, int]) -> Callable[[int], profiler.ProfilerAction]:
+    try:
+        return profiler.schedule(**options)
+    except (TypeError, AssertionError) as error:
+        raise ConfigError(
+            f"ProfileKwargs(schedule_option={options}): torch.profiler.schedule does not take it ({error}); give wait, "
+            "warmup and active, and repeat or skip_first where needed"
+        ) from error
+
+
+class _TraceWriter:
+    """Writes each complete trace of a rank to a file of its own, then calls the user's callback."""
+
+    def __init__(self, folder: Path, rank: int, callback: Callable[[profiler.profile], None] | None) -> None:
+        self.folder = folder
+        self.rank = rank
+        self.callback = callback
+        self.written = 0
+
+    def __call__(self, trace: profiler.profile) -> None:
+        """Write one trace."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        cycle = f"_{self.written}" if self.written else ""
+        trace.export_chrome_trace(str(self.folder / f"profile_{self.rank}{cycle}.json"))
+        self.written += 1
+        if self.callback is not None:
+            self.callback(trace)
+
+
+@dataclass
+class TorchDynamoPlugin:
+    """How prepared models are compiled. None leaves an option as configured."""
+
+    backend: str | None = None
+    """A backend of torch.compile, "inductor" for instance; "no" does not compile."""
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: dict[str, Any] | None = None
+    """Options of the backend, instead of a mode."""
+    disable: bool = False
+    """Do not compile, whatever else is set."""
+    use_regional_compilation: bool | None = None
+    """Compile each repeated block once instead of the whole model."""
+
+    def __post_init__(self) -> None:
+        if self.options and self.mode not in (None, "default"):
+            raise ConfigError(
+                f"TorchDynamoPlugin(mode={self.mode!r}, options={self.options}): torch.compile takes one of them; a "
+                "mode is a set of options, see torch._inductor.list_mode_options()"
+            )
+
+    def explicit(self) -> dict[str, Any]:
+        """Return the options that were set, by dotted path."""
+        if self.disable:
+            return {"compile.backend": "no"}
+        values = {
+            "compile.backend": self.backend.lower() if self.backend is not None else None,
+            "compile.mode": self.mode,
+            "compile.fullgraph": self.fullgraph,
+            "compile.dynamic": self.dynamic,
+            "compile.regional": self.use_regional_compilation,
+        }
+        return {path: value for path, value in values.items() if value is not None}
 
 
 @dataclass

@@ -98,7 +98,7 @@ def _device_precision(mixed_precision: str, device: torch.device, origin: str) -
             )
         return PrecisionPolicy(compute=torch.float16, reduce=torch.float32, output=torch.float32, loss_scaling=True)
     raise ConfigError(
-        f"{origin}: {mixed_precision!r} is not offered on {device} by this version; use 'no', 'bf16' or 'fp16'"
+        f"{origin}: '{mixed_precision}' is not offered on {device} by this version; use 'no', 'bf16' or 'fp16'"
     )
 
 

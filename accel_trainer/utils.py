@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from accel_trainer.checkpoint.loading import load_checkpoint_in_model
 from accel_trainer.plugins import (
+    AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
@@ -11,7 +12,9 @@ from accel_trainer.plugins import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    ProfileKwargs,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
 from accel_trainer.runtime.collectives import (
     concatenate,
@@ -24,6 +27,7 @@ from accel_trainer.state import DistributedType
 from accel_trainer.tree import honor_type
 
 __all__ = [
+    "AutocastKwargs",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "DistributedType",
@@ -32,7 +36,9 @@ __all__ = [
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
+    "ProfileKwargs",
     "ProjectConfiguration",
+    "TorchDynamoPlugin",
     "concatenate",
     "find_batch_size",
     "honor_type",

@@ -273,7 +273,7 @@ def test_the_device_is_that_of_the_call():
     entered: list[str] = []
     autocast = torch.autocast
 
-    def spy(device_type: str, dtype: torch.dtype) -> Any:
+    def spy(device_type: str, dtype: torch.dtype, **options: Any) -> Any:
         entered.append(device_type)
         return autocast("cpu", dtype=dtype)
 

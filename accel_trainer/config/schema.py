@@ -24,6 +24,7 @@ __all__ = [
     "FrozenDict",
     "LaunchConfig",
     "MixedPrecision",
+    "OutputDtype",
     "RunConfig",
     "StateDictType",
     "WrapPolicy",
@@ -40,6 +41,13 @@ class MixedPrecision(StrEnum):
     BF16 = "bf16"
     FP16 = "fp16"
     FP8 = "fp8"
+
+
+class OutputDtype(StrEnum):
+    """What mixed precision does to floating-point outputs of the model."""
+
+    FP32 = "fp32"
+    KEPT = "kept"
 
 
 class WrapPolicy(StrEnum):
@@ -228,6 +236,8 @@ class RunConfig:
     """auto, single, ddp, fsdp2, or any registered name; auto is ddp on several ranks and single on one."""
     mixed_precision: MixedPrecision = MixedPrecision.NO
     """no, bf16, fp16 or fp8."""
+    output_dtype: OutputDtype = OutputDtype.FP32
+    """fp32 casts what the model returns under mixed precision; kept leaves it in 16 bits, half the memory of logits."""
     use_cpu: bool = False
     """Run on the CPU even when the machine has an accelerator."""
     debug: bool = False

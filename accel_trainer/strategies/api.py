@@ -64,6 +64,8 @@ class TrainJob:
     """Shared by every unit of an Accelerator, since one loss may reach several models."""
     ddp_options: Mapping[str, Any] = field(default_factory=dict)
     """Extra keyword arguments for DistributedDataParallel, given in Python."""
+    compile_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the compiler's backend, given in Python."""
 
     @property
     def config(self) -> RunConfig:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from accel_trainer.config import CompileConfig
@@ -20,13 +22,34 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def apply_compile(model: nn.Module, config: CompileConfig) -> None:
-    """Compile `model`, or only its repeated blocks with `regional`, which starts faster. No-op when backend is "no"."""
+def apply_compile(model: nn.Module, config: CompileConfig, backend_options: Mapping[str, Any] | None = None) -> None:
+    """Compile `model`, or only its repeated blocks with `regional`, which starts faster. No-op when backend is "no".
+
+    Args:
+        backend_options: what torch.compile calls `options`; None for the backend's defaults.
+    """
     if config.backend == "no":
         return
     options: dict[str, Any] = {"backend": config.backend, "fullgraph": config.fullgraph, "dynamic": config.dynamic}
     if config.mode != "default":
         options["mode"] = config.mode
+    if backend_options:
+        options["options"] = dict(backend_options)
     blocks = repeated_blocks(model) if config.regional else []
     for target in blocks or [model]:
-        target.compile(**options)
+        _compile_call(target, options)
+
+
+def _compile_call(module: nn.Module, options: Mapping[str, Any]) -> None:
+    if type(module).forward.__module__.startswith("torch.nn."):
+        # Dynamo looks into no frame of torch.nn: nn.Sequential(...).compile() compiles nothing, without a word.
+        module._compiled_call_impl = torch.compile(_with_frame(module._call_impl), **options)
+    else:
+        module.compile(**options)
+
+
+def _with_frame(call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return run

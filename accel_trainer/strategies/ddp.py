@@ -67,7 +67,7 @@ class DDPStrategy:
         module = wrapped.module if wrapped is not None else job.model
         place(module, job, process)
         apply_autocast(module, precision)
-        apply_compile(module, job.config.compile)
+        apply_compile(module, job.config.compile, job.compile_options)
         model = wrapped if wrapped is not None else module
         trains = any(parameter.requires_grad for parameter in module.parameters()) and not job.evaluation_only
         if trains and wrapped is None:

@@ -143,6 +143,15 @@ def _assert_tied(model: nn.Module, groups: list[tuple[str, ...]]) -> None:
             )
 
 
+def _require_autocast(precision: PrecisionPolicy) -> None:
+    if precision.compute is not None and not precision.autocast_enabled:
+        raise ConfigError(
+            "AutocastKwargs(enabled=False) was given, and FSDP2 has no autocast to switch off: it gathers parameters "
+            f"in {precision.compute}; use mixed_precision='no', or switch autocast off where the loss is computed with "
+            "accelerator.autocast(AutocastKwargs(enabled=False))"
+        )
+
+
 def _mixed_precision_policy(precision: PrecisionPolicy, *, root: bool) -> MixedPrecisionPolicy:
     # Only the root's outputs are cast: casting each block's would run every residual stream in fp32.
     return MixedPrecisionPolicy(
@@ -172,6 +181,7 @@ class FSDP2Strategy:
         if isinstance(job.model, FSDPModule):
             return _bind(FSDP2Unit(job.model, {}, job.scaler), job)
         model, config = job.model, job.config.fsdp
+        _require_autocast(precision)
         require_values(model)
         blocks = _drop_blocks_with_outside_ties(model, find_blocks(model, job.resolved, job.wrap_policy))
         ignored = {p for module in find_ignored_modules(model, job.resolved) for p in module.parameters()}
@@ -188,7 +198,7 @@ class FSDP2Strategy:
         broadcast_module_states(model, process.device)
         if config.activation_checkpointing:
             apply_activation_checkpointing(blocks)
-        apply_compile(model, job.config.compile)
+        apply_compile(model, job.config.compile, job.compile_options)
         mesh = init_mesh(process, shape, job.config.timeout_seconds)
         offload = (
             CPUOffloadPolicy(pin_memory=process.device.type == "cuda") if config.offload_params else OffloadPolicy()

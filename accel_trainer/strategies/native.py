@@ -142,7 +142,7 @@ class SingleStrategy:
         """Place the model and put autocast on it; the returned unit's model is the user's own object."""
         place(job.model, job, process)
         apply_autocast(job.model, precision)
-        apply_compile(job.model, job.config.compile)
+        apply_compile(job.model, job.config.compile, job.compile_options)
         unit = NativeUnit(job.model, job.model, job.scaler)
         if job.optimizer is not None:
             unit.bind_optimizer(job.optimizer)

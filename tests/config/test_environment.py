@@ -34,6 +34,7 @@ LAUNCHED_BY_ACCELERATE = {
 SAMPLES = {bool: "true", int: "3", float: "2.5", str: "x"}
 SPECIAL = {
     "mixed_precision": "bf16",
+    "output_dtype": "kept",
     "compile.mode": "max-autotune",
     "fsdp.wrap_policy": "size",
     "fsdp.state_dict_type": "sharded",

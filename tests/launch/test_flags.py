@@ -70,6 +70,7 @@ FLAGS = [
     "num_cpu_threads_per_process",
     "num_machines",
     "num_processes",
+    "output_dtype",
     "rdzv_backend",
     "rdzv_conf",
     "role",
