@@ -6,18 +6,36 @@ The rank is set once by `runtime.process` when it is known; before that, a proce
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
-__all__ = ["RankLogger", "get_logger", "set_rank"]
+__all__ = ["RankLogger", "current_rank", "get_logger", "set_rank"]
 
 _rank = 0
+_world_size = 1
+_said: set[tuple[str, str]] = set()
 
 
-def set_rank(rank: int) -> None:
-    """Tell the loggers of this process which rank it is."""
-    global _rank
-    _rank = rank
+def _wait_for_nobody() -> None:
+    """The barrier of a process that is alone."""
+
+
+_wait: Callable[[], None] = _wait_for_nobody
+
+
+def set_rank(rank: int, world_size: int = 1, wait: Callable[[], None] = _wait_for_nobody) -> None:
+    """Tell the loggers of this process which rank it is.
+
+    Args:
+        wait: returns when every rank has called it; orders the lines of several ranks.
+    """
+    global _rank, _world_size, _wait
+    _rank, _world_size, _wait = rank, world_size, wait
+
+
+def current_rank() -> int:
+    """Return this process's rank; 0 as long as it has not joined a job."""
+    return _rank
 
 
 class RankLogger(logging.LoggerAdapter):
@@ -25,33 +43,58 @@ class RankLogger(logging.LoggerAdapter):
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__(logger, {})
-        self._said: set[str] = set()
 
-    def log(  # type: ignore[override]  # one keyword more than the standard library's
-        self, level: int, msg: object, *args: Any, main_process_only: bool = True, **kwargs: Any
+    def log(  # type: ignore[override]  # two keywords more than the standard library's
+        self,
+        level: int,
+        msg: object,
+        *args: Any,
+        main_process_only: bool = True,
+        in_order: bool = False,
+        **kwargs: Any,
     ) -> None:
-        """Log on rank 0, or on every rank with its number in front."""
-        if main_process_only and _rank != 0:
-            return
-        if not self.isEnabledFor(level):
-            return
+        """Log on rank 0, or on every rank with its number in front.
+
+        Args:
+            main_process_only: False logs on every rank.
+            in_order: log on every rank, one after the other; whatever `main_process_only` says. Collective: every rank
+                calls it, also where the level hides the line.
+        """
         kwargs.setdefault("stacklevel", 2)
-        prefixed = msg if main_process_only else f"[rank {_rank}] {msg}"
-        self.logger.log(level, prefixed, *args, **kwargs)
+        if not in_order:
+            if not main_process_only:
+                self.logger.log(level, f"[rank {_rank}] {msg}", *args, **kwargs)
+            elif _rank == 0:
+                self.logger.log(level, msg, *args, **kwargs)
+            return
+        for turn in range(_world_size):
+            if turn == _rank:
+                self.logger.log(level, f"[rank {_rank}] {msg}", *args, **kwargs)
+            # The next rank's line follows when this one's is out.
+            _wait()
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Leave the message as it is; the prefix is put on in `log`."""
         return msg, kwargs
 
     def warning_once(self, msg: str, *args: Any, **kwargs: Any) -> None:
-        """Warn with this message the first time only."""
-        if msg not in self._said:
-            self._said.add(msg)
+        """Warn with this message the first time only, in this process and under this logger's name.
+
+        Takes the keywords of `log`, except `in_order`: the ranks may not all be here for the first time.
+        """
+        if (self.logger.name, msg) not in _said:
+            _said.add((self.logger.name, msg))
+            # One frame more than `warning` has: the line reported is the caller's.
+            kwargs.setdefault("stacklevel", 3)
             self.warning(msg, *args, **kwargs)
 
 
 def get_logger(name: str, log_level: str | None = None) -> RankLogger:
-    """Return the rank-aware logger called `name`; `log_level` sets that logger's level and no other's."""
+    """Return the rank-aware logger called `name`; `log_level` sets that logger's level and no other's.
+
+    Raises:
+        ValueError: `log_level` is no level of the logging module.
+    """
     logger = logging.getLogger(name)
     if log_level is not None:
         logger.setLevel(log_level.upper())

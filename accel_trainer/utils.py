@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from accel_trainer.checkpoint.loading import load_checkpoint_in_model
+from accel_trainer.operations import (
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+)
 from accel_trainer.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -16,7 +24,9 @@ from accel_trainer.plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from accel_trainer.progress import tqdm
 from accel_trainer.runtime.collectives import (
+    ReduceOp,
     concatenate,
     find_batch_size,
     recursively_apply,
@@ -38,12 +48,20 @@ __all__ = [
     "KwargsHandler",
     "ProfileKwargs",
     "ProjectConfiguration",
+    "ReduceOp",
     "TorchDynamoPlugin",
+    "broadcast",
+    "broadcast_object_list",
     "concatenate",
     "find_batch_size",
+    "gather",
+    "gather_object",
     "honor_type",
     "load_checkpoint_in_model",
+    "pad_across_processes",
     "recursively_apply",
+    "reduce",
     "send_to_device",
     "set_seed",
+    "tqdm",
 ]
