@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from accel_trainer.config import RunConfig
 from accel_trainer.data.metrics import trim_gathered
 from accel_trainer.runtime import collectives
+from accel_trainer.runtime.collectives import ReduceOp
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.state import GradientState
 
@@ -19,6 +22,7 @@ class AcceleratorExchange:
     process: ProcessContext
     config: RunConfig
     gradient_state: GradientState
+    _is_triggered = False
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate the tensors of all ranks along dim 0, in a structure of the same shape. Collective."""
@@ -42,6 +46,27 @@ class AcceleratorExchange:
         """Pad the tensors of all ranks to the largest size along `dim`. Collective."""
         return collectives.pad_across_processes(tensor, self.process, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
+        """Return the tensors of one rank on every rank. Collective."""
+        return collectives.broadcast(tensor, self.process, from_process, debug=self.config.debug)
+
+    def broadcast_object_list(self, object_list: list[Any], from_process: int = 0) -> list[Any]:
+        """Replace the entries of a list by those of one rank, in place, and return the list. Collective."""
+        return collectives.broadcast_object_list(object_list, self.process, from_process)
+
+    def reduce(self, tensor: Any, reduction: ReduceOp | str = ReduceOp.SUM, scale: float = 1.0) -> Any:
         """Combine the tensors of all ranks: "sum", "mean", "min", "max", "prod" or "none". Collective."""
         return collectives.reduce(tensor, self.process, reduction=reduction, scale=scale, debug=self.config.debug)
+
+    def set_trigger(self) -> None:
+        """Raise this rank's flag; every rank learns of it at its next `check_trigger`. Ranks do not communicate."""
+        self._is_triggered = True
+
+    def check_trigger(self) -> bool:
+        """Return whether any rank has raised its flag since the last check, and lower all flags.
+
+        Collective: every rank calls it. It costs one all-reduce of a number, so that ranks stop a loop at one step.
+        """
+        flag = torch.tensor(int(self._is_triggered), dtype=torch.int32, device=self.process.device)
+        self._is_triggered = False
+        return bool(collectives.reduce(flag, self.process, reduction=ReduceOp.MAX).item())

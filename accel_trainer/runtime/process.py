@@ -21,6 +21,7 @@ from accel_trainer.errors import ConfigError, ProcessGroupError
 __all__ = [
     "LaunchInfo",
     "ProcessContext",
+    "current_process",
     "destroy_process_group",
     "find_launch_info",
     "init_process",
@@ -32,6 +33,9 @@ __all__ = [
 logger = logging.get_logger(__name__)
 
 _DEFAULT_PORT = 29500
+
+# The context that init_process returned last, for functions that users call without naming a process.
+_current: ProcessContext | None = None
 _DEFAULT_TIMEOUT_SECONDS = 1800.0
 
 
@@ -341,7 +345,7 @@ def init_process(
     device = _use_device(info, use_cpu=use_cpu)
     if info is None:
         logging.set_rank(0)
-        return ProcessContext(0, 0, 1, 1, device, None)
+        return _remember(ProcessContext(0, 0, 1, 1, device, None))
     if is_joined:
         _check_backend_carries(device)
         if timeout_seconds is not None:
@@ -350,10 +354,38 @@ def init_process(
         _share_cores(environ, device, info.local_world_size)
         seconds = _DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
         _init_process_group(info, device, backend or _select_backend(device), seconds)
-    logging.set_rank(info.rank)
-    return ProcessContext(
-        info.rank, info.local_rank, info.world_size, info.local_world_size, device, dist.get_backend()
+    logging.set_rank(info.rank, info.world_size, _wait_for_ranks)
+    return _remember(
+        ProcessContext(info.rank, info.local_rank, info.world_size, info.local_world_size, device, dist.get_backend())
     )
+
+
+def _remember(process: ProcessContext) -> ProcessContext:
+    global _current
+    _current = process
+    return process
+
+
+def current_process() -> ProcessContext:
+    """Return this process's place in the job that it has joined; without a launcher, that of a process alone.
+
+    Raises:
+        ProcessGroupError: a launcher started several processes, and this one has not joined them yet.
+    """
+    if _current is not None:
+        return _current
+    info = find_launch_info(os.environ)
+    if info is not None:
+        raise ProcessGroupError(
+            f"{info.launcher} started this process as rank {info.rank} of {info.world_size}, and it has not joined the "
+            "others yet; make an Accelerator() or a PartialState() first"
+        )
+    return ProcessContext(0, 0, 1, 1, select_device(0, 1, use_cpu=False), None)
+
+
+def _wait_for_ranks() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout_seconds: float) -> None:
@@ -366,5 +398,7 @@ def set_group_timeout(group: dist.ProcessGroup, timeout_seconds: float) -> None:
 
 def destroy_process_group() -> None:
     """Leave the process group, if there is one. Collective where the backend says so; safe to call twice."""
+    global _current
+    _current = None
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

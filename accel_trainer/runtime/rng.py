@@ -8,18 +8,26 @@ from typing import Any
 import numpy as np
 import torch
 
+from accel_trainer.runtime.process import current_process
+
 __all__ = ["get_rng_state", "set_rng_state", "set_seed"]
 
 
-def set_seed(seed: int, *, rank: int = 0, device_specific: bool = False, deterministic: bool = False) -> None:
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False, *, rank: int | None = None) -> None:
     """Seed Python's, NumPy's and torch's generators (CPU and accelerators).
 
     Args:
         seed: the same on every rank, so that models are initialised alike.
-        rank: added to the seed when `device_specific` is true, so that dropout and augmentation differ per rank.
+        device_specific: add the rank to the seed, so that dropout and augmentation differ from rank to rank.
         deterministic: use deterministic kernels only; an operation without one raises.
+        rank: this process's rank; None asks the job that it has joined.
+
+    Raises:
+        ProcessGroupError: with `device_specific`, a launcher started this process and it has not joined its job.
     """
-    value = seed + rank if device_specific else seed
+    value = seed
+    if device_specific:
+        value += current_process().rank if rank is None else rank
     random.seed(value)
     np.random.seed(value % 2**32)
     torch.manual_seed(value)

@@ -1,0 +1,93 @@
+"""Collectives without an Accelerator at hand, the process they speak for, and the flag that any rank may raise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from accel_trainer import Accelerator, PartialState, set_seed, utils
+from accel_trainer.errors import ConfigError, ProcessGroupError
+from accel_trainer.runtime.process import current_process, destroy_process_group
+from tests.ranks import preload, run_ranks
+
+preload("accel_trainer.accelerator", "accel_trainer.utils")
+
+
+def exchange() -> dict[str, Any]:
+    """Call every collective of `accel_trainer.utils` on this rank."""
+    before = ""
+    try:
+        utils.gather(torch.zeros(1))
+    except ProcessGroupError as error:
+        before = str(error)
+    rank = PartialState(cpu=True).process_index
+    value = torch.tensor([float(rank + 1)])
+    names = utils.broadcast_object_list([f"rank {rank}"], from_process=1)
+    padded = utils.pad_across_processes(torch.ones(rank + 1), pad_index=-1)
+    set_seed(5, device_specific=True)
+    return {
+        "before": before,
+        "gather": utils.gather({"x": value})["x"].tolist(),
+        "object": utils.gather_object({"rank": rank}),
+        "sum": utils.reduce(value).item(),
+        "min": utils.reduce(value, "min").item(),
+        "mean": utils.reduce(value, utils.ReduceOp.MEAN, scale=2.0).item(),
+        "broadcast": utils.broadcast(value, from_process=1).item(),
+        "names": names,
+        "padded": padded.tolist(),
+        "seed": torch.initial_seed(),
+    }
+
+
+def test_functions_speak_for_the_job_that_was_joined():
+    first, second = run_ranks(exchange, 2)
+    shared = {
+        "gather": [1.0, 2.0],
+        "object": [{"rank": 0}, {"rank": 1}],
+        "sum": 3.0,
+        "min": 1.0,
+        "mean": 3.0,
+        "broadcast": 2.0,
+        "names": ["rank 1"],
+    }
+    for result in (first, second):
+        assert "has not joined the others yet; make an Accelerator() or a PartialState() first" in result["before"]
+        assert {key: result[key] for key in shared} == shared
+    assert [first["padded"], second["padded"]] == [[1.0, -1.0], [1.0, 1.0]]
+    assert [first["seed"], second["seed"]] == [5, 6]
+
+
+def test_without_a_launcher_they_speak_for_a_process_alone():
+    destroy_process_group()
+    assert (current_process().rank, current_process().world_size) == (0, 1)
+    assert utils.gather(torch.tensor(3.0)).tolist() == [3.0]
+    assert utils.reduce(torch.tensor([2, 4]), "mean").tolist() == [2.0, 4.0]
+    with pytest.raises(ConfigError, match="unknown reduction 'minimum', expected one of sum, mean, min"):
+        utils.reduce(torch.zeros(1), "minimum")
+
+
+def test_the_process_is_the_one_that_the_accelerator_joined():
+    assert current_process() is not None
+    accelerator = Accelerator(cpu=True)
+    assert current_process() == accelerator.process
+
+
+def stop_together() -> list[bool]:
+    """Raise the flag on rank 1 at step 2, and look at every step."""
+    accelerator = Accelerator(cpu=True)
+    seen = []
+    for step in range(5):
+        if accelerator.process_index == accelerator.num_processes - 1 and step == 2:
+            accelerator.set_trigger()
+        seen.append(accelerator.check_trigger())
+    told = accelerator.broadcast(torch.tensor([accelerator.process_index]), from_process=accelerator.num_processes - 1)
+    assert told.item() == accelerator.num_processes - 1
+    assert accelerator.broadcast_object_list([accelerator.process_index]) == [0]
+    return seen
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_trigger_of_one_rank_is_seen_once_by_all_at_the_same_step(num_ranks: int):
+    assert run_ranks(stop_together, num_ranks) == [[False, False, True, False, False]] * num_ranks
