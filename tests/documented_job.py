@@ -1,6 +1,7 @@
-"""The fine-tuning job of the documents, word for word, with a tiny BERT and made-up sentences: `python -m tests.documented_job`.
+"""The fine-tuning job of the documents, word for word, with a tiny BERT and made-up sentences.
 
-Prints one JSON line per rank. A process of its own, since huggingface_hub reads HF_ENDPOINT when it is imported.
+`python -m tests.documented_job` prints one JSON line per rank. It is a process of its own, since huggingface_hub reads
+HF_ENDPOINT when it is imported.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ def build_dataset(tokenizer):
 
 
 def compute_metrics(prediction):
-    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean()), "rows": len(prediction.label_ids)}
+    return {
+        "accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean()),
+        "rows": len(prediction.label_ids),
+    }
 
 
 def main():

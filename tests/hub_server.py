@@ -1,4 +1,4 @@
-"""A small hub on loopback: the endpoints that huggingface_hub calls to create a repository and to commit files to it."""
+"""A small hub on loopback: the endpoints that huggingface_hub calls to create a repository and commit to it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Hub:
     unknown: list[str] = field(default_factory=list)
 
     def environment(self, home: str) -> dict[str, str]:
-        """Return the variables with which a process talks to this hub and to no other; huggingface_hub reads them at import."""
+        """Return the variables with which a process talks to this hub; huggingface_hub reads them at import."""
         return {
             "HF_ENDPOINT": self.endpoint, "HF_TOKEN": "hf_test", "HF_HOME": home, "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
@@ -76,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.unknown.append(f"GET {path}")
         return self._answer({"error": "not found"}, 404)
 
-    do_HEAD = do_GET  # noqa: N815
+    do_HEAD = do_GET
 
     def do_POST(self) -> None:
         path, body = self.path.split("?")[0], self._body()

@@ -1,4 +1,4 @@
-"""Tiny models, datasets and whole Trainer runs that the tests of `accel_trainer.trainer` share, in one process or on ranks."""
+"""Tiny models, datasets and whole Trainer runs that the Trainer's tests share, in one process or on ranks."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def summary(trainer: Any) -> dict[str, Any]:
 
 
 def on_ranks(strategy: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """Call `function(*args, strategy=..., **kwargs)` here for "single", else on two ranks; return the results by rank."""
+    """Call `function(*args, strategy=..., **kwargs)` here for "single", else on two ranks; return results by rank."""
     if strategy == "single":
         return [function(*args, strategy=strategy, **kwargs)]
     return run_ranks(function, 2, *args, strategy=strategy, timeout=100, **kwargs)

@@ -7,7 +7,7 @@ import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import ParallelMode
 
 from accel_trainer import logging
-from accel_trainer.config import Resolved
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.registry import strategy_names
 from accel_trainer.runtime.process import init_process, read_environment
@@ -40,6 +39,14 @@ class TrainingArguments(transformers.TrainingArguments):
     Attributes:
         resolved: every option of the run with the place it came from.
     """
+
+    if TYPE_CHECKING:
+        accelerator_config: Any
+        fsdp: Any
+        fsdp_config: Any
+        gradient_accumulation_steps: int
+        torch_compile_backend: str | None
+        torch_compile_mode: str | None
 
     eval_loss_weighting: Literal["token", "batch"] = field(
         default="token",
@@ -73,7 +80,9 @@ class TrainingArguments(transformers.TrainingArguments):
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r} was given, and it counts samples or steps: use an integer of 1 or more")
+                raise ConfigError(
+                    f"{name}={value!r} was given, and it counts samples or steps: use an integer of 1 or more"
+                )
 
     def _refuse_deepspeed(self, environ: Mapping[str, str]) -> None:
         asked = "deepspeed=..." if self.deepspeed else None
@@ -214,7 +223,9 @@ def _read_accelerator_config(given: Any) -> AcceleratorConfig:
         try:
             given = json.loads(given)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"accelerator_config is not valid JSON: {error}; pass a dict, a path, or JSON text") from error
+            raise ConfigError(
+                f"accelerator_config is not valid JSON: {error}; pass a dict, a path, or JSON text"
+            ) from error
     if not isinstance(given, Mapping):
         return AcceleratorConfig.from_json_file(given)
     known = [item.name for item in fields(AcceleratorConfig)]

@@ -47,6 +47,6 @@ def find_executable_batch_size(function: Callable[[int], T], start: int) -> T:
             torch.accelerator.empty_cache()
         batch_size = int(batch_size * 0.9)
     raise ConfigError(
-        f"auto_find_batch_size went down from {start} to a batch size of 1, and memory still ran out; use a smaller model, "
-        "activation_checkpointing=True, or fsdp=True on more processes"
+        f"auto_find_batch_size went down from {start} to a batch size of 1, and memory still ran out; use a smaller "
+        "model, activation_checkpointing=True, or fsdp=True on more processes"
     )

@@ -185,7 +185,7 @@ def _name_parameters(stored: Mapping[str, Any], own: Mapping[str, Any], path: Pa
     own_sizes = [len(group["params"]) for group in own["param_groups"]]
     if sizes != own_sizes:
         raise IncompatibleCheckpointError(
-            f"{path} was saved for parameter groups of {sizes} parameters and this optimizer has groups of {own_sizes}; "
+            f"{path} was saved for parameter groups of {sizes} parameters; this optimizer has groups of {own_sizes}: "
             "resume with the model and the optimizer options that wrote it"
         )
     names: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""`fsdp` and `fsdp_config` of TrainingArguments: every spelling in, one resolved configuration and one plain dict out."""
+"""`fsdp` and `fsdp_config` of TrainingArguments: every spelling in, one configuration and one plain dict out."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _options_of(fsdp: bool | str | Iterable[Any]) -> dict[str, Any]:
 
 
 def _readable_again(fsdp_config: FSDPConfigSource) -> FSDPConfigSource:
-    """Give a dict that `build_fsdp_dict` made the form of a whole file: `mixed_precision` has no place in a flat one."""
+    """Turn a dict that `build_fsdp_dict` made into a whole file: `mixed_precision` has no place in a flat one."""
     if isinstance(fsdp_config, str) and fsdp_config.lstrip().startswith("{"):
         try:
             fsdp_config = json.loads(fsdp_config)

@@ -41,7 +41,7 @@ def _is_tensor(node: Any) -> bool:
 
 
 def trim_rows(data: Any, size: int, keep: int) -> Any:
-    """Return `data` with the tensors of `size` rows cut to their first `keep` rows; other leaves are left as they are."""
+    """Return `data` with the tensors of `size` rows cut to their first `keep` rows; other leaves stay as they are."""
     if keep == size:
         return data
 
@@ -141,7 +141,7 @@ def _rebuild(structure: Any, values: Sequence[Any]) -> Any:
 
 
 def concat_steps(steps: Sequence[Any], device: torch.device | str = "cpu") -> Any:
-    """Join this rank's steps: a structure of tensors with the rows of all steps, padded with -100 where sizes differ."""
+    """Join this rank's steps: tensors with the rows of all steps, padded with -100 where sizes differ."""
     columns = _columns(steps)
     return _rebuild(steps[0], [_join(column, _spec_of(column), device) for column in columns])
 
@@ -153,7 +153,7 @@ class Gatherer:
         self.communicator = communicator
 
     def gather(self, steps: Sequence[Any], device: torch.device | str = "cpu") -> Any:
-        """Return the rows of every rank, on every rank. Collective; a rank may come with fewer steps than others, or none.
+        """Return the rows of every rank, on every rank. Collective; a rank may come with fewer steps, or none.
 
         Args:
             steps: this rank's structures of tensors, one for each step, already without padding.
@@ -208,6 +208,8 @@ def _destinations(rows_by_rank: Sequence[Sequence[int]]) -> list[np.ndarray]:
         table[: len(rows), rank] = rows
     starts = np.concatenate([[0], np.cumsum(table.reshape(-1))[:-1]]).reshape(table.shape)
     return [
-        np.concatenate([np.arange(first, first + count) for first, count in zip(starts[:, r], table[:, r], strict=True)])
+        np.concatenate(
+            [np.arange(first, first + count) for first, count in zip(starts[:, r], table[:, r], strict=True)]
+        )
         for r in range(len(rows_by_rank))
     ]

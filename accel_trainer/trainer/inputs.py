@@ -18,7 +18,7 @@ _CAUSAL_MODELS = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
 class ColumnFilter(RemoveColumnsCollator):
-    """Upstream's collator that drops the columns a model does not take, without comparing name by name where there are none."""
+    """Upstream's collator that drops the columns a model does not take; quick where there are none to drop."""
 
     @classmethod
     def of(cls, collator: RemoveColumnsCollator) -> ColumnFilter:
@@ -32,7 +32,7 @@ class ColumnFilter(RemoveColumnsCollator):
         )
 
     def __call__(self, features: list[Any]) -> Any:
-        """Collate the rows of a batch. The collator gets copies: it may change them, and the dataset may keep its own."""
+        """Collate the rows of a batch. The collator gets copies: it may change them."""
         wanted = frozenset(self.signature_columns)
         if all(isinstance(row, dict) and wanted.issuperset(row) for row in features):
             return self.data_collator([dict(row) for row in features])
@@ -74,7 +74,9 @@ def check_dataset(dataset: Any, name: str) -> None:
         for key, item in dataset.items():
             check_dataset(item, f"{name}[{key!r}]")
     elif dataset is not None and has_length(dataset) and len(dataset) == 0:
-        raise ConfigError(f"{name} is empty (a {type(dataset).__name__} with 0 samples); check its path, split and filters")
+        raise ConfigError(
+            f"{name} is empty (a {type(dataset).__name__} with 0 samples); check its path, split and filters"
+        )
 
 
 def shifts_labels(model: Any) -> bool:

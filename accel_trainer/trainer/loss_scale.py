@@ -43,8 +43,8 @@ def settle_loss_scale(trainer: Any, model: nn.Module, inputs: dict[str, Any], nu
     if answer == _OWN_MEAN:
         trainer.model_accepts_loss_kwargs = False
         logger.info(
-            "%s takes keyword arguments and does not divide its loss by num_items_in_batch: its losses are averaged over "
-            "micro-batches and processes",
+            "%s takes keyword arguments and does not divide its loss by num_items_in_batch: its losses are averaged "
+            "over micro-batches and processes",
             type(trainer.accelerator.unwrap_model(model)).__name__,
         )
 

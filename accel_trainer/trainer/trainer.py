@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from torch import Tensor, nn
@@ -32,14 +32,29 @@ from accel_trainer.trainer.inputs import ColumnFilter, check_dataset, load_model
 
 __all__ = ["CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
 
+if TYPE_CHECKING:
+    from transformers import Trainer as _Upstream
+else:
+    # The mixin itself has no Trainer among its bases: it stands before Trainer and before Seq2SeqTrainer.
+    _Upstream = object
+
 logger = logging.get_logger(__name__)
 
 
-class CoreTrainerMixin:
+class CoreTrainerMixin(_Upstream):
     """Puts a transformers Trainer on accel_trainer; stands before it in the bases of a class.
 
     Every method is one of upstream's, with the same signature; what is not here is upstream's own.
     """
+
+    if TYPE_CHECKING:
+        _created_lr_scheduler: bool
+        _loss_shifts_labels: bool
+        _tr_loss: Tensor
+        args: TrainingArguments
+        model: Any
+        model_wrapped: Any
+        optimizer: Any
 
     arguments_class: type[TrainingArguments] = TrainingArguments
     _loss_scale_is_settled = False
@@ -55,7 +70,7 @@ class CoreTrainerMixin:
             args = self.arguments_class(output_dir="tmp_trainer")
         if not isinstance(args, TrainingArguments):
             raise ConfigError(
-                f"args is a {type(args).__module__}.{type(args).__name__}, and this Trainer runs on the configuration that "
+                f"args is a {type(args).__module__}.{type(args).__name__}, and this Trainer runs on what "
                 "accel_trainer.TrainingArguments resolves; build that one, its fields are the same"
             )
         super().__init__(load_model(model), args, *rest, **kwargs)
@@ -75,17 +90,16 @@ class CoreTrainerMixin:
         )
         self.is_deepspeed_enabled = False
         self.is_fsdp_enabled = self.accelerator.strategy.capabilities.shards_parameters
-        if self.is_fsdp_enabled:
-            if self.accelerator.config.fsdp.activation_checkpointing and _recomputes(None, args):
-                raise ConfigError(
-                    "activation_checkpointing is set in the arguments and in fsdp_config, and both would recompute the same "
-                    "layers; keep the one in fsdp_config"
-                )
+        if self.is_fsdp_enabled and args.resolved.config.fsdp.activation_checkpointing and _recomputes(None, args):
+            raise ConfigError(
+                "activation_checkpointing is set in the arguments and in fsdp_config, and both would recompute the "
+                "same layers; keep the one in fsdp_config"
+            )
         if args.auto_find_batch_size and self.accelerator.num_processes > 1:
             raise ConfigError(
-                f"auto_find_batch_size is set on {self.accelerator.num_processes} processes: one that runs out of memory would "
-                "leave the others waiting in a collective; set per_device_train_batch_size, and gradient_accumulation_steps "
-                "for the rest of the batch. On one process it searches"
+                f"auto_find_batch_size is set on {self.accelerator.num_processes} processes: one that runs out of "
+                "memory would leave the others waiting in a collective; set per_device_train_batch_size, and "
+                "gradient_accumulation_steps for the rest of the batch. On one process it searches"
             )
 
     def _validate_args(self) -> None:
@@ -132,7 +146,9 @@ class CoreTrainerMixin:
 
     # --- training --------------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> TrainOutput:
+    def train(
+        self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> TrainOutput:
         """Train; see upstream. Collective."""
         # Upstream's own search for a batch size needs accelerate: it is hidden here and done in _inner_training_loop.
         self._searches_batch_size = self.args.auto_find_batch_size
@@ -276,8 +292,8 @@ class CoreTrainerMixin:
             if searches and is_out_of_memory(error):
                 # Without "out of memory" in its class: the search must not answer with a smaller training batch.
                 raise EvaluationOutOfMemoryError(
-                    "Evaluation hit an out-of-memory error. `auto_find_batch_size` only adjusts the training batch size, "
-                    "reduce `per_device_eval_batch_size` instead."
+                    "Evaluation hit an out-of-memory error. `auto_find_batch_size` only adjusts the training batch "
+                    "size, reduce `per_device_eval_batch_size` instead."
                 ) from error
             raise
         finally:
@@ -341,15 +357,14 @@ def _take_num_steps(args: TrainingArguments) -> None:
         return
     if args.gradient_accumulation_steps > 1 and args.gradient_accumulation_steps != given["num_steps"]:
         raise ConfigError(
-            "The `AcceleratorConfig`'s `num_steps` is set but `gradient_accumulation_steps` is greater than 1 in the passed "
-            "`TrainingArguments`. If using the passed `AcceleratorConfig` is desired, do not set the `TrainingArguments` "
-            "`gradient_accumulation_steps`."
+            f"The `AcceleratorConfig`'s `num_steps` is set to {given['num_steps']} but `gradient_accumulation_steps` is "
+            f"{args.gradient_accumulation_steps} in the passed `TrainingArguments`; keep one of the two"
         )
     args.gradient_accumulation_steps = given["num_steps"]
 
 
 def _recomputes(model: Any, args: TrainingArguments) -> bool:
-    """Whether activations are computed again in the backward, by the name of this version of transformers or the last."""
+    """Whether activations are computed again in the backward, under its name of this version or of older ones."""
     by_argument = getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None)
     new_name = "is_activation_checkpointing"
     by_model = getattr(model, new_name if hasattr(type(model), new_name) else "is_gradient_checkpointing", False)

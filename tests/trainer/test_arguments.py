@@ -128,7 +128,10 @@ def test_hybrid_sharding_reads_back(tmp_path):
     ("options", "message"),
     [
         ({"fsdp": "full_shart"}, "full_shart.*did you mean 'full_shard'"),
-        ({"fsdp": True, "fsdp_config": {"state_dict_typ": "x"}}, "unknown key 'state_dict_typ'.*did you mean 'state_dict_type'"),
+        (
+            {"fsdp": True, "fsdp_config": {"state_dict_typ": "x"}},
+            "unknown key 'state_dict_typ'.*did you mean 'state_dict_type'",
+        ),
         ({"fsdp": True, "fsdp_config": "no/such/file.yaml"}, "no/such/file.yaml"),
         ({"fsdp": True, "fsdp_config": "{not json"}, "fsdp_config is not valid JSON"),
         ({"fsdp": True, "fsdp_config": {"xla": True}}, "there is no XLA strategy"),
@@ -152,7 +155,9 @@ def test_fsdp_config_alone_says_that_it_is_not_read(tmp_path, caplog):
 def test_a_file_for_another_number_of_processes(tmp_path):
     path = write(tmp_path, "fsdp.yaml", ACCELERATE_YAML)
 
-    with pytest.raises(ConfigError, match=r"num_processes=2 \(from .*fsdp.yaml:20\), and 1 process.*launch --num_processes 2"):
+    with pytest.raises(
+        ConfigError, match=r"num_processes=2 \(from .*fsdp.yaml:20\), and 1 process.*launch --num_processes 2"
+    ):
         build(tmp_path, fsdp=True, fsdp_config=path)
 
 
@@ -178,7 +183,7 @@ def build_on_rank(output_dir: str, **options: Any) -> dict[str, Any]:
 def test_three_ranks_with_a_file_for_two(tmp_path):
     path = write(tmp_path, "fsdp.yaml", ACCELERATE_YAML)
 
-    with pytest.raises(RankFailure, match="num_processes=2 .*and 3 process.*launch --num_processes 2") as failure:
+    with pytest.raises(RankFailure, match=r"num_processes=2 .*and 3 process.*launch --num_processes 2") as failure:
         run_ranks(build_on_rank, 3, str(tmp_path), fsdp=True, fsdp_config=path)
     assert len(failure.value.failures) == 3
 
@@ -241,9 +246,7 @@ def test_arguments_survive_copies_files_and_pickles(tmp_path):
     for other in copies:
         assert other.fsdp_config == args.fsdp_config
         assert other.mixed_precision == "bf16"
-        assert other.resolved.config == dataclasses.replace(
-            args.resolved.config, launch=other.resolved.config.launch
-        )
+        assert other.resolved.config == dataclasses.replace(args.resolved.config, launch=other.resolved.config.launch)
         assert other.device == args.device
 
 
@@ -284,12 +287,12 @@ def test_accelerator_config_in_every_form(tmp_path, form):
 
 
 def test_a_class_is_no_accelerator_config(tmp_path):
-    with pytest.raises(NotImplementedError, match="Tried passing in a callable to `accelerator_config`"):
+    with pytest.raises(NotImplementedError, match=r"Tried passing in a callable to `accelerator_config`"):
         build(tmp_path, accelerator_config=AcceleratorConfig)
 
 
 def test_a_configured_state_must_exist(tmp_path):
-    with pytest.raises(ValueError, match="requires a pre-configured"):
+    with pytest.raises(ValueError, match=r"requires a pre-configured"):
         build(tmp_path, accelerator_config={"use_configured_state": True})
 
 
@@ -305,7 +308,8 @@ def test_the_command_line_parser_of_transformers_reads_them(tmp_path):
     parser = transformers.HfArgumentParser(TrainingArguments)
 
     (args,) = parser.parse_args_into_dataclasses(
-        ["--output_dir", str(tmp_path), "--fsdp", "full_shard", "--eval_loss_weighting", "batch"], look_for_args_file=False
+        ["--output_dir", str(tmp_path), "--fsdp", "full_shard", "--eval_loss_weighting", "batch"],
+        look_for_args_file=False,
     )
 
     assert args.fsdp is True

@@ -30,7 +30,7 @@ def test_sizes_are_nine_tenths_of_the_one_before():
 
 
 def test_nothing_fits():
-    with pytest.raises(ConfigError, match="went down from 3 to a batch size of 1, and memory still ran out"):
+    with pytest.raises(ConfigError, match=r"went down from 3 to a batch size of 1, and memory still ran out"):
         find_executable_batch_size(out_of_memory_above(0, []), 3)
 
 
@@ -38,7 +38,7 @@ def test_other_errors_end_the_search():
     def run(batch_size: int) -> None:
         raise RuntimeError("shapes differ")
 
-    with pytest.raises(RuntimeError, match="shapes differ"):
+    with pytest.raises(RuntimeError, match=r"shapes differ"):
         find_executable_batch_size(run, 8)
 
 
@@ -106,6 +106,6 @@ def test_memory_that_runs_out_in_evaluation_is_not_answered_with_a_smaller_train
 
     trainer.evaluate = evaluate
 
-    with pytest.raises(RuntimeError, match="Evaluation hit an out-of-memory error.*per_device_eval_batch_size"):
+    with pytest.raises(RuntimeError, match=r"Evaluation hit an out-of-memory error.*per_device_eval_batch_size"):
         trainer.train()
     assert trainer._train_batch_size == 4

@@ -16,12 +16,18 @@ from transformers import LlamaForCausalLM
 
 from accel_trainer.data.plan import permutation
 from accel_trainer.errors import AccelTrainerError, IncompatibleCheckpointError
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import RankFailure
 from tests.trainer_jobs import TokenDataset, build_trainer, on_ranks, summary, train
 
 STRATEGIES = ["single", "ddp", "fsdp", "fsdp_sharded"]
 # 13 batches of a rank, windows of 2 batches: 7 updates an epoch, the last of one batch; dropout draws random numbers.
-RUN: dict[str, Any] = {"model": "gpt2", "dropout": 0.2, "samples": 52, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
+RUN: dict[str, Any] = {
+    "model": "gpt2",
+    "dropout": 0.2,
+    "samples": 52,
+    "num_train_epochs": 2,
+    "gradient_accumulation_steps": 2,
+}
 
 
 def batch_size(strategy: str) -> int:
@@ -109,7 +115,12 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path, strategy):
 @pytest.mark.multirank
 @pytest.mark.parametrize("strategy", ["single", "fsdp_sharded"])
 def test_weights_alone_and_only_the_last_and_the_best_are_kept(tmp_path, strategy):
-    options = {**BEST, "save_only_model": True, "save_total_limit": 1, "per_device_train_batch_size": batch_size(strategy)}
+    options = {
+        **BEST,
+        "save_only_model": True,
+        "save_total_limit": 1,
+        "per_device_train_batch_size": batch_size(strategy),
+    }
 
     result = on_ranks(strategy, train, str(tmp_path), **options)[0]
 
@@ -131,7 +142,9 @@ def test_resuming_from_weights_alone_says_that_the_optimizer_is_new(tmp_path, ca
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("first", "second"), [("ddp", "fsdp"), ("fsdp", "ddp"), ("fsdp_sharded", "ddp"), ("fsdp", "fsdp_sharded")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("ddp", "fsdp"), ("fsdp", "ddp"), ("fsdp_sharded", "ddp"), ("fsdp", "fsdp_sharded")]
+)
 def test_another_strategy_resumes_from_a_checkpoint(tmp_path, first, second):
     options = {"model": "llama", "dropout": 0.0}
     whole = run(tmp_path, first, save_strategy="steps", save_steps=3, **options)[0]
@@ -229,10 +242,10 @@ def test_a_directory_without_weights_is_no_checkpoint_on_any_rank(tmp_path):
     train(tmp_path, strategy="single", save_strategy="steps", save_steps=3)
     (tmp_path / "checkpoint-3" / "model.safetensors").unlink()
 
-    with pytest.raises(RankFailure, match="Can't find a valid checkpoint at") as failure:
+    with pytest.raises(RankFailure, match=r"Can't find a valid checkpoint at") as failure:
         run(tmp_path / "again", "fsdp", str(tmp_path / "checkpoint-3"), model="llama")
     assert len(failure.value.failures) == 2
-    with pytest.raises(ValueError, match="Can't find a valid checkpoint at"):
+    with pytest.raises(ValueError, match=r"Can't find a valid checkpoint at"):
         run(tmp_path / "again", "single", str(tmp_path / "checkpoint-3"), model="llama")
 
 
@@ -245,6 +258,6 @@ def test_an_optimizer_of_other_groups_does_not_load(tmp_path):
     state["param_groups"][0]["params"].pop()
     torch.save(state, path)
 
-    with pytest.raises(RankFailure, match="was saved for parameter groups of"):
+    with pytest.raises(RankFailure, match=r"was saved for parameter groups of"):
         run(tmp_path / "again", "fsdp", str(tmp_path / "checkpoint-3"), **options)
     assert issubclass(IncompatibleCheckpointError, AccelTrainerError)

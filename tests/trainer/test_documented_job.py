@@ -1,4 +1,4 @@
-"""The documents' Trainer job runs as it is written: from an accelerate file, sharded over two CPU ranks, pushed to a hub."""
+"""The documents' Trainer job runs as written: from an accelerate file, sharded over two CPU ranks, pushed to a hub."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ def run_job(directory: Path, hub: Hub, world_size: int) -> tuple[list[dict], str
         env = {
             **os.environ, **hub.environment(str(directory / "home")), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_PORT": port,
-            "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "HF_DATASETS_CACHE": str(directory / "cache"),
+            "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
+            "HF_DATASETS_CACHE": str(directory / "cache"),
         }  # fmt: skip
         command = [sys.executable, "-m", "tests.documented_job"]
         processes.append(
-            subprocess.Popen(command, cwd=directory, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            subprocess.Popen(
+                command, cwd=directory, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
         )
     try:
         outputs = [process.communicate(timeout=100)[0] for process in processes]
@@ -80,5 +83,8 @@ def test_the_documented_call_shards_trains_evaluates_saves_and_pushes(tmp_path):
 
 @pytest.mark.multirank
 def test_one_process_is_told_how_many_the_file_is_for(tmp_path):
-    with serve_hub() as hub, pytest.raises(AssertionError, match=r"num_processes=2 \(from path/to/fsdp_config:20\), and 1 proc"):
+    with (
+        serve_hub() as hub,
+        pytest.raises(AssertionError, match=r"num_processes=2 \(from path/to/fsdp_config:20\), and 1 proc"),
+    ):
         run_job(tmp_path, hub, 1)

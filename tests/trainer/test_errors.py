@@ -15,7 +15,7 @@ from tests.trainer_jobs import TokenDataset, arguments, build_model, build_train
 
 
 def test_empty_training_set(tmp_path):
-    with pytest.raises(ConfigError, match="train_dataset is empty .*0 samples.*check its path, split and filters"):
+    with pytest.raises(ConfigError, match=r"train_dataset is empty .*0 samples.*check its path, split and filters"):
         build_trainer(tmp_path, samples=0)
 
 
@@ -23,12 +23,12 @@ def test_empty_training_set_given_later(tmp_path):
     trainer = build_trainer(tmp_path)
     trainer.train_dataset = TokenDataset(0)
 
-    with pytest.raises(ConfigError, match="train_dataset is empty"):
+    with pytest.raises(ConfigError, match=r"train_dataset is empty"):
         trainer.train()
 
 
 def test_empty_evaluation_set(tmp_path):
-    with pytest.raises(ConfigError, match="eval_dataset is empty"):
+    with pytest.raises(ConfigError, match=r"eval_dataset is empty"):
         build_trainer(tmp_path, eval_samples=0)
 
 
@@ -45,15 +45,15 @@ def test_one_empty_evaluation_set_of_several(tmp_path):
 def test_empty_set_to_evaluate_or_predict(tmp_path):
     trainer = build_trainer(tmp_path)
 
-    with pytest.raises(ConfigError, match="eval_dataset is empty"):
+    with pytest.raises(ConfigError, match=r"eval_dataset is empty"):
         trainer.evaluate(TokenDataset(0))
-    with pytest.raises(ConfigError, match="test_dataset is empty"):
+    with pytest.raises(ConfigError, match=r"test_dataset is empty"):
         trainer.predict(TokenDataset(0))
 
 
 @pytest.mark.parametrize("model", [42, {"weights": 1}, build_model])
 def test_model_that_is_neither_module_nor_path(tmp_path, model):
-    with pytest.raises(ConfigError, match="model is a .*; expected a torch.nn.Module, or the path or name of a saved"):
+    with pytest.raises(ConfigError, match=r"model is a .*; expected a torch.nn.Module, or the path or name of a saved"):
         Trainer(model, arguments(tmp_path))
 
 
@@ -70,7 +70,7 @@ def test_a_path_whose_configuration_names_no_class(tmp_path):
     model = build_model("bert")
     model.config.save_pretrained(tmp_path)
 
-    with pytest.raises(ConfigError, match="names no architecture, which transformers cannot build"):
+    with pytest.raises(ConfigError, match=r"names no architecture, which transformers cannot build"):
         Trainer(str(tmp_path), arguments(tmp_path))
 
 
@@ -90,15 +90,17 @@ def test_no_arguments_are_ours(tmp_path, monkeypatch):
     assert trainer.args.output_dir == "tmp_trainer"
 
 
-@pytest.mark.parametrize("name", ["per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"])
+@pytest.mark.parametrize(
+    "name", ["per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"]
+)
 @pytest.mark.parametrize("value", [0, -1, 1.5])
 def test_counts_below_one(tmp_path, name, value):
-    with pytest.raises(ConfigError, match=f"{name}={value} was given.*use an integer of 1 or more"):
+    with pytest.raises(ConfigError, match=rf"{name}={value} was given.*use an integer of 1 or more"):
         arguments(tmp_path, **{name: value})
 
 
 def test_fp16_on_the_cpu(tmp_path):
-    with pytest.raises(ConfigError, match="fp16 was asked for on the CPU.*use 'bf16' or 'no'"):
+    with pytest.raises(ConfigError, match=r"fp16 was asked for on the CPU.*use 'bf16' or 'no'"):
         build_trainer(tmp_path, fp16=True)
 
 
@@ -107,12 +109,14 @@ def test_bf16_where_the_device_has_none(tmp_path, monkeypatch):
 
     monkeypatch.setattr(accel_trainer.precision, "_supports_bf16", lambda device: False)
 
-    with pytest.raises(ConfigError, match="bf16 was asked for and cpu does not support it"):
+    with pytest.raises(ConfigError, match=r"bf16 was asked for and cpu does not support it"):
         build_trainer(tmp_path, bf16=True)
 
 
 def test_fsdp_with_one_process(tmp_path):
-    with pytest.raises(ConfigError, match=r"needs at least 2 processes and this job has 1.*accel-trainer launch --num_proc"):
+    with pytest.raises(
+        ConfigError, match=r"needs at least 2 processes and this job has 1.*accel-trainer launch --num_proc"
+    ):
         build_trainer(tmp_path, strategy="fsdp")
 
 
@@ -124,7 +128,7 @@ def build_on_rank(output_dir: str, changes: dict[str, Any]) -> None:
 def test_unknown_wrap_class(tmp_path):
     changes = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LamaDecoderLayer"}}
 
-    with pytest.raises(RankFailure, match="LlamaDecoderLayer") as failure:
+    with pytest.raises(RankFailure, match=r"LlamaDecoderLayer") as failure:
         run_ranks(fsdp_run, 2, str(tmp_path), changes)
     assert len(failure.value.failures) == 2
 
@@ -138,18 +142,20 @@ def fsdp_run(output_dir: str, changes: dict[str, Any]) -> None:
 def test_two_kinds_of_recomputation(tmp_path):
     changes = {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}, "gradient_checkpointing": True}
 
-    with pytest.raises(RankFailure, match="both would recompute the same layers; keep the one in fsdp_config"):
+    with pytest.raises(RankFailure, match=r"both would recompute the same layers; keep the one in fsdp_config"):
         run_ranks(fsdp_run, 2, str(tmp_path), changes)
 
 
 @pytest.mark.multirank
 def test_batch_size_search_with_several_ranks(tmp_path):
-    with pytest.raises(RankFailure, match="auto_find_batch_size is set.*set per_device_train_batch_size"):
+    with pytest.raises(RankFailure, match=r"auto_find_batch_size is set.*set per_device_train_batch_size"):
         run_ranks(fsdp_run, 2, str(tmp_path), {"auto_find_batch_size": True})
 
 
 def test_deepspeed_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="asks for DeepSpeed, which this Trainer does not run; its strategies are ddp"):
+    with pytest.raises(
+        ConfigError, match=r"asks for DeepSpeed, which this Trainer does not run; its strategies are ddp"
+    ):
         arguments(tmp_path, deepspeed={"zero_optimization": {"stage": 2}})
 
 
@@ -164,5 +170,5 @@ def test_prediction_that_is_no_tensor(tmp_path):
 
     trainer = Trainer(Odd(), arguments(tmp_path, label_names=["labels"]), eval_dataset=TokenDataset(4))
 
-    with pytest.raises((ConfigError, AttributeError), match="str"):
+    with pytest.raises((ConfigError, AttributeError), match=r"str"):
         trainer.predict(TokenDataset(4))

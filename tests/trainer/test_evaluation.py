@@ -66,7 +66,8 @@ def test_one_process_is_exact_at_any_batch_size(tmp_path, batch_size):
 
 @pytest.mark.multirank
 @pytest.mark.parametrize(
-    ("strategy", "world_size", "batch_size"), [("ddp", 2, 1), ("ddp", 2, 4), ("ddp", 3, 2), ("fsdp", 2, 4), ("fsdp", 3, 8)]
+    ("strategy", "world_size", "batch_size"),
+    [("ddp", 2, 1), ("ddp", 2, 4), ("ddp", 3, 2), ("fsdp", 2, 4), ("fsdp", 3, 8)],
 )
 def test_many_ranks_are_exact_at_any_batch_size(tmp_path, strategy, world_size, batch_size):
     results = run_ranks(evaluate, world_size, str(tmp_path), strategy, per_device_eval_batch_size=batch_size)
@@ -185,7 +186,12 @@ class BatchAccuracy:
         if not compute_result:
             return None
         self.answers += 1
-        return {"rows": self.rows, "hits": self.hits, "answers": self.answers, "inputs": len(prediction.inputs["input_ids"])}
+        return {
+            "rows": self.rows,
+            "hits": self.hits,
+            "answers": self.answers,
+            "inputs": len(prediction.inputs["input_ids"]),
+        }
 
 
 def first_token(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -251,7 +257,10 @@ def test_inputs_and_losses_reach_the_metrics_row_by_row(tmp_path, strategy, chan
 
 
 def steps_seen(prediction: Any) -> dict[str, Any]:
-    return {"sizes": [len(step) for step in prediction.predictions], "widths": [s.shape[1] for s in prediction.label_ids]}
+    return {
+        "sizes": [len(step) for step in prediction.predictions],
+        "widths": [s.shape[1] for s in prediction.label_ids],
+    }
 
 
 def evaluate_in_steps(output_dir: str, strategy: str) -> dict[str, Any]:

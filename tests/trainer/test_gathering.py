@@ -32,12 +32,12 @@ def test_structures_are_joined_leaf_by_leaf():
 
 
 def test_different_numbers_of_dimensions_are_refused():
-    with pytest.raises(ConfigError, match="dimensions in different batches"):
+    with pytest.raises(ConfigError, match=r"dimensions in different batches"):
         concat_steps([torch.ones(2, 3), torch.ones(2)])
 
 
 def test_other_leaves_are_refused():
-    with pytest.raises(ConfigError, match="returned a str among its predictions.*ignore_keys"):
+    with pytest.raises(ConfigError, match=r"returned a str among its predictions.*ignore_keys"):
         concat_steps([(torch.ones(2), "text")])
 
 

@@ -1,7 +1,7 @@
 """No method of the installed transformers that we leave as it is may need Hugging Face accelerate.
 
-Walks the source of trainer.py, trainer_seq2seq.py and training_args.py. A method that reads a name which only exists with
-accelerate, imports accelerate itself, or calls a function that does, must be overridden here or be excused below.
+Walks the source of trainer.py, trainer_seq2seq.py and training_args.py. A method that reads a name which exists only
+with accelerate, imports accelerate, or calls a function that does, must be overridden here or be excused below.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Why a method may stay upstream's although it names something of accelerate.
 EXCUSED = {
     "Trainer": {
-        "train": "our train() hides auto_find_batch_size, and without it find_executable_batch_size only binds arguments",
-        "_hp_search_setup": "names AcceleratorState and DeepSpeedPlugin under is_deepspeed_enabled, which is always false here",
+        "train": "our train() hides auto_find_batch_size; without it find_executable_batch_size only binds arguments",
+        "_hp_search_setup": "names them under is_deepspeed_enabled only, which is always false here",
         "_load_from_checkpoint": "our override calls it for one process and DDP only",
         "_load_best_model": "our override calls it for one process and DDP only",
         "_load_optimizer_and_scheduler": "our override calls it for one process and DDP only",
@@ -66,7 +66,9 @@ def conditional_names(module: Any) -> set[str]:
     guarded: set[str] = set()
     for node in tree_of(module).body:
         if isinstance(node, ast.If) and "is_accelerate_available" in ast.unparse(node.test):
-            only_with = imported_names([item for item in ast.walk(node) if isinstance(item, (ast.ImportFrom, ast.Import))])
+            only_with = imported_names(
+                [item for item in ast.walk(node) if isinstance(item, (ast.ImportFrom, ast.Import))]
+            )
             without = {
                 target.id
                 for item in node.orelse
@@ -84,7 +86,11 @@ def needs_accelerate(function: ast.AST) -> bool:
     for node in ast.walk(function):
         if is_accelerate(node):
             return True
-        if isinstance(node, ast.Call) and "requires_backends" in ast.unparse(node.func) and "accelerate" in ast.unparse(node):
+        if (
+            isinstance(node, ast.Call)
+            and "requires_backends" in ast.unparse(node.func)
+            and "accelerate" in ast.unparse(node)
+        ):
             return True
     return False
 
@@ -108,7 +114,9 @@ def offenders(upstream: type) -> dict[str, set[str]]:
     """Methods of `upstream` by name, each with what it needs of accelerate."""
     module = importlib.import_module(upstream.__module__)
     suspicious = conditional_names(module) | helpers_that_need_accelerate(module)
-    body = next(node for node in tree_of(module).body if isinstance(node, ast.ClassDef) and node.name == upstream.__name__)
+    body = next(
+        node for node in tree_of(module).body if isinstance(node, ast.ClassDef) and node.name == upstream.__name__
+    )
     found: dict[str, set[str]] = {}
     for method in [node for node in body.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]:
         names = {n.id for part in method.body for n in ast.walk(part) if isinstance(n, ast.Name)} & suspicious
@@ -140,7 +148,12 @@ def test_every_method_that_needs_accelerate_is_overridden_or_excused(ours, upstr
 def test_the_walk_finds_what_it_is_for():
     needing = offenders(transformers.Trainer)
 
-    assert {"create_accelerator_and_postprocess", "_build_accelerator_args", "_run_epoch", "training_step"} <= needing.keys()
+    assert {
+        "create_accelerator_and_postprocess",
+        "_build_accelerator_args",
+        "_run_epoch",
+        "training_step",
+    } <= needing.keys()
     assert {"_setup_devices", "_process_fsdp_args", "parallel_mode"} <= offenders(transformers.TrainingArguments).keys()
 
 
@@ -159,25 +172,34 @@ def test_an_override_that_calls_what_needs_accelerate_is_excused():
     import accel_trainer.trainer.arguments as arguments_module
     import accel_trainer.trainer.trainer as trainer_module
 
-    for module, upstream in ((trainer_module, transformers.Trainer), (arguments_module, transformers.TrainingArguments)):
+    for module, upstream in (
+        (trainer_module, transformers.Trainer),
+        (arguments_module, transformers.TrainingArguments),
+    ):
         reached = offenders(upstream).keys() & super_calls(module)
         assert reached <= EXCUSED[upstream.__name__].keys(), f"super() reaches accelerate in {reached}"
 
 
 def test_every_override_is_a_method_of_the_installed_class():
-    ours = {
-        name
-        for name, value in vars(Trainer.__mro__[1]).items()
-        if callable(value) and not name.startswith("__")
-    }
+    ours = {name for name, value in vars(Trainer.__mro__[1]).items() if callable(value) and not name.startswith("__")}
 
     missing = {name for name in ours if not hasattr(transformers.Trainer, name)}
 
-    assert not missing - {"arguments_class"}, f"transformers {transformers.__version__} has no {missing}: nobody calls them"
+    assert not missing - {"arguments_class"}, (
+        f"transformers {transformers.__version__} has no {missing}: nobody calls them"
+    )
 
 
 def test_overrides_take_what_upstream_passes():
-    for name in ("train", "_run_epoch", "_prepare_for_training", "evaluation_loop", "save_model", "training_step", "_evaluate"):
+    for name in (
+        "train",
+        "_run_epoch",
+        "_prepare_for_training",
+        "evaluation_loop",
+        "save_model",
+        "training_step",
+        "_evaluate",
+    ):
         ours = list(inspect.signature(getattr(Trainer, name)).parameters)
         theirs = list(inspect.signature(getattr(transformers.Trainer, name)).parameters)
         assert ours == theirs, name

@@ -1,4 +1,4 @@
-"""The stock Trainer, where accelerate is installed: the same losses, and it works before and after ours in one process."""
+"""The stock Trainer, where accelerate is installed: the same losses, and both work in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ HAS_ACCELERATE = importlib.util.find_spec("accelerate") is not None
 needs_accelerate = pytest.mark.skipif(not HAS_ACCELERATE, reason="Hugging Face accelerate is not installed")
 
 RUN: dict[str, Any] = {
-    "num_train_epochs": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "samples": 26, "dropout": 0.1,
+    "num_train_epochs": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "samples": 26,
+    "dropout": 0.1,
 }  # fmt: skip
 
 
