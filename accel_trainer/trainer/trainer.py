@@ -364,7 +364,7 @@ def _take_num_steps(args: TrainingArguments) -> None:
 
 
 def _recomputes(model: Any, args: TrainingArguments) -> bool:
-    """Whether activations are computed again in the backward, under its name of this version or of older ones."""
+    """Whether activations are computed again in the backward; older versions of transformers call it otherwise."""
     by_argument = getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None)
     new_name = "is_activation_checkpointing"
     by_model = getattr(model, new_name if hasattr(type(model), new_name) else "is_gradient_checkpointing", False)
