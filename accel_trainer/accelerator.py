@@ -25,6 +25,7 @@ from accel_trainer.plugins import ProjectConfiguration, TorchDynamoPlugin
 from accel_trainer.precision import build_precision, remove_autocast
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
+from accel_trainer.runtime.rng import check_rng_types, synchronize_rng
 from accel_trainer.saving import AcceleratorSaving
 from accel_trainer.scheduler import AcceleratedScheduler
 from accel_trainer.state import AcceleratorState, DistributedType, GradientState, ProcessView, stated_timeout
@@ -57,6 +58,7 @@ class Accelerator(AcceleratorStepping, AcceleratorExchange, AcceleratorSaving, A
         project_dir: str | Path | None = None,
         project_config: ProjectConfiguration | None = None,
         step_scheduler_with_optimizer: bool = True,
+        rng_types: Sequence[str] | None = None,
         kwargs_handlers: Sequence[Any] = (),
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
@@ -73,6 +75,9 @@ class Accelerator(AcceleratorStepping, AcceleratorExchange, AcceleratorSaving, A
             mixed_precision: "no", "bf16" or "fp16".
             gradient_accumulation_steps: micro-batches per update.
             cpu: run on the CPU although an accelerator is there.
+            project_dir: where states are saved; also a field of `project_config`.
+            rng_types: streams of random numbers that are set to rank 0's whenever a pass over a prepared loader begins:
+                "torch" (the CPU's) or a kind of device, "cuda" for instance. The order of samples needs none of them.
             strategy: "auto", "single", "ddp", "fsdp2" or another registered name.
             config: a configuration file (YAML or JSON), the name of a packaged one, a dict, or a resolved one.
 
@@ -114,14 +119,16 @@ class Accelerator(AcceleratorStepping, AcceleratorExchange, AcceleratorSaving, A
         self.scaler = options.build_scaler(self.process.device) if self.precision.loss_scaling else None
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)
+        self.rng_types = check_rng_types(rng_types or (), self.process.device)
+        self.project_configuration = project_config or ProjectConfiguration()
+        self.project_configuration.set_directories(project_dir)
         self.state = AcceleratorState(
             process=self.process,
             distributed_type=DistributedType.of(self.strategy.capabilities.distributed_type, self.process.device),
             mixed_precision=str(self.config.mixed_precision),
             fsdp_plugin=options.describe_fsdp(self.resolved) if self.strategy.capabilities.shards_parameters else None,
         )
-        self.gradient_state = GradientState(options.plugin_kwargs)
+        self.gradient_state = GradientState(options.plugin_kwargs, self.config.accumulation.num_steps)
         self._prepared: list[PreparedUnit] = []
         self._current: list[PreparedUnit] = []
         self._models: list[nn.Module] = []
@@ -306,12 +313,18 @@ class Accelerator(AcceleratorStepping, AcceleratorExchange, AcceleratorSaving, A
             config=self.config.data,
             device=self.device if place else None,
             seed=self._agreed_data_seed(),
-            on_begin=self.gradient_state.begin,
+            on_begin=self._begin_pass,
             on_end=self.gradient_state.end,
         )
         if not any(prepared is known for known in self._dataloaders):
             self._dataloaders.append(prepared)
         return prepared
+
+    def _begin_pass(self, loader: PreparedDataLoader) -> None:
+        """A pass over a loader begins; collective with `rng_types`."""
+        if self.rng_types:
+            synchronize_rng(self.rng_types, self.process)
+        self.gradient_state.begin(loader)
 
     def _agreed_data_seed(self) -> int:
         """Return the seed of shuffling: configured, else rank 0's torch seed, so that all ranks draw the same order."""

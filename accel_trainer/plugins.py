@@ -294,5 +294,18 @@ class ProjectConfiguration:
     save_on_each_node: bool = False
 
     def __post_init__(self) -> None:
-        if self.logging_dir is None:
-            self.logging_dir = self.project_dir
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | Path | None) -> None:
+        """Set `project_dir`, and `logging_dir` where none was given.
+
+        Raises:
+            ConfigError: there is another project_dir already.
+        """
+        if None not in (self.project_dir, project_dir) and Path(self.project_dir) != Path(project_dir):  # type: ignore[arg-type]
+            raise ConfigError(
+                f"project_dir={str(project_dir)!r} was given, and ProjectConfiguration(project_dir="
+                f"{str(self.project_dir)!r}) beside it; pass one of them"
+            )
+        self.project_dir = project_dir if project_dir is not None else self.project_dir
+        self.logging_dir = self.logging_dir if self.logging_dir is not None else self.project_dir

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from accel_trainer.config import Resolved, SourceKind, resolve
 from accel_trainer.data.splitting import split_evenly
+from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext, destroy_process_group, init_process, read_environment
 
 __all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "ProcessView", "stated_timeout"]
@@ -237,20 +239,46 @@ class PartialState(ProcessView):
         destroy_process_group()
 
 
+# The states of the Accelerator made last in this process, for code that asks for them without having the Accelerator.
+_made_last: weakref.WeakValueDictionary[type, Any] = weakref.WeakValueDictionary()
+
+
+def _look_at_last(state: Any) -> None:
+    """Make `state` a view of its kind's state in the Accelerator made last: what changes there changes here.
+
+    Raises:
+        ConfigError: there is no Accelerator.
+    """
+    found = _made_last.get(type(state))
+    if found is None:
+        raise ConfigError(
+            f"{type(state).__name__}() was asked for, and this process has no Accelerator that could tell; make one "
+            "first, and keep it"
+        )
+    state.__dict__ = found.__dict__
+
+
 class AcceleratorState(PartialState):
-    """A PartialState with what an Accelerator was configured to do. One per Accelerator; nothing is shared."""
+    """A PartialState with what an Accelerator was configured to do. One per Accelerator; nothing is shared.
+
+    `AcceleratorState()`, without arguments, shows the one of the Accelerator made last in this process.
+    """
 
     def __init__(
         self,
         *,
-        process: ProcessContext,
-        distributed_type: DistributedType,
-        mixed_precision: str,
+        process: ProcessContext | None = None,
+        distributed_type: DistributedType | None = None,
+        mixed_precision: str = "no",
         fsdp_plugin: Any = None,
         deepspeed_plugin: Any = None,
         parallelism_config: Any = None,
     ) -> None:
+        if process is None:
+            _look_at_last(self)
+            return
         super().__init__(process=process, distributed_type=distributed_type)
+        _made_last[type(self)] = self
         self.mixed_precision = mixed_precision
         self.fsdp_plugin = fsdp_plugin
         self.deepspeed_plugin = deepspeed_plugin
@@ -258,19 +286,23 @@ class AcceleratorState(PartialState):
 
 
 class GradientState:
-    """What an Accelerator knows of the step it is in: whether gradients are exchanged, and where its loaders stand."""
+    """What an Accelerator knows of the step it is in: whether gradients are exchanged, and where its loaders stand.
 
-    def __init__(self, plugin_kwargs: dict[str, Any] | None = None) -> None:
-        self.plugin_kwargs = plugin_kwargs or {}
+    `GradientState()`, without arguments, shows the one of the Accelerator made last in this process.
+    """
+
+    def __init__(self, plugin_kwargs: dict[str, Any] | None = None, num_steps: int = 1) -> None:
+        if plugin_kwargs is None:
+            _look_at_last(self)
+            return
+        _made_last[type(self)] = self
+        self.plugin_kwargs = plugin_kwargs
         """What the user set of the accumulation plugin, by its field names."""
+        self.num_steps = num_steps
+        """Micro-batches of a full accumulation window."""
         self.sync_gradients = True
         self.loaders: list[Any] = []
         """Prepared loaders that are being iterated, the innermost last."""
-
-    @property
-    def num_steps(self) -> int:
-        """Micro-batches of a full accumulation window."""
-        return int(self.plugin_kwargs.get("num_steps", 1))
 
     @property
     def active_dataloader(self) -> Any:

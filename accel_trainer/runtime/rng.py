@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from accel_trainer.runtime.process import current_process
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.collectives import broadcast
+from accel_trainer.runtime.process import ProcessContext, current_process
 
-__all__ = ["get_rng_state", "set_rng_state", "set_seed"]
+__all__ = ["check_rng_types", "get_rng_state", "set_rng_state", "set_seed", "synchronize_rng"]
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False, *, rank: int | None = None) -> None:
@@ -57,3 +60,36 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def check_rng_types(rng_types: Iterable[str], device: torch.device) -> tuple[str, ...]:
+    """Return the streams that have to be synchronised on a job's ranks: "torch", or the kind of their device.
+
+    "generator", the samplers' own, is taken and left out: their order depends on the seed and the epoch alone.
+
+    Raises:
+        ConfigError: a stream is none of these.
+    """
+    names = [str(getattr(name, "value", name)) for name in ([rng_types] if isinstance(rng_types, str) else rng_types)]
+    known = ["torch", "generator", *([] if device.type == "cpu" else [device.type])]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"rng_types has {', '.join(map(repr, unknown))}; expected some of {', '.join(map(repr, known))}, on ranks "
+            f"whose device is {device.type}"
+        )
+    return tuple(name for name in names if name != "generator")
+
+
+def synchronize_rng(rng_types: Sequence[str], process: ProcessContext) -> None:
+    """Set streams of this process to those of rank 0. Collective: every rank calls it with the same ones.
+
+    Args:
+        rng_types: as `check_rng_types` returns them.
+    """
+    for name in rng_types:
+        if name == "torch":
+            torch.set_rng_state(broadcast(torch.get_rng_state(), process))
+        else:
+            module: Any = torch.get_device_module(name)
+            module.set_rng_state(broadcast(module.get_rng_state(process.device), process), process.device)

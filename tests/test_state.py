@@ -1,0 +1,100 @@
+"""What a script can ask without the Accelerator at hand, and the random streams that ranks may share."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from accel_trainer import Accelerator, AcceleratorState, DistributedType, GradientState, ProjectConfiguration
+from accel_trainer.errors import ConfigError
+from tests.ranks import preload, run_ranks
+
+preload("accel_trainer.accelerator")
+
+
+def test_states_without_arguments_show_the_last_accelerators():
+    first = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=3)
+    state, gradients = AcceleratorState(), GradientState()
+    assert (state.mixed_precision, state.num_processes, state.distributed_type) == ("bf16", 1, DistributedType.NO)
+    assert (state.is_main_process, state.device) == (True, torch.device("cpu"))
+    assert gradients.num_steps == 3
+    second = Accelerator(cpu=True)
+    assert AcceleratorState().mixed_precision == "no"
+    assert (state.mixed_precision, first.mixed_precision, second.mixed_precision) == ("bf16", "bf16", "no")
+    assert pickle.loads(pickle.dumps(second.state)).mixed_precision == "no"
+
+
+def test_a_gradient_state_follows_the_step_that_its_accelerator_is_in():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    gradients = GradientState()
+    synced = []
+    for _ in accelerator.prepare(DataLoader(torch.zeros(4, 2), batch_size=1)):
+        with accelerator.accumulate(model):
+            synced.append((gradients.sync_gradients, gradients.end_of_dataloader))
+    assert synced == [(False, False), (True, False), (False, False), (True, True)]
+
+
+def ask_before() -> list[str]:
+    """Ask for states in a process that never had an Accelerator."""
+    messages = []
+    for kind in (AcceleratorState, GradientState):
+        with pytest.raises(ConfigError) as error:
+            kind()
+        messages.append(str(error.value))
+    return messages
+
+
+def test_without_an_accelerator_there_is_no_state_to_show():
+    for message, name in zip(run_ranks(ask_before, 1)[0], ("AcceleratorState", "GradientState"), strict=True):
+        assert message.startswith(f"{name}() was asked for, and this process has no Accelerator that could tell; make")
+
+
+def test_the_project_directory_reaches_a_configuration_without_one():
+    configuration = ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(cpu=True, project_dir="there", project_config=configuration)
+    assert (accelerator.project_dir, accelerator.logging_dir) == ("there", "there")
+    assert accelerator.project_configuration is configuration
+    logs = Accelerator(cpu=True, project_config=ProjectConfiguration("here", logging_dir="logs"))
+    assert (logs.project_dir, logs.logging_dir) == ("here", "logs")
+
+
+def test_two_project_directories_are_an_error():
+    with pytest.raises(ConfigError, match=r"project_dir='b' was given, and ProjectConfiguration\(project_dir='a'\)"):
+        Accelerator(cpu=True, project_dir="b", project_config=ProjectConfiguration("a"))
+
+
+class Noisy(torch.utils.data.Dataset):
+    """A dataset that augments with torch's main stream."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(1)
+
+
+def draw(rng_types: Any) -> dict[str, Any]:
+    """Iterate twice over a loader whose dataset draws random numbers; seeds differ by rank."""
+    accelerator = Accelerator(cpu=True, rng_types=rng_types)
+    torch.manual_seed(accelerator.process_index)
+    loader = accelerator.prepare(DataLoader(Noisy(), batch_size=2))
+    return {"noise": [torch.cat(list(loader)).flatten().tolist() for _ in range(2)], "types": accelerator.rng_types}
+
+
+def test_streams_that_are_asked_for_are_set_to_those_of_rank_0():
+    first, second = run_ranks(draw, 2, ["torch", "generator"])
+    assert first == second
+    assert first["types"] == ("torch",)
+    first, second = run_ranks(draw, 2, ["generator"])
+    assert first["noise"][0] != second["noise"][0]
+
+
+@pytest.mark.parametrize("names", [["cuda"], ["torch", "generater"], "numpy"])
+def test_a_stream_that_the_ranks_do_not_have_is_an_error(names: Any):
+    with pytest.raises(ConfigError, match=r"rng_types has '.*'; expected some of 'torch', 'generator', on ranks whose"):
+        Accelerator(cpu=True, rng_types=names)
