@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import weakref
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from accel_trainer import logging
+from accel_trainer.config import FSDPConfig
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.mesh import build_mesh_shape, init_mesh
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.strategies.api import Capabilities, TrainJob
+from accel_trainer.strategies.api import Capabilities, CheckpointIO, TrainJob
 from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.native import NativeUnit, check_optimizer_covers, require_values
 from accel_trainer.strategies.recompute import apply_activation_checkpointing
 from accel_trainer.strategies.sync import broadcast_module_states
+from accel_trainer.strategies.whole_gradients import WholeGradients
 from accel_trainer.strategies.whole_weights import exchange_whole_weights
 from accel_trainer.strategies.wrapping import find_blocks, find_ignored_modules
+from accel_trainer.tree import leaves
 
 __all__ = ["FSDP2Strategy", "FSDP2Unit"]
 
 logger = logging.get_logger(__name__)
+
+Originals = Sequence[tuple[str, "weakref.ref[nn.Parameter]"]]
+"""The parameters that sharding has replaced, by name, as long as somebody still holds them."""
 
 
 class FSDP2Unit(NativeUnit):
@@ -36,31 +44,19 @@ class FSDP2Unit(NativeUnit):
     def __init__(
         self,
         module: FSDPModule,
-        originals: Mapping[int, tuple[Tensor, str]],
+        originals: Originals,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         super().__init__(module, module, scaler)  # type: ignore[arg-type]
         self._root = module
-        # Kept alive while they may be asked for: an id is only unique as long as its tensor lives.
         self._originals = originals
-        self._local_parameters = [
-            p for p in self.module.parameters() if not hasattr(p, "device_mesh") and p.requires_grad
-        ]
-        self._sync = True
+        self._whole = WholeGradients([p for p in self.module.parameters() if not isinstance(p, DTensor)])
+        self.module.register_forward_pre_hook(self._whole.watch)
 
     def set_gradient_sync(self, enabled: bool) -> None:
-        """Reduce-scatter gradients in the next backward, or keep them unsharded on this rank."""
-        self._sync = enabled
+        """Reduce gradients in the next backward, or keep them whole on this rank."""
+        self._whole.sync = enabled
         self._root.set_requires_gradient_sync(enabled)
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Accumulate gradients; parameters of ignored modules are averaged over the ranks here."""
-        super().backward(loss, **kwargs)
-        if self._sync and self._local_parameters:
-            for parameter in self._local_parameters:
-                if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
-                    parameter.grad.div_(dist.get_world_size())
 
     def bind_optimizer(self, optimizer: Optimizer) -> None:
         """Take the optimizer; one built before sharding is pointed to the sharded parameters by name.
@@ -68,28 +64,37 @@ class FSDP2Unit(NativeUnit):
         Raises:
             ConfigError: it already holds state, which belongs to tensors that are gone, or parameters of another model.
         """
-        rebind_optimizer(optimizer, self.module, self._originals)
-        check_optimizer_covers(optimizer, self.module)
+        sharded = dict(self.module.named_parameters(remove_duplicate=False))
+        replaced = {id(p): sharded[name] for name, reference in self._originals if (p := reference()) is not None}
+        check_optimizer_covers(optimizer, self.module, extra=replaced)
+        if any(id(p) in replaced for group in optimizer.param_groups for p in group["params"]):
+            check_optimizer_is_new(optimizer)
+        for group in optimizer.param_groups:
+            group["params"] = [replaced.get(id(p), p) for p in group["params"]]
         self.optimizer = optimizer
-        self._originals = {}
+        self._originals = ()
+
+    def checkpoint_io(self) -> CheckpointIO:
+        """Return the reader and writer of this unit's state."""
+        # A forward without its backward leaves parameters gathered, under other objects than the optimizer's.
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return super().checkpoint_io()
 
 
-def rebind_optimizer(optimizer: Optimizer, module: nn.Module, originals: Mapping[int, tuple[Tensor, str]]) -> None:
-    """Replace each parameter of `optimizer` that sharding has replaced by the sharded one of the same name.
+def check_optimizer_is_new(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose state belongs to tensors that sharding replaces.
 
     Raises:
         ConfigError: the optimizer already holds state.
     """
-    sharded = dict(module.named_parameters(remove_duplicate=False))
-    stale = any(id(p) in originals for group in optimizer.param_groups for p in group["params"])
-    if stale and optimizer.state:
+    if optimizer.state:
         raise ConfigError(
             f"{type(optimizer).__name__} already holds state for {len(optimizer.state)} parameter(s) and was "
             "built before prepare(); its state belongs to unsharded tensors. Call prepare() before step() and "
-            "load_state_dict()"
+            "load_state_dict(), or build the optimizer after the model is prepared and prepare it then"
         )
-    for group in optimizer.param_groups:
-        group["params"] = [sharded[originals[id(p)][1]] if id(p) in originals else p for p in group["params"]]
 
 
 def _upcast_trainable(model: nn.Module) -> None:
@@ -160,9 +165,26 @@ def _mixed_precision_policy(precision: PrecisionPolicy, *, root: bool) -> MixedP
 
 
 def _reshard_after_inference(module: nn.Module, args: Any, output: Any) -> None:
-    """Give memory back after a forward without backward: FSDP2 leaves the root unsharded, waiting for one."""
+    """Give memory back after a forward without backward: FSDP2 leaves parameters gathered, waiting for one.
+
+    The root's always, a block's with `reshard_after_forward=False`.
+    """
     if not torch.is_grad_enabled():
         module.reshard()  # type: ignore[operator]
+
+
+def _check_output_is_seen(module: nn.Module, args: Any, output: Any) -> None:
+    """Refuse an output in which FSDP2 finds no tensor: it would never learn of the backward, and average nothing."""
+    if not torch.is_grad_enabled():
+        return
+    known = {id(leaf) for leaf in tree_leaves(output)}
+    for leaf in leaves(output, is_leaf=lambda node: isinstance(node, Tensor)):
+        if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in known:
+            raise ConfigError(
+                f"the forward of {type(module).__name__} returns a {type(output).__name__}, in which FSDP2 finds no "
+                "tensors, so that their gradients would not be averaged; return a tensor, dict, tuple, dataclass or "
+                "ModelOutput, or register the class with torch.utils._pytree.register_pytree_node"
+            )
 
 
 class FSDP2Strategy:
@@ -179,25 +201,29 @@ class FSDP2Strategy:
         The model keeps its class (torch adds FSDPModule to its bases), its parameter names and its tied weights.
         """
         if isinstance(job.model, FSDPModule):
-            return _bind(FSDP2Unit(job.model, {}, job.scaler), job)
+            return _bind(FSDP2Unit(job.model, (), job.scaler), job)
         model, config = job.model, job.config.fsdp
         _require_autocast(precision)
         require_values(model)
-        blocks = _drop_blocks_with_outside_ties(model, find_blocks(model, job.resolved, job.wrap_policy))
-        ignored = {p for module in find_ignored_modules(model, job.resolved) for p in module.parameters()}
-        replicas = (
-            process.world_size // process.local_world_size if config.replicate_per_node else config.replicate_size
-        )
-        shape = build_mesh_shape(process.world_size, replicas)
+        layers = find_blocks(model, job.resolved, job.wrap_policy)
+        blocks = _drop_blocks_with_outside_ties(model, layers)
+        ignored_modules = find_ignored_modules(model, job.resolved)
+        ignored = {p for module in ignored_modules for p in module.parameters()}
+        _check_combination(job, layers)
+        shape = build_mesh_shape(process.world_size, _count_replicas(config, process))
         if job.optimizer is not None:
             check_optimizer_covers(job.optimizer, model)
+            check_optimizer_is_new(job.optimizer)
         tied = _tied_names(model)
-        originals = {id(p): (p, name) for name, p in model.named_parameters()}
+        # Weak: an optimizer that is bound later keeps alive what it holds, and nothing else need be.
+        originals = [(name, weakref.ref(p)) for name, p in model.named_parameters()]
         if precision.compute is not None:
             _upcast_trainable(model)
         broadcast_module_states(model, process.device)
+        for module in ignored_modules:
+            module.to(process.device)  # fully_shard moves the others
         if config.activation_checkpointing:
-            apply_activation_checkpointing(blocks)
+            apply_activation_checkpointing(layers)
         apply_compile(model, job.config.compile, job.compile_options)
         mesh = init_mesh(process, shape, job.config.timeout_seconds)
         offload = (
@@ -214,10 +240,12 @@ class FSDP2Strategy:
                 **options,
             )
         root = fully_shard(model, mp_policy=_mixed_precision_policy(precision, root=True), **options)
-        _set_prefetch(blocks, config.forward_prefetch)
+        _set_prefetch(model, blocks, config)
         _assert_tied(model, tied)
         exchange_whole_weights(model, process)
-        model.register_forward_hook(_reshard_after_inference)
+        for unit in [model] if config.reshard_after_forward else [model, *blocks]:
+            unit.register_forward_hook(_reshard_after_inference)
+        model.register_forward_hook(_check_output_is_seen)
         model._is_fsdp_managed_module = True  # type: ignore[assignment]  # read by transformers' generate()
         return _bind(FSDP2Unit(root, originals, job.scaler), job)
 
@@ -228,8 +256,43 @@ def _bind(unit: FSDP2Unit, job: TrainJob) -> FSDP2Unit:
     return unit
 
 
-def _set_prefetch(blocks: list[nn.Module], forward: bool) -> None:
-    """Gather the next block during the current one's forward. The backward's prefetch is FSDP2's default."""
-    if forward:
+def _set_prefetch(model: nn.Module, blocks: list[nn.Module], config: FSDPConfig) -> None:
+    """Gather the next block during the current one's forward, if asked, and backward, unless declined."""
+    if config.forward_prefetch:
         for current, following in itertools.pairwise(blocks):
             current.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+    if not config.backward_prefetch:
+        # FSDP2 gathers the next unit unless it is given a list, and what is gathered already costs nothing.
+        for unit in (model, *blocks):
+            unit.set_modules_to_backward_prefetch([unit])  # type: ignore[operator]
+
+
+def _count_replicas(config: FSDPConfig, process: ProcessContext) -> int:
+    """Return the number of replicas of the sharded model.
+
+    Raises:
+        ConfigError: one replica on each node was asked for, and nodes hold different numbers of processes.
+    """
+    if not config.replicate_per_node:
+        return config.replicate_size
+    if process.world_size % process.local_world_size:
+        raise ConfigError(
+            f"fsdp.replicate_per_node: this node has {process.local_world_size} of the job's {process.world_size} "
+            "processes, so that nodes hold different numbers of them; start as many on each, or set fsdp.replicate_size"
+        )
+    return process.world_size // process.local_world_size
+
+
+def _check_combination(job: TrainJob, layers: list[nn.Module]) -> None:
+    """Refuse options that exclude each other, before anything is changed."""
+    config, name = job.config.fsdp, type(job.model).__name__
+    if config.activation_checkpointing and not layers:
+        raise ConfigError(
+            f"{job.resolved.describe('fsdp.activation_checkpointing')}: no module of {name} is a unit of its own whose "
+            "activations could be computed again; name its block classes in fsdp.wrap_classes"
+        )
+    if config.ignored_modules and job.scaler is not None:
+        raise ConfigError(
+            f"{job.resolved.describe('fsdp.ignored_modules')}: torch's GradScaler cannot unscale sharded and whole "
+            "gradients together; use bf16, or shard these modules too"
+        )

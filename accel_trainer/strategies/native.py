@@ -26,12 +26,13 @@ def require_values(model: nn.Module) -> None:
     Raises:
         ConfigError: there are no values to place or to shard.
     """
-    meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if meta:
-        raise ConfigError(
-            f"{len(meta)} parameter(s) of {type(model).__name__} are on the meta device (first: {meta[0]!r}) and hold "
-            "no values; load the model's weights (from_pretrained, load_state_dict(assign=True)) before prepare()"
-        )
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        meta = [name for name, tensor in named if tensor.is_meta]
+        if meta:
+            raise ConfigError(
+                f"{len(meta)} {kind}(s) of {type(model).__name__} are on the meta device (first: {meta[0]!r}) and hold "
+                "no values; load the model's weights (from_pretrained, load_state_dict(assign=True)) before prepare()"
+            )
 
 
 def place(model: nn.Module, job: TrainJob, process: ProcessContext) -> None:
@@ -41,13 +42,16 @@ def place(model: nn.Module, job: TrainJob, process: ProcessContext) -> None:
         model.to(process.device)
 
 
-def check_optimizer_covers(optimizer: Optimizer, module: nn.Module) -> None:
+def check_optimizer_covers(optimizer: Optimizer, module: nn.Module, extra: Iterable[int] = ()) -> None:
     """Refuse an optimizer with parameters that are not the module's.
+
+    Args:
+        extra: ids of further tensors that stand for parameters of the module.
 
     Raises:
         ConfigError: some of its parameters belong to something else.
     """
-    own = {id(parameter) for parameter in module.parameters()}
+    own = {*extra, *(id(parameter) for parameter in module.parameters())}
     foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
     if foreign:
         total = sum(len(group["params"]) for group in optimizer.param_groups)

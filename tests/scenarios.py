@@ -1,0 +1,71 @@
+"""Many small things to see on the same ranks: starting a job costs more than most of them.
+
+SCENARIOS = Scenarios()
+
+@SCENARIOS.add
+def sharded_once() -> Any: ...                 # runs on every rank; what it returns can be pickled
+
+def run_all() -> dict[str, Outcome]: return SCENARIOS.run()
+
+def test_it():
+    first, second = SCENARIOS.results("sharded_once", run_all, world_size=2)
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.ranks import Environment, run_ranks
+
+__all__ = ["Outcome", "Scenarios"]
+
+
+@dataclass
+class Outcome:
+    """What a scenario returned on one rank, or how it failed."""
+
+    value: Any = None
+    failure: str | None = None
+
+
+class Scenarios:
+    """Functions that run one after the other on every rank of one job."""
+
+    def __init__(self, env: Environment | None = None, timeout: float = 100) -> None:
+        self._functions: dict[str, Callable[[], Any]] = {}
+        self._results: list[dict[str, Outcome]] | None = None
+        self._env = env
+        self._timeout = timeout
+
+    def add(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """Register a function under its name. Decorator."""
+        self._functions[function.__name__] = function
+        return function
+
+    def run(self) -> dict[str, Outcome]:
+        """Run every function, on this rank. One that fails does not keep the others from running."""
+        outcomes = {}
+        for name, function in self._functions.items():
+            try:
+                outcomes[name] = Outcome(value=function())
+            except Exception:
+                outcomes[name] = Outcome(failure=traceback.format_exc())
+        return outcomes
+
+    def results(self, name: str, run_all: Callable[[], dict[str, Outcome]], world_size: int) -> list[Any]:
+        """Return a scenario's results by rank; the job runs once for all of them. A failure fails the test."""
+        if self._results is None:
+            self._results = run_ranks(run_all, world_size, env=self._env, timeout=self._timeout)
+        failures = [
+            f"--- rank {rank} ---\n{outcomes[name].failure}"
+            for rank, outcomes in enumerate(self._results)
+            if outcomes[name].failure is not None
+        ]
+        if failures:
+            pytest.fail("\n".join(failures), pytrace=False)
+        return [outcomes[name].value for outcomes in self._results]
