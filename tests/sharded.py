@@ -1,0 +1,112 @@
+"""A small model laid out under FSDP2 on this rank, trained on its part of a batch; and the same without any ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from accel_trainer.errors import ConfigError
+
+__all__ = ["Block", "Net", "adamw", "batch", "build", "full", "own_rows", "prepare", "refused", "train", "train_alone"]
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.dropout = nn.Dropout(dropout)
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return x + torch.tanh(self.dropout(self.linear(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.stem(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden).square().mean()
+
+
+def build(dropout: float = 0.0) -> Net:
+    torch.manual_seed(0)
+    return Net(dropout)
+
+
+def batch() -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
+
+
+def own_rows() -> Tensor:
+    return batch().chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def prepare(model: nn.Module, precision: str = "no", scaler: Any = None, train: bool = True, **options: Any) -> Any:
+    """Lay a model out under FSDP2, with an optimizer unless told otherwise; return its unit."""
+    from accel_trainer.config import resolve
+    from accel_trainer.precision import build_precision
+    from accel_trainer.runtime.process import init_process, read_environment
+    from accel_trainer.strategies.api import TrainJob
+    from accel_trainer.strategies.fsdp2 import FSDP2Strategy
+
+    process = init_process(read_environment(), timeout_seconds=60)
+    policy = options.pop("policy", None)
+    options.setdefault("wrap_classes", ("Block",))
+    explicit = {"strategy": "fsdp2"} | {f"fsdp.{name}": value for name, value in options.items()}
+    resolved = resolve(explicit=explicit, environ={})
+    job = TrainJob(model, adamw(model) if train else None, resolved, wrap_policy=policy, scaler=scaler)
+    return FSDP2Strategy().prepare(job, build_precision(precision, process.device), process)
+
+
+def train(unit: Any, steps: int = 3) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = unit.model(own_rows())
+        unit.backward(loss)
+        unit.step()
+        unit.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return losses
+
+
+def train_alone(model: nn.Module, steps: int = 3) -> list[float]:
+    optimizer = adamw(model)
+    losses = []
+    for _ in range(steps):
+        loss = model(batch())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def full(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def refused(call: Any) -> str:
+    """Return the message of the ConfigError that `call` raises."""
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")

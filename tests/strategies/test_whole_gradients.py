@@ -1,0 +1,90 @@
+"""Modules that FSDP2 leaves whole: their gradients are averaged over the ranks like the sharded ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.ranks import preload
+from tests.scenarios import Outcome, Scenarios
+from tests.sharded import batch, build, full, own_rows, prepare, train, train_alone
+
+preload("accel_trainer.accelerator", "tests.scenarios", "tests.sharded")
+
+SCENARIOS = Scenarios()
+
+
+def run_all() -> dict[str, Outcome]:
+    return SCENARIOS.run()
+
+
+def results(name: str) -> list[Any]:
+    return SCENARIOS.results(name, run_all, world_size=2)
+
+
+REFERENCE = pytest.approx(train_alone(build()), abs=1e-6)
+
+
+@SCENARIOS.add
+def ignored() -> Any:
+    found = {}
+    for name, patterns in {"leaf": ("head",), "block": (r"blocks\.1",), "inside": (r"blocks\.\d\.linear",)}.items():
+        model = build()
+        unit = prepare(model, ignored_modules=patterns)
+        losses = train(unit)
+        plain = sorted(name for name, p in model.named_parameters() if not isinstance(p, DTensor))
+        found[name] = losses, plain, {name: full(p) for name, p in model.named_parameters()}
+    return found
+
+
+def test_ignored_modules_stay_whole_and_equal_on_all_ranks():
+    first, second = results("ignored")
+    expected = {
+        "leaf": ["head.bias", "head.weight"],
+        "block": ["blocks.1.linear.bias", "blocks.1.linear.weight"],
+        "inside": [f"blocks.{i}.linear.{kind}" for i in range(3) for kind in ("bias", "weight")],
+    }
+    for name, plain in expected.items():
+        for result in (first, second):
+            assert result[name][0] == REFERENCE
+            assert result[name][1] == plain
+        for parameter, value in first[name][2].items():
+            assert torch.equal(value, second[name][2][parameter]), (name, parameter)
+
+
+@SCENARIOS.add
+def ignored_in_windows() -> Any:
+    found = []
+    for each in (False, True):
+        model = build()
+        unit = prepare(model, ignored_modules=("head",))
+        for index, rows in enumerate(own_rows().chunk(2)):
+            unit.set_gradient_sync(each or index == 1)
+            unit.backward(unit.model(rows) / 2)
+        found.append((full(model.head.weight.grad), full(model.stem.weight.grad)))
+    # The loss of two models, sent backward through the unit of the one without ignored modules.
+    model, other = build(), build()
+    unit = prepare(model, ignored_modules=("head",))
+    first = prepare(other)
+    first.backward(unit.model(own_rows()) + first.model(own_rows()))
+    found.append((full(model.head.weight.grad), full(model.stem.weight.grad)))
+    # Frozen when it was laid out, and trained later.
+    model = build()
+    model.head.requires_grad_(False)
+    unit = prepare(model, ignored_modules=("head",), train=False)
+    model.head.requires_grad_(True)
+    unit.backward(unit.model(own_rows()))
+    found.append((full(model.head.weight.grad), full(model.stem.weight.grad)))
+    return found
+
+
+def test_gradients_of_ignored_modules_are_averaged_once_per_window():
+    model = build()
+    model(batch()).backward()
+    for found in results("ignored_in_windows"):
+        for head, stem in found:
+            torch.testing.assert_close(head, model.head.weight.grad)
+            torch.testing.assert_close(stem, model.stem.weight.grad)
