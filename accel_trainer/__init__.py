@@ -32,6 +32,7 @@ _EXPORTS = {
     "TorchDynamoPlugin": "accel_trainer.plugins",
     "Trainer": "accel_trainer.trainer",
     "TrainingArguments": "accel_trainer.trainer",
+    "find_executable_batch_size": "accel_trainer.utils",
     "load_checkpoint_in_model": "accel_trainer.utils",
     "prepare_data_loader": "accel_trainer.data_loader",
     "set_seed": "accel_trainer.utils",

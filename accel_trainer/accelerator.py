@@ -24,6 +24,7 @@ from accel_trainer.options import AcceleratorOptions, AcceleratorSettings, build
 from accel_trainer.plugins import ProjectConfiguration, TorchDynamoPlugin
 from accel_trainer.precision import build_precision, remove_autocast
 from accel_trainer.runtime import collectives
+from accel_trainer.runtime.memory import register_holder
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
 from accel_trainer.runtime.rng import check_rng_types, synchronize_rng
 from accel_trainer.saving import AcceleratorSaving
@@ -138,6 +139,7 @@ class Accelerator(AcceleratorStepping, AcceleratorExchange, AcceleratorSaving, A
         self._custom_objects: list[Any] = []
         self._last_grad_norm = torch.tensor(float("nan"))
         self._data_seed: int | None = None
+        register_holder(self)
         for note in self.resolved.notes:
             logger.info(note)
         if self.strategy.capabilities.shards_parameters and self.process.device.type == "cpu":

@@ -32,6 +32,7 @@ from accel_trainer.runtime.collectives import (
     recursively_apply,
     send_to_device,
 )
+from accel_trainer.runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
 from accel_trainer.runtime.rng import set_seed
 from accel_trainer.state import DistributedType
 from accel_trainer.tree import honor_type
@@ -52,8 +53,10 @@ __all__ = [
     "TorchDynamoPlugin",
     "broadcast",
     "broadcast_object_list",
+    "clear_device_cache",
     "concatenate",
     "find_batch_size",
+    "find_executable_batch_size",
     "gather",
     "gather_object",
     "honor_type",
@@ -61,6 +64,7 @@ __all__ = [
     "pad_across_processes",
     "recursively_apply",
     "reduce",
+    "release_memory",
     "send_to_device",
     "set_seed",
     "tqdm",

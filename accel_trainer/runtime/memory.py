@@ -1,0 +1,224 @@
+"""When memory runs out: release what is held, and look for a batch size that fits, on all ranks together."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from accel_trainer import logging
+from accel_trainer.errors import ConfigError, ProcessGroupError
+from accel_trainer.runtime.regroup import Ballot
+
+__all__ = [
+    "Holder",
+    "clear_device_cache",
+    "find_executable_batch_size",
+    "is_out_of_memory",
+    "register_holder",
+    "release_memory",
+]
+
+logger = logging.get_logger(__name__)
+
+_MESSAGES = (
+    "out of memory",
+    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN finds no algorithm for the memory that is left
+    "can't allocate memory",  # DefaultCPUAllocator
+)
+_DONE, _OUT_OF_MEMORY, _STOPPED, _FAILED = "done", "out of memory", "stopped", "failed: "
+
+_searches = itertools.count()
+
+
+class Holder(Protocol):
+    """What holds models and optimizers, and can let go of them."""
+
+    def free_memory(self) -> Any:
+        """Let go of everything."""
+
+
+_holders: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def register_holder(holder: Holder) -> None:
+    """Have `holder.free_memory()` called, as long as it lives, when a search for a batch size begins a new attempt."""
+    _holders.add(holder)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory, of the device or of the machine, ran out."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give cached, unused memory of the accelerator back to it.
+
+    Args:
+        garbage_collection: collect unreachable cycles first, which may hold tensors.
+    """
+    if garbage_collection:
+        gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Clear the device's cache, and return one None for each object, to assign over the names of the objects.
+
+    Their memory is free once the names are overwritten; a second call returns it to the device.
+    """
+    clear_device_cache(garbage_collection=True)
+    return [None] * len(objects)
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[..., int] | None = None,
+) -> Any:
+    """Decorate a function so that it is called again with a smaller batch size until memory suffices.
+
+    The function takes the batch size as its first argument, which callers leave out. Begin it with
+    `accelerator.free_memory()`, and build model, optimizer and loaders inside it: nothing of an attempt survives it.
+
+    Collective on several ranks: every rank calls it. When one rank runs out of memory, all try the smaller size; those
+    that wait for it in a collective of gloo learn of it at once, those in one of nccl when that times out. Ranks join a
+    new process group for the next attempt; groups that the user made are gone.
+
+    Args:
+        function: the function; None when used as a decorator with options.
+        starting_batch_size: what every call tries first.
+        reduce_batch_size_fn: returns the next size; called with the last one if it takes an argument. The default is
+            nine tenths, rounded down.
+
+    Raises:
+        ConfigError: memory ran out with a batch size of 1 too, or the caller passed the first argument. Another error
+            of the function is raised at once.
+        ProcessGroupError: another rank failed with an error of another kind.
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    if starting_batch_size < 1:
+        raise ConfigError(f"starting_batch_size={starting_batch_size} must be 1 or more")
+    wanted: Callable[..., Any] = function
+
+    @functools.wraps(wanted)
+    def search(*args: Any, **kwargs: Any) -> Any:
+        _check_call(wanted, args, kwargs)
+        number = next(_searches)
+        batch_size = starting_batch_size
+        for attempt in itertools.count():
+            clear_device_cache(garbage_collection=True)
+            is_done, result = _attempt(
+                functools.partial(wanted, batch_size, *args, **kwargs), f"batch size search {number}.{attempt}"
+            )
+            if is_done:
+                return result
+            smaller = _reduce(batch_size, reduce_batch_size_fn)
+            if smaller < 1:
+                break
+            logger.warning("memory ran out with a batch size of %d; trying %d", batch_size, smaller)
+            batch_size = smaller
+        raise ConfigError(
+            f"no batch size from {starting_batch_size} down to {batch_size} lets {_name(wanted)}() run: memory ran out "
+            "each time; use a smaller model, activation checkpointing, or sharding over more processes"
+        )
+
+    return search
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a call that leaves no first argument for the batch size."""
+    try:
+        inspect.signature(function).bind(0, *args, **kwargs)
+    except TypeError as error:
+        given = ", ".join([*map(_short, args), *(f"{name}={_short(value)}" for name, value in kwargs.items())])
+        raise ConfigError(
+            f"{_name(function)}({given}) cannot be called with the batch size in front ({error}); "
+            "find_executable_batch_size passes it as the first argument: declare it there, and leave it out of the call"
+        ) from None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _reduce(batch_size: int, function: Callable[..., int] | None) -> int:
+    if function is None:
+        return int(batch_size * 0.9)
+    smaller = int(function(batch_size) if inspect.signature(function).parameters else function())
+    if smaller >= batch_size:
+        raise ConfigError(
+            f"{_name(function)} returned {smaller} after a batch size of {batch_size}; return a smaller one, or 0 to "
+            "stop"
+        )
+    return smaller
+
+
+def _attempt(function: Callable[[], Any], name: str) -> tuple[bool, Any]:
+    """Call the function; whether memory sufficed on every rank, and the result. Collective."""
+    result = None
+    vote = _DONE
+    try:
+        result = function()
+    except Exception as error:
+        if is_out_of_memory(error):
+            vote = _OUT_OF_MEMORY
+        elif _is_joined():
+            ballot = Ballot(name)
+            # A rank that ran out of memory has left, and this one's collective with it failed.
+            if isinstance(error, RuntimeError) and ballot.is_cast(_OUT_OF_MEMORY):
+                vote = _STOPPED
+            else:
+                ballot.cast(f"{_FAILED}{type(error).__name__}: {error}")
+                raise
+        else:
+            raise
+    # Outside of the handler: the traceback held the failed step's tensors.
+    if not _is_joined():
+        return vote == _DONE, result
+    ballot = Ballot(name)
+    ballot.cast(vote)
+    if vote == _OUT_OF_MEMORY:
+        _release_all()
+        ballot.leave()
+    votes = ballot.wait()
+    failed = {rank: text.removeprefix(_FAILED) for rank, text in enumerate(votes) if text.startswith(_FAILED)}
+    if failed:
+        lines = "; ".join(f"rank {rank} failed: {message}" for rank, message in failed.items())
+        raise ProcessGroupError(f"{lines}. This rank ({ballot.rank}) stopped with it; see the output of that rank")
+    if votes == [_DONE] * len(votes):
+        return True, result
+    result = None
+    _release_all()
+    ballot.rejoin()
+    return False, None
+
+
+def _is_joined() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _release_all() -> None:
+    for holder in list(_holders):
+        holder.free_memory()
+    clear_device_cache(garbage_collection=True)

@@ -1,0 +1,262 @@
+"""A batch size that fits: found in steps of nine tenths, by all ranks together, and never at the price of a hang."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_trainer import Accelerator, InitProcessGroupKwargs
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.memory import (
+    clear_device_cache,
+    find_executable_batch_size,
+    is_out_of_memory,
+    release_memory,
+)
+from tests.ranks import RankFailure, preload, run_ranks
+
+preload("accel_trainer.accelerator")
+
+
+def search(fits: int, **options: Any) -> tuple[Any, list[int]]:
+    """What a function returns that runs with batches of up to `fits`, and the sizes that were tried."""
+    tried: list[int] = []
+
+    @find_executable_batch_size(**options)
+    def train(batch_size: int, factor: int = 1) -> int:
+        tried.append(batch_size)
+        if batch_size > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return batch_size * factor
+
+    return train(factor=10), tried
+
+
+def test_each_step_takes_nine_tenths():
+    assert search(100) == (920, [128, 115, 103, 92])
+    assert search(128) == (1280, [128])
+    assert search(1, starting_batch_size=3) == (10, [3, 2, 1])
+
+
+def test_the_next_size_can_be_chosen():
+    assert search(20, reduce_batch_size_fn=lambda batch_size: batch_size // 2)[1] == [128, 64, 32, 16]
+    sizes = iter([50, 10])
+    assert search(20, reduce_batch_size_fn=lambda: next(sizes))[1] == [128, 50, 10]
+
+
+def same(batch_size: int) -> int:
+    """Reduce nothing."""
+    return batch_size
+
+
+def test_a_next_size_that_is_not_smaller_is_an_error():
+    with pytest.raises(ConfigError, match="same returned 128 after a batch size of 128; return a smaller one"):
+        search(1, reduce_batch_size_fn=same)
+
+
+def test_reaching_zero_is_an_error_that_names_the_ways_out():
+    with pytest.raises(
+        ConfigError, match=r"no batch size from 4 down to 1 lets train\(\) run.*activation checkpointing, or sharding"
+    ):
+        search(0, starting_batch_size=4)
+    with pytest.raises(ConfigError, match="starting_batch_size=0 must be 1 or more"):
+        search(1, starting_batch_size=0)
+
+
+def test_another_error_is_raised_at_once():
+    calls: list[int] = []
+
+    @find_executable_batch_size
+    def train(batch_size: int) -> None:
+        calls.append(batch_size)
+        raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        train()
+    assert calls == [128]
+
+
+def test_a_call_that_brings_its_own_batch_size_is_an_error():
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size: int, data: list[int]) -> None:
+        """Never reached."""
+
+    with pytest.raises(
+        ConfigError, match=r"train\(32, \[1, 2\]\) cannot be called with the batch size in front.*leave it"
+    ):
+        train(32, [1, 2])
+    with pytest.raises(ConfigError, match=r"train\(data=\[1\], batch_size=3\) .*passes it as the first argument"):
+        train(data=[1], batch_size=3)
+
+
+def test_a_function_without_arguments_is_an_error():
+    with pytest.raises(
+        ConfigError, match=r"<lambda>\(\) cannot be called with the batch size in front .*declare it there"
+    ):
+        find_executable_batch_size(lambda: None)()
+
+
+def test_the_name_and_the_documentation_stay():
+    @find_executable_batch_size
+    def train(batch_size: int) -> None:
+        """Train."""
+
+    assert (train.__name__, train.__doc__) == ("train", "Train.")
+
+
+def test_nothing_of_a_failed_attempt_is_alive_in_the_next_one():
+    alive: list[bool] = []
+    previous: list[weakref.ref[nn.Module]] = []
+
+    @find_executable_batch_size(starting_batch_size=3)
+    def train(batch_size: int) -> None:
+        alive.extend(reference() is not None for reference in previous)
+        model = nn.Linear(2, 2)
+        model.itself = [model]
+        previous.append(weakref.ref(model))
+        if batch_size > 1:
+            raise MemoryError
+
+    train()
+    assert alive == [False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"), True),
+        (RuntimeError("Connection closed by peer"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_which_errors_are_of_memory(error: BaseException, expected: bool):
+    assert is_out_of_memory(error) is expected
+
+
+def test_the_cpu_really_runs_out():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**62 // 4)
+    assert is_out_of_memory(caught.value)
+
+
+def test_release_memory_gives_names_to_overwrite_with():
+    model = nn.Linear(2, 2)
+    reference = weakref.ref(model)
+    model, other = release_memory(model, [1])
+    assert (model, other, reference()) == (None, None, None)
+    clear_device_cache()
+    gc.collect()
+
+
+def build() -> tuple[nn.Module, TensorDataset]:
+    """Return a model and 60 samples: five global batches of 6 on 2 ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 1))
+    return model, TensorDataset(torch.randn(60, 2))
+
+
+def plain_loop(batch_size: int) -> list[float]:
+    """The sums of the weights after training on one process."""
+    model, data = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (x,) in DataLoader(data, batch_size=batch_size):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return [value.sum().item() for value in model.state_dict().values()]
+
+
+def train_until_it_fits(strategy: str, who: dict[int, int], where: str) -> dict[str, Any]:
+    """Search on 2 ranks; rank r runs out of memory above `who[r]` samples, in the forward or before anything else."""
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size: int) -> list[float]:
+        accelerator.free_memory()
+        tried.append(batch_size)
+        too_large = batch_size > who.get(accelerator.process_index, 8)
+        if too_large and where == "start":
+            raise torch.OutOfMemoryError("out of memory")
+        model, data = build()
+        model, optimizer, loader = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=batch_size)
+        )
+        for step, (x,) in enumerate(loader):
+            loss = model(x).square().mean()
+            if too_large and where == "step" and step == 2:
+                raise torch.OutOfMemoryError("out of memory")
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        state = accelerator.get_state_dict(model)
+        return [value.sum().item() for value in state.values()]
+
+    begin = time.monotonic()
+    weights = train()
+    seconds = time.monotonic() - begin
+    here = torch.tensor([accelerator.process_index])
+    return {"tried": tried, "weights": weights, "after": accelerator.gather(here).tolist(), "seconds": seconds}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_one_rank_out_of_memory_in_a_step_takes_the_waiting_one_along(strategy: str):
+    # Rank 0 waits in a gradient exchange that rank 1 never enters.
+    results = run_ranks(train_until_it_fits, 2, strategy, {1: 6}, "step")
+    assert [result["tried"] for result in results] == [[8, 7, 6]] * 2
+    assert [result["after"] for result in results] == [[0, 1]] * 2
+    assert all(result["seconds"] < 30 for result in results)
+    assert results[0]["weights"] == pytest.approx(plain_loop(2 * 6), abs=1e-5)
+
+
+@pytest.mark.parametrize(("who", "tried"), [({0: 7}, [8, 7]), ({0: 7, 1: 6}, [8, 7, 6]), ({}, [8])])
+def test_ranks_try_the_same_sizes_whoever_runs_out(who: dict[int, int], tried: list[int]):
+    results = run_ranks(train_until_it_fits, 2, "ddp", who, "start")
+    assert [result["tried"] for result in results] == [tried] * 2
+    assert [result["after"] for result in results] == [[0, 1]] * 2
+
+
+def end_differently(error_rank: int) -> str:
+    """Train without collectives: one rank is done, the other fails."""
+    accelerator = Accelerator(cpu=True)
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size: int) -> str:
+        if accelerator.process_index == error_rank:
+            raise ValueError("a label is missing")
+        return "done"
+
+    return train()
+
+
+def test_another_error_on_one_rank_is_raised_there_and_named_on_the_others():
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(end_differently, 2, 1)
+    assert "ValueError: a label is missing" in caught.value.failures[1]
+    assert "ProcessGroupError: rank 1 failed: ValueError: a label is missing. This rank (0)" in caught.value.failures[0]
+
+
+def never_vote() -> None:
+    """One rank ends without having called the function."""
+    timeout = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=2))
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[timeout])
+    if accelerator.process_index == 0:
+        find_executable_batch_size(lambda batch_size: None)()
+    else:
+        time.sleep(4)
+
+
+def test_a_rank_that_does_not_answer_is_named_after_the_groups_timeout():
+    with pytest.raises(RankFailure, match=r"rank\(s\) \[1\] did not say within 2 s how batch size search 0\.0 ended"):
+        run_ranks(never_vote, 2)
