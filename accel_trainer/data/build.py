@@ -29,7 +29,7 @@ def build_source(
     Raises:
         ConfigError: as `prepare_data_loader` says.
     """
-    _check(loader, shards)
+    _check(loader, config, shards)
     dispatches = bool(config.dispatch_batches) and process.is_distributed
     if dispatches and shards != process.world_size:
         raise ConfigError(
@@ -50,8 +50,13 @@ def build_source(
     return DispatchSource(source, process)
 
 
-def _check(loader: DataLoader[Any], shards: int) -> None:
+def _check(loader: DataLoader[Any], config: DataConfig, shards: int) -> None:
     dataset = loader.dataset
+    if config.use_stateful_dataloader:
+        raise ConfigError(
+            "use_stateful_dataloader=True is not offered: a prepared loader tells its own position. save_state() keeps "
+            "the epoch, and skip_first_batches(loader, n) goes to step n of it; leave the option out"
+        )
     if any(isinstance(value, _BaseDataLoaderIter) for name, value in vars(loader).items() if name != "_iterator"):
         raise ConfigError(
             f"this {type(loader).__name__} keeps an iterator that reads the whole dataset; use a loader that makes its "
