@@ -109,7 +109,7 @@ class DataConfig:
     non_blocking: bool = False
     """Copy batches to the device without waiting; of use with pinned memory."""
     use_stateful_dataloader: bool = False
-    """Take loaders whose position is saved by the loader itself (torchdata's StatefulDataLoader)."""
+    """Refused when true: a prepared loader tells its own position."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +173,7 @@ class FSDPConfig:
     activation_checkpointing: bool = False
     """Compute the activations of wrapped layers again in the backward instead of keeping them."""
     cpu_ram_efficient_loading: bool = False
-    """Only rank 0 holds the whole model in CPU memory while it is laid out."""
+    """Taken from files and without effect: every rank builds the whole model before it is sharded."""
     state_dict_type: StateDictType = StateDictType.FULL
     """Checkpoints hold whole tensors in one file (full) or the shards of each rank (sharded)."""
     ignored_modules: tuple[str, ...] = ()
@@ -207,7 +207,7 @@ class LaunchConfig:
     rdzv_conf: str = ""
     """Further rendezvous settings, `key=value,key=value`."""
     same_network: bool = True
-    """All machines are in one local network."""
+    """Taken from files and without effect: machines find each other by the address of machine 0."""
     gpu_ids: str = "all"
     """`all`, or the numbers of the GPUs to use: `0,2`."""
     enable_cpu_affinity: bool = False
@@ -225,7 +225,7 @@ class LaunchConfig:
     role: str = "default"
     """Name of the workers in the elastic agent's messages."""
     main_training_function: str = "main"
-    """Function to call in a notebook or script that is launched by function."""
+    """Taken from files and without effect: scripts are run, not functions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
