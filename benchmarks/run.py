@@ -1,0 +1,78 @@
+"""`make bench`: one table of ratios against plain PyTorch and the peer, each pair interleaved in one run.
+
+    python benchmarks/run.py [--only NAME ...] [--rounds N]
+
+Ratios are of medians over the rounds; "lowest" and "highest" are ratios of single rounds and show how noisy the machine
+was. The peer is upstream's Trainer on Hugging Face accelerate, looked for in `.compat/accelerate` (`make bench` puts it
+there); without it, its rows are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import native_step
+import startup
+import torch
+import transformers
+from timing import Row, print_rows
+
+HERE = Path(__file__).parent
+PEER = HERE.parent / ".compat" / "accelerate"
+
+
+def _rows_of(command: list[str], environ: dict[str, str]) -> list[Row]:
+    """Run a benchmark in processes of its own and read the rows that it prints last."""
+    finished = subprocess.run(command, env=environ, capture_output=True, text=True)
+    if finished.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} ended with {finished.returncode}:\n{finished.stderr[-3000:]}")
+    return [Row(**row) for row in json.loads(finished.stdout.strip().splitlines()[-1])]
+
+
+def _trainer(rounds: int) -> list[Row]:
+    environ = dict(os.environ)
+    if PEER.is_dir():
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PEER), environ.get("PYTHONPATH")]))
+    else:
+        print(f"{PEER.relative_to(HERE.parent)} is not there: the rows against upstream's Trainer are left out")
+    return _rows_of([sys.executable, str(HERE / "trainer_step.py"), str(rounds)], environ)
+
+
+def _fsdp2(rounds: int) -> list[Row]:
+    launcher = [sys.executable, "-m", "accel_trainer", "launch", "--cpu", "--num_processes", "2"]
+    return _rows_of([*launcher, str(HERE / "fsdp2_step.py"), str(rounds)], dict(os.environ))
+
+
+BENCHMARKS = {
+    "native": native_step.measure,
+    "trainer": _trainer,
+    "fsdp2": _fsdp2,
+    "startup": lambda rounds: startup.measure(rounds, PEER if PEER.is_dir() else None),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=sorted(BENCHMARKS), help="run these (default: all)")
+    parser.add_argument("--rounds", type=int, default=7, help="measured rounds of each pair, at least 5")
+    options = parser.parse_args()
+    if options.rounds < 5:
+        parser.error(f"--rounds {options.rounds} is too few for a median; use 5 or more")
+    rows = [row for name in options.only or BENCHMARKS for row in BENCHMARKS[name](options.rounds)]
+    print(
+        f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}, CPU"
+    )
+    print_rows(rows)
+    missed = [row.name for row in rows if row.verdict == "MISSED"]
+    if missed:
+        raise SystemExit(f"missed: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()
