@@ -1,8 +1,10 @@
 """The job of finetune_classifier.py as a native PyTorch loop.
 
-python examples/native_loop.py
-accel-trainer launch --cpu --num_processes 2 examples/native_loop.py --strategy fsdp2
-python examples/native_loop.py --model bert-base-cased --dataset nyu-mll/glue --config mrpc
+Data, model and options are the same; the loop is in sight, and yours to change:
+
+    python examples/native_loop.py
+    accel-trainer launch --cpu --num_processes 2 examples/native_loop.py --strategy fsdp2
+    python examples/native_loop.py --model bert-base-cased --dataset nyu-mll/glue --config mrpc
 """
 
 from __future__ import annotations
@@ -19,20 +21,24 @@ from classification import (
     build_model,
     check_saved,
     describe_data,
+    describe_result,
     largest_class,
     load_texts,
     tokenize,
 )
+from datasets import DatasetDict
 from options import add_model_options, add_run_options, learning_rate, split_batch
 from report import describe_layout, print_table
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import DataCollatorWithPadding, get_linear_schedule_with_warmup
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, get_linear_schedule_with_warmup
 from transformers.utils import logging as transformers_logging
 
-from accel_trainer import Accelerator, set_seed
+from accel_trainer import Accelerator
 
 
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -62,7 +68,61 @@ def evaluate_model(accelerator: Accelerator, model: nn.Module, loader: DataLoade
         losses.append(each_loss)
         predictions.append(predicted)
     model.train()
-    return {"eval_loss": torch.cat(losses).mean().item(), **accuracy.compute()}, torch.cat(predictions)
+    metrics = {"eval_loss": torch.cat(losses).mean().item(), "eval_accuracy": accuracy.compute()["accuracy"]}
+    return metrics, torch.cat(predictions)
+
+
+def build_loaders(
+    options: argparse.Namespace, accelerator: Accelerator, tokens: DatasetDict, collator: DataCollatorWithPadding
+) -> tuple[DataLoader, DataLoader]:
+    """Return this rank's loaders to be, whose batches on all ranks together make the global batch."""
+    parts = accelerator.num_processes * accelerator.gradient_accumulation_steps
+    micro_batch = split_batch(options.global_batch_size, parts)
+    eval_batch = split_batch(2 * options.global_batch_size, accelerator.num_processes)
+    return (
+        DataLoader(tokens["train"], batch_size=micro_batch, shuffle=True, collate_fn=collator),
+        DataLoader(tokens["eval"], batch_size=eval_batch, collate_fn=collator),
+    )
+
+
+def train_pass(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    loader: DataLoader,
+    max_updates: int,
+    progress: tqdm,
+) -> int:
+    """Train one pass over the data, at most `max_updates`; return how many there were. Collective."""
+    updates = 0
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            updates += 1
+            progress.update(1)
+            if updates == max_updates:
+                break
+    return updates
+
+
+def save(accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, output_dir: str) -> None:
+    """Write what `from_pretrained` loads, whatever the strategy. Collective."""
+    accelerator.unwrap_model(model).save_pretrained(
+        output_dir,
+        state_dict=accelerator.get_state_dict(model),
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+    )
+    if accelerator.is_main_process:
+        tokenizer.save_pretrained(output_dir)
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -82,65 +142,35 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     tokenizer, model = build_model(options, texts["train"])
     tokens = tokenize(texts, tokenizer)
     num_parameters = sum(p.numel() for p in model.parameters())
-    baseline = largest_class(texts["eval"]["label"])
+    train_loader, eval_loader = build_loaders(options, accelerator, tokens, DataCollatorWithPadding(tokenizer))
 
-    collator = DataCollatorWithPadding(tokenizer)
-    parts = accelerator.num_processes * accelerator.gradient_accumulation_steps
-    micro_batch = split_batch(options.global_batch_size, parts)
-    eval_batch = split_batch(2 * options.global_batch_size, accelerator.num_processes)
-    train_loader = DataLoader(tokens["train"], batch_size=micro_batch, shuffle=True, collate_fn=collator)
-    eval_loader = DataLoader(tokens["eval"], batch_size=eval_batch, collate_fn=collator)
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate(options), weight_decay=options.weight_decay)
     updates = len(texts["train"]) // options.global_batch_size * options.epochs
     updates = options.max_steps if options.max_steps > 0 else updates
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate(options), weight_decay=options.weight_decay)
     scheduler = get_linear_schedule_with_warmup(optimizer, updates // 10, updates)
-    set_seed(options.seed)
     model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
         model, optimizer, train_loader, eval_loader, scheduler
     )
 
-    progress = tqdm(total=updates, desc="training", disable=not accelerator.is_local_main_process)
-    seconds, step = 0.0, 0
-    while step < updates:
-        start = time.perf_counter()
-        for batch in train_loader:
-            with accelerator.accumulate(model):
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            if accelerator.sync_gradients:
-                step += 1
-                progress.update(1)
-                if step == updates:
-                    break
-        seconds += time.perf_counter() - start
-        metrics, predicted = evaluate_model(accelerator, model, eval_loader)
-        progress.set_postfix(metrics)
-    progress.close()
+    with tqdm(total=updates, desc="training", disable=not accelerator.is_local_main_process) as progress:
+        seconds, done = 0.0, 0
+        while done < updates:
+            start = time.perf_counter()
+            done += train_pass(accelerator, model, optimizer, scheduler, train_loader, updates - done, progress)
+            seconds += time.perf_counter() - start
+            metrics, predicted = evaluate_model(accelerator, model, eval_loader)
+            progress.set_postfix(metrics)
 
-    accelerator.unwrap_model(model).save_pretrained(
-        options.output_dir,
-        state_dict=accelerator.get_state_dict(model),
-        is_main_process=accelerator.is_main_process,
-        save_function=accelerator.save,
-    )
+    save(accelerator, model, tokenizer, options.output_dir)
     layout = describe_layout(accelerator, model, num_parameters)
+    baseline = largest_class(texts["eval"]["label"])
     metrics |= {"train_steps_per_second": updates / seconds, "majority_accuracy": baseline}
     if accelerator.is_main_process:
-        tokenizer.save_pretrained(options.output_dir)
         rows = [
             *layout,
             ("samples", describe_data(texts)),
-            ("training", f"{updates} updates, {metrics['train_steps_per_second']:.2f} steps/s"),
-            ("eval loss", f"{metrics['eval_loss']:.6f}"),
-            ("eval accuracy", f"{metrics['accuracy']:.4f}"),
-            ("majority class", f"{baseline:.4f} (accuracy of always answering the most frequent class)"),
-            ("accuracy / majority", f"{metrics['accuracy'] / baseline:.1f}"),
+            ("training", f"{updates} updates, {updates / seconds:.2f} steps/s"),
+            *describe_result(metrics),
             ("saved to", options.output_dir),
             ("from_pretrained", check_saved(options.output_dir, texts["eval"], predicted.cpu().numpy())),
         ]
