@@ -280,8 +280,10 @@ class Accelerator(AcceleratorStepping, AcceleratorExchange, AcceleratorSaving, A
 
     def _bind(self, optimizer: Optimizer) -> PreparedUnit:
         problem: ConfigError | None = None
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for prepared in self._prepared:
-            if prepared.unit.optimizer is None:
+            has_another = prepared.unit.optimizer is not None
+            if not has_another or any(id(p) in own for p in prepared.unit.module.parameters()):
                 try:
                     prepared.unit.bind_optimizer(optimizer)
                 except ConfigError as error:

@@ -67,6 +67,7 @@ class FSDP2Unit(NativeUnit):
         sharded = dict(self.module.named_parameters(remove_duplicate=False))
         replaced = {id(p): sharded[name] for name, reference in self._originals if (p := reference()) is not None}
         check_optimizer_covers(optimizer, self.module, extra=replaced)
+        self._check_is_only(optimizer)
         if any(id(p) in replaced for group in optimizer.param_groups for p in group["params"]):
             check_optimizer_is_new(optimizer)
         for group in optimizer.param_groups:

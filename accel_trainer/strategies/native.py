@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +71,8 @@ class NativeUnit:
         self.optimizer: Optimizer | None = None
         self.scaler = scaler
         self._unscaled = False
+        if scaler is not None:
+            _SHARING_A_SCALE.setdefault(scaler, WeakSet()).add(self)
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Nothing to exchange."""
@@ -108,25 +111,56 @@ class NativeUnit:
             else:
                 self.optimizer.step(closure)
             return _APPLIED
-        scale = self.scaler.get_scale()
+        if closure is not None:
+            raise ConfigError(
+                f"{type(self.optimizer).__name__}.step(closure) cannot be combined with fp16, whose losses are scaled: the "
+                "closure's gradients would be used as they are; use bf16, or an optimizer that needs no closure"
+            )
         self.scaler.step(self.optimizer)
+        overflows = self.scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
+        applied = not any(overflow.item() for overflow in overflows.values())
+        self._update_scale()
+        return StepOutcome(applied=applied)
+
+    def _update_scale(self) -> None:
+        """Let the scale follow what this unit's gradients were like; the other units' gradients follow the scale."""
+        assert self.scaler is not None
+        others = [unit for unit in _SHARING_A_SCALE[self.scaler] if unit is not self and unit.optimizer is not None]
+        # update() forgets which optimizers are unscaled already, and would count their overflows twice.
+        states = self.scaler._per_optimizer_states
+        kept = {id(unit.optimizer): states.pop(id(unit.optimizer)) for unit in others if unit._unscaled}
+        before = self.scaler.get_scale()
         self.scaler.update()
+        self.scaler._per_optimizer_states.update(kept)
         self._unscaled = False
-        return StepOutcome(applied=self.scaler.get_scale() >= scale)
+        if (factor := self.scaler.get_scale() / before) != 1.0:
+            for unit in others:
+                if not unit._unscaled:
+                    unit.scale_gradients(factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the optimizer's parameters."""
         if self.optimizer is not None:
+            if self.scaler is not None and self._unscaled:
+                self._update_scale()  # they are dropped instead of a step
             self.optimizer.zero_grad(set_to_none)
 
     def bind_optimizer(self, optimizer: Optimizer) -> None:
         """Take the optimizer of this module.
 
         Raises:
-            ConfigError: it holds parameters that are not this module's.
+            ConfigError: it holds parameters that are not this module's, or there is another one.
         """
         check_optimizer_covers(optimizer, self.module)
+        self._check_is_only(optimizer)
         self.optimizer = optimizer
+
+    def _check_is_only(self, optimizer: Optimizer) -> None:
+        if self.optimizer is not None and self.optimizer is not optimizer:
+            raise ConfigError(
+                f"{type(self.module).__name__} has an optimizer already ({type(self.optimizer).__name__}); give a model "
+                "one optimizer with a parameter group for each part that needs other options"
+            )
 
     def checkpoint_io(self) -> CheckpointIO:
         """Return the reader and writer of this unit's state."""
@@ -134,6 +168,9 @@ class NativeUnit:
 
 
 _APPLIED = StepOutcome(applied=True)
+
+_SHARING_A_SCALE: WeakKeyDictionary[torch.amp.GradScaler, WeakSet[NativeUnit]] = WeakKeyDictionary()
+"""The units that each loss scale serves: one loss may reach several models, and has one scale."""
 
 
 class SingleStrategy:

@@ -1,0 +1,255 @@
+"""One process: the user's own objects, loss scaling by hand on the CPU, and who may have which optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accel_trainer import Accelerator
+from accel_trainer.config import resolve
+from accel_trainer.errors import ConfigError
+from accel_trainer.precision import build_precision
+from accel_trainer.runtime.process import init_process
+from accel_trainer.strategies.api import TrainJob, TrainUnit
+from accel_trainer.strategies.native import NativeUnit, SingleStrategy
+
+Scaler = torch.amp.GradScaler
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean()
+
+
+def batch(factor: float = 1.0) -> Tensor:
+    return torch.arange(6.0).reshape(2, 3) * factor / 6
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def prepare(model: nn.Module, optimizer: Any = None, scaler: Any = None, **explicit: Any) -> NativeUnit:
+    process = init_process({}, use_cpu=True)
+    job = TrainJob(model, optimizer, resolve(explicit=explicit, environ={}), scaler=scaler)
+    return SingleStrategy().prepare(job, build_precision("no", process.device), process)
+
+
+def step_alone(model: nn.Module, max_norm: float = float("inf"), steps: int = 1) -> list[Tensor]:
+    """Return the parameters after plain steps."""
+    optimizer = sgd(model)
+    for _ in range(steps):
+        model(batch()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_equal(model: nn.Module, expected: list[Tensor]) -> None:
+    for parameter, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.detach(), value)
+
+
+# --- the user's own objects ----------------------------------------------------------------------------------------
+
+
+def test_the_unit_holds_the_users_own_objects():
+    model = Net()
+    optimizer = sgd(model)
+    unit = prepare(model, optimizer)
+    assert isinstance(unit, TrainUnit)
+    assert unit.model is unit.module is model
+    assert unit.optimizer is optimizer
+    assert list(vars(model)) == list(vars(Net()))
+
+
+def test_a_step_is_a_plain_step():
+    model = Net()
+    unit = prepare(model, sgd(model))
+    unit.set_gradient_sync(True)
+    unit.backward(unit.model(batch()))
+    norm = unit.clip_grad_norm(model.parameters(), 0.01)
+    assert norm is not None
+    assert unit.step().applied
+    unit.zero_grad()
+    assert_equal(model, step_alone(Net(), 0.01))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_closure_is_called():
+    model = Net()
+    unit = prepare(model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2))
+    calls = []
+
+    def closure() -> Tensor:
+        unit.zero_grad()
+        loss = unit.model(batch())
+        loss.backward()
+        calls.append(loss.item())
+        return loss
+
+    unit.step(closure)
+    assert len(calls) >= 2
+    assert unit.model(batch()).item() < calls[0]
+
+
+def test_a_model_on_the_meta_device_is_refused():
+    with torch.device("meta"):
+        model = Net()
+    with pytest.raises(ConfigError, match=r"2 parameter\(s\) of Net are on the meta device \(first: 'layer.weight'\)"):
+        prepare(model)
+
+
+# --- which optimizer -----------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"2 of 2 parameters of the optimizer do not belong to Net; .* one prepare\(\)"
+    ):
+        prepare(Net(), sgd(Net()))
+
+
+def test_a_second_optimizer_for_a_model_is_refused():
+    model = Net()
+    unit = prepare(model, sgd(model))
+    with pytest.raises(
+        ConfigError, match=r"Net has an optimizer already \(SGD\).*one optimizer with a parameter group"
+    ):
+        unit.bind_optimizer(sgd(model))
+    unit.bind_optimizer(unit.optimizer)  # the same one again is no second
+
+
+def test_a_step_without_an_optimizer_is_refused():
+    with pytest.raises(ConfigError, match=r"Net was prepared without an optimizer; pass one to prepare\(\)"):
+        prepare(Net()).step()
+
+
+def test_several_optimizers_for_one_model_are_refused_by_prepare():
+    accelerator, model = Accelerator(cpu=True), Net()
+    weights, biases = (torch.optim.SGD([p], lr=0.1) for p in model.parameters())
+    with pytest.raises(ConfigError, match=r"SGD and Net do not pair one to one; give each model one optimizer"):
+        accelerator.prepare(model, weights, biases)
+
+
+def test_a_second_optimizer_later_says_what_is_wrong():
+    accelerator, model = Accelerator(cpu=True), Net()
+    model, _ = accelerator.prepare(model, sgd(model))
+    with pytest.raises(ConfigError, match=r"Net has an optimizer already"):
+        accelerator.prepare(sgd(model))
+
+
+# --- fp16's loss scale ---------------------------------------------------------------------------------------------
+
+
+def test_scaled_losses_give_plain_steps():
+    model = Net()
+    unit = prepare(model, sgd(model), Scaler("cpu", init_scale=1024.0))
+    unit.backward(unit.model(batch()))
+    unit.unscale_gradients()
+    unit.unscale_gradients()  # once a step, however often it is asked for
+    norm = unit.clip_grad_norm(model.parameters(), 0.01)
+    reference = Net()
+    reference(batch()).backward()
+    assert norm is not None
+    assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(reference.parameters(), 1.0).item())
+    assert unit.step().applied
+    assert_equal(model, step_alone(Net(), 0.01))
+
+
+def test_an_overflow_skips_the_step_and_lowers_the_scale():
+    model = Net()
+    scaler = Scaler("cpu", init_scale=1024.0, growth_interval=1)
+    unit = prepare(model, sgd(model), scaler)
+    before = [p.detach().clone() for p in model.parameters()]
+    unit.backward(unit.model(batch(float("inf"))))
+    assert not unit.step().applied
+    assert_equal(model, before)
+    assert scaler.get_scale() == 512.0
+    unit.zero_grad()
+    unit.backward(unit.model(batch()))
+    assert unit.step().applied
+    assert_equal(model, step_alone(Net()))
+    assert scaler.get_scale() == 1024.0
+
+
+def test_gradients_that_are_dropped_after_clipping_do_not_disturb_the_next_step():
+    # "Skip this batch, its norm is not finite": without a step in between.
+    model = Net()
+    scaler = Scaler("cpu", init_scale=1024.0)
+    unit = prepare(model, sgd(model), scaler)
+    unit.backward(unit.model(batch(float("inf"))))
+    unit.clip_grad_norm(model.parameters(), 1.0)
+    unit.zero_grad()
+    assert scaler.get_scale() == 512.0  # or every later batch would overflow, too
+    unit.backward(unit.model(batch()))
+    unit.clip_grad_norm(model.parameters(), 0.01)
+    assert unit.step().applied
+    assert_equal(model, step_alone(Net(), 0.01))
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_one_scale_serves_the_units_that_a_loss_reaches(clipped: bool):
+    # Every update of the scale doubles it: the second unit's gradients carry the scale from before.
+    scaler = Scaler("cpu", init_scale=4.0, growth_interval=1)
+    models = [Net(0), Net(1)]
+    units = [prepare(model, sgd(model), scaler) for model in models]
+    bound = 0.01 if clipped else float("inf")
+    for _ in range(2):
+        units[0].backward(units[0].model(batch()) + units[1].model(batch()))
+        if clipped:
+            for unit in units:
+                unit.clip_grad_norm(unit.module.parameters(), bound)
+        assert [unit.step().applied for unit in units] == [True, True]
+        for unit in units:
+            unit.zero_grad()
+    for seed, model in enumerate(models):
+        assert_equal(model, step_alone(Net(seed), bound, steps=2))
+
+
+def test_an_overflow_in_one_unit_is_not_the_others():
+    scaler = Scaler("cpu", init_scale=4.0)
+    good, bad = (prepare(model, sgd(model), scaler) for model in (Net(), Net()))
+    good.backward(good.model(batch()) + bad.model(batch(float("inf"))))
+    for unit in (good, bad):
+        unit.unscale_gradients()
+    assert [good.step().applied, bad.step().applied] == [True, False]
+    assert_equal(good.module, step_alone(Net()))
+    assert_equal(bad.module, [p.detach() for p in Net().parameters()])
+    assert scaler.get_scale() == 2.0
+
+
+def test_a_closure_with_a_loss_scale_is_refused():
+    model = Net()
+    unit = prepare(model, sgd(model), Scaler("cpu"))
+    with pytest.raises(ConfigError, match=r"SGD.step\(closure\) cannot be combined with fp16.*use bf16"):
+        unit.step(lambda: 0.0)
+
+
+def test_a_skipped_step_is_reported_and_not_scheduled():
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = Scaler("cpu", init_scale=1024.0)
+    model = Net()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    seen = []
+    for factor in (1.0, float("inf"), 1.0):
+        accelerator.backward(model(batch(factor)))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        seen.append((accelerator.optimizer_step_was_skipped, optimizer.step_was_skipped, scheduler.last_epoch))
+    assert seen == [(False, False, 1), (True, True, 1), (False, False, 2)]
+    assert scheduler.get_last_lr() == [pytest.approx(0.1 / 3)]
+    assert accelerator.scaler.get_scale() == 512.0
