@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from accel_trainer.config import Resolved, RunConfig, resolve
+from accel_trainer.config import Resolved, RunConfig, field_specs, resolve
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins import (
     AutocastKwargs,
@@ -125,7 +125,7 @@ class AcceleratorOptions:
                 raise ConfigError(f"kwargs_handlers holds two {type(handler).__name__}; pass one")
             seen.add(type(handler))
             if isinstance(handler, DistributedDataParallelKwargs):
-                self.ddp_options = handler.given()
+                self._take_ddp(handler)
             elif isinstance(handler, GradScalerKwargs):
                 self.scaler_options = handler.given()
             elif isinstance(handler, AutocastKwargs):
@@ -143,6 +143,15 @@ class AcceleratorOptions:
                     f"kwargs_handlers holds a {type(handler).__name__}; known: AutocastKwargs, "
                     "DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs"
                 )
+
+    def _take_ddp(self, handler: DistributedDataParallelKwargs) -> None:
+        """Bring what the configuration knows of DDP to its paths, so that it says where each value came from."""
+        for name, value in handler.given().items():
+            path = f"ddp.{name}"
+            if path in field_specs():
+                self.explicit[path] = value
+            else:
+                self.ddp_options[name] = value
 
     def build_scaler(self, device: torch.device) -> torch.amp.GradScaler:
         """Return the fp16 loss scaler of an Accelerator."""

@@ -25,11 +25,15 @@ class DDPUnit(NativeUnit):
     def __init__(self, model: nn.Module, module: nn.Module, scaler: torch.amp.GradScaler | None = None) -> None:
         super().__init__(model, module, scaler)
         self._replicas = model if isinstance(model, DistributedDataParallel) else None
+        # A static graph is learnt in the first backward, which fails where it does not exchange. Averaging what is
+        # averaged already changes nothing, so a window may exchange once more.
+        self._must_sync = self._replicas is not None and self._replicas.static_graph
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Exchange gradients in the next backward, or keep them local. The setter that DDP.no_sync() itself uses."""
         if self._replicas is not None:
-            self._replicas.require_backward_grad_sync = enabled
+            self._replicas.require_backward_grad_sync = enabled or self._must_sync
+            self._must_sync = False
 
 
 def build_ddp_options(job: TrainJob, process: ProcessContext) -> dict[str, Any]:
@@ -60,7 +64,8 @@ class DDPStrategy:
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> DDPUnit:
         """Place, autocast and wrap the model. Collective: DDP broadcasts rank 0's parameters and buffers.
 
-        A model without trainable parameters has no gradients to average: it is placed and returned unwrapped.
+        A model without trainable parameters has no gradients to average, and one process without a group has nobody to
+        average them with: it is placed and returned unwrapped.
         """
         # A model that the user has wrapped is taken as it is; wrapping it twice would average gradients twice.
         wrapped = job.model if isinstance(job.model, DistributedDataParallel) else None
@@ -70,7 +75,7 @@ class DDPStrategy:
         apply_compile(module, job.config.compile, job.compile_options)
         model = wrapped if wrapped is not None else module
         trains = any(parameter.requires_grad for parameter in module.parameters()) and not job.evaluation_only
-        if trains and wrapped is None:
+        if trains and wrapped is None and process.backend is not None:
             model = DistributedDataParallel(module, **build_ddp_options(job, process))
         elif wrapped is None and process.is_distributed:
             broadcast_module_states(module, process.device)
