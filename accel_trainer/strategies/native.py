@@ -113,8 +113,8 @@ class NativeUnit:
             return _APPLIED
         if closure is not None:
             raise ConfigError(
-                f"{type(self.optimizer).__name__}.step(closure) cannot be combined with fp16, whose losses are scaled: the "
-                "closure's gradients would be used as they are; use bf16, or an optimizer that needs no closure"
+                f"{type(self.optimizer).__name__}.step(closure) cannot be combined with fp16, whose losses are scaled: "
+                "the closure's gradients would be used as they are; use bf16, or an optimizer that needs no closure"
             )
         self.scaler.step(self.optimizer)
         overflows = self.scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
@@ -158,7 +158,7 @@ class NativeUnit:
     def _check_is_only(self, optimizer: Optimizer) -> None:
         if self.optimizer is not None and self.optimizer is not optimizer:
             raise ConfigError(
-                f"{type(self.module).__name__} has an optimizer already ({type(self.optimizer).__name__}); give a model "
+                f"{type(self.module).__name__} has an optimizer already ({type(self.optimizer).__name__}); give it "
                 "one optimizer with a parameter group for each part that needs other options"
             )
 

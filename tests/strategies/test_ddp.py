@@ -6,7 +6,6 @@ import os
 import warnings
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -113,18 +113,14 @@ def test_a_model_on_the_meta_device_is_refused():
 
 
 def test_an_optimizer_of_another_model_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"2 of 2 parameters of the optimizer do not belong to Net; .* one prepare\(\)"
-    ):
+    with pytest.raises(ConfigError, match=r"2 of 2 parameters of the optimizer do not belong to Net; .* one prep"):
         prepare(Net(), sgd(Net()))
 
 
 def test_a_second_optimizer_for_a_model_is_refused():
     model = Net()
     unit = prepare(model, sgd(model))
-    with pytest.raises(
-        ConfigError, match=r"Net has an optimizer already \(SGD\).*one optimizer with a parameter group"
-    ):
+    with pytest.raises(ConfigError, match=r"Net has an optimizer already \(SGD\).*optimizer with a parameter group"):
         unit.bind_optimizer(sgd(model))
     unit.bind_optimizer(unit.optimizer)  # the same one again is no second
 
