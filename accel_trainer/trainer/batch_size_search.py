@@ -10,7 +10,7 @@ import torch
 
 from accel_trainer.errors import ConfigError
 
-__all__ = ["find_executable_batch_size", "is_out_of_memory"]
+__all__ = ["EvaluationOutOfMemoryError", "find_executable_batch_size", "is_out_of_memory"]
 
 T = TypeVar("T")
 
@@ -19,6 +19,10 @@ _MESSAGES = (
     "CUDNN_STATUS_NOT_SUPPORTED",
     "can't allocate memory",  # DefaultCPUAllocator
 )
+
+
+class EvaluationOutOfMemoryError(RuntimeError):
+    """Memory ran out in an evaluation during a search for the training batch size."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -57,7 +57,8 @@ def _io(trainer: Any) -> CheckpointIO:
 
 def save_model(trainer: Any, output_dir: str) -> None:
     """Write weights, configuration and processing class so that `from_pretrained` reads them. Collective."""
-    state = trainer.accelerator.get_state_dict(trainer.model)
+    is_laid_out = bool(trainer.accelerator._models)
+    state = trainer.accelerator.get_state_dict(trainer.model) if is_laid_out else trainer.model.state_dict()
     with shared_fate(trainer.accelerator.process, "save_model"):
         if trainer.args.should_save and trainer.is_world_process_zero():
             trainer._save(output_dir, state_dict=state)

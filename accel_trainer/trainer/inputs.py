@@ -8,11 +8,12 @@ from typing import Any
 import transformers
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
 from accel_trainer.errors import ConfigError
 
-__all__ = ["ColumnFilter", "check_dataset", "load_model", "shifts_labels"]
+__all__ = ["ColumnFilter", "ShiftingLabelSmoother", "check_dataset", "load_model", "shifts_labels"]
 
 _CAUSAL_MODELS = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
@@ -37,6 +38,17 @@ class ColumnFilter(RemoveColumnsCollator):
         if all(isinstance(row, dict) and wanted.issuperset(row) for row in features):
             return self.data_collator([dict(row) for row in features])
         return super().__call__(features)
+
+
+class ShiftingLabelSmoother(LabelSmoother):
+    """Label smoothing for a model that predicts the next token.
+
+    Upstream finds out at every step, by the class name of the model, which has a prefix once the model is sharded.
+    """
+
+    def __call__(self, model_output: Any, labels: Any, shift_labels: bool = True, **kwargs: Any) -> Any:
+        """Return the smoothed loss, labels shifted whatever the caller has found out."""
+        return super().__call__(model_output, labels, shift_labels=True, **kwargs)
 
 
 def load_model(model: Any) -> nn.Module | None:

@@ -7,7 +7,6 @@ the order of everything stay upstream's.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from pathlib import Path
@@ -20,15 +19,19 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput, RemoveColumnsCollator, TrainOutput
 
 from accel_trainer import logging
-from accel_trainer.accelerator import Accelerator
-from accel_trainer.config import Resolved
-from accel_trainer.errors import ConfigError
+from accel_trainer.errors import ConfigError, MissingExtraError
+from accel_trainer.optimizer import AcceleratedOptimizer
 from accel_trainer.trainer import checkpointing
+from accel_trainer.trainer.accelerator_setup import build_accelerator
 from accel_trainer.trainer.arguments import Seq2SeqTrainingArguments, TrainingArguments
-from accel_trainer.trainer.batch_size_search import find_executable_batch_size, is_out_of_memory
+from accel_trainer.trainer.batch_size_search import (
+    EvaluationOutOfMemoryError,
+    find_executable_batch_size,
+    is_out_of_memory,
+)
 from accel_trainer.trainer.epoch import EpochRun, run_training_step
 from accel_trainer.trainer.evaluation import run_evaluation
-from accel_trainer.trainer.inputs import ColumnFilter, check_dataset, load_model, shifts_labels
+from accel_trainer.trainer.inputs import ColumnFilter, ShiftingLabelSmoother, check_dataset, load_model, shifts_labels
 
 __all__ = ["CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
 
@@ -50,6 +53,7 @@ class CoreTrainerMixin(_Upstream):
     if TYPE_CHECKING:
         _created_lr_scheduler: bool
         _loss_shifts_labels: bool
+        label_smoother: Any
         _tr_loss: Tensor
         args: TrainingArguments
         model: Any
@@ -74,33 +78,22 @@ class CoreTrainerMixin(_Upstream):
                 "accel_trainer.TrainingArguments resolves; build that one, its fields are the same"
             )
         super().__init__(load_model(model), args, *rest, **kwargs)
-        self._loss_shifts_labels = self._loss_shifts_labels or shifts_labels(self.model)
+        if shifts_labels(self.model):
+            self._loss_shifts_labels = True
+            if self.label_smoother is not None:
+                self.label_smoother = ShiftingLabelSmoother(epsilon=args.label_smoothing_factor)
 
     # --- set-up ----------------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
         """Build the Accelerator of this Trainer from its arguments. Collective. Runs again for each search trial."""
         args = self.args
-        _take_num_steps(args)
-        self.accelerator = Accelerator(config=_resolve_for_model(args, self.model))
-        if args.accelerator_config.gradient_accumulation_kwargs:
-            self.accelerator.gradient_state.plugin_kwargs.update(args.accelerator_config.gradient_accumulation_kwargs)
+        self.accelerator = build_accelerator(args, self.model)
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=args.eval_use_gather_object
         )
         self.is_deepspeed_enabled = False
         self.is_fsdp_enabled = self.accelerator.strategy.capabilities.shards_parameters
-        if self.is_fsdp_enabled and args.resolved.config.fsdp.activation_checkpointing and _recomputes(None, args):
-            raise ConfigError(
-                "activation_checkpointing is set in the arguments and in fsdp_config, and both would recompute the "
-                "same layers; keep the one in fsdp_config"
-            )
-        if args.auto_find_batch_size and self.accelerator.num_processes > 1:
-            raise ConfigError(
-                f"auto_find_batch_size is set on {self.accelerator.num_processes} processes: one that runs out of "
-                "memory would leave the others waiting in a collective; set per_device_train_batch_size, and "
-                "gradient_accumulation_steps for the rest of the batch. On one process it searches"
-            )
 
     def _validate_args(self) -> None:
         check_dataset(self.train_dataset, "train_dataset")
@@ -195,6 +188,9 @@ class CoreTrainerMixin(_Upstream):
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, DataLoader]:
         """Lay out the model, build optimizer and schedule, load a checkpoint. Collective."""
+        if isinstance(self.optimizer, AcceleratedOptimizer):
+            # Of an earlier train(): the unit it belonged to went with the memory that was freed. Its state stays.
+            self.optimizer = self.optimizer.optimizer
         if not self.is_fsdp_enabled:
             # A second train() begins from the bare model: its wrapper went with the memory that was freed.
             self.model_wrapped = self.model
@@ -299,6 +295,22 @@ class CoreTrainerMixin(_Upstream):
         finally:
             self.args.auto_find_batch_size = searches
 
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Search for hyperparameters; see upstream.
+
+        Raises:
+            MissingExtraError: the search runs a loop of transformers that imports accelerate, which is not installed.
+        """
+        try:
+            return super().hyperparameter_search(*args, **kwargs)
+        except ModuleNotFoundError as error:
+            if error.name != "accelerate":
+                raise
+            raise MissingExtraError(
+                f"the search loop of transformers {transformers.__version__} imports accelerate, which is not "
+                "installed (nothing else needs it); run `pip install accelerate`, or choose backend='ray' or 'wandb'"
+            ) from error
+
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -344,44 +356,6 @@ class CoreTrainerMixin(_Upstream):
             return
         checkpointing.load_optimizer(self, Path(checkpoint))
         checkpointing.load_scheduler(self, Path(checkpoint))
-
-
-class EvaluationOutOfMemoryError(RuntimeError):
-    """Memory ran out in an evaluation during a search for the training batch size."""
-
-
-def _take_num_steps(args: TrainingArguments) -> None:
-    """Take `num_steps` of `gradient_accumulation_kwargs` as the accumulation steps of the arguments."""
-    given = args.accelerator_config.gradient_accumulation_kwargs or {}
-    if "num_steps" not in given:
-        return
-    if args.gradient_accumulation_steps > 1 and args.gradient_accumulation_steps != given["num_steps"]:
-        raise ConfigError(
-            f"The `AcceleratorConfig`'s `num_steps` is set to {given['num_steps']} but `gradient_accumulation_steps` is "
-            f"{args.gradient_accumulation_steps} in the passed `TrainingArguments`; keep one of the two"
-        )
-    args.gradient_accumulation_steps = given["num_steps"]
-
-
-def _recomputes(model: Any, args: TrainingArguments) -> bool:
-    """Whether activations are computed again in the backward; older versions of transformers call it otherwise."""
-    by_argument = getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None)
-    new_name = "is_activation_checkpointing"
-    by_model = getattr(model, new_name if hasattr(type(model), new_name) else "is_gradient_checkpointing", False)
-    return bool(by_argument or by_model)
-
-
-def _resolve_for_model(args: TrainingArguments, model: Any) -> Resolved:
-    """Return the configuration of the Trainer's Accelerator.
-
-    The Trainer makes the windows and divides the loss itself, so the Accelerator accumulates nothing. DDP looks for
-    unused parameters unless the user decides: a pooler or a second head without gradient would stop it.
-    """
-    resolved, config = args.resolved, args.resolved.config
-    changes: dict[str, Any] = {"accumulation": dataclasses.replace(config.accumulation, num_steps=1)}
-    if not resolved.is_set("ddp.find_unused_parameters") and not config.ddp.static_graph:
-        changes["ddp"] = dataclasses.replace(config.ddp, find_unused_parameters=not _recomputes(model, args))
-    return dataclasses.replace(resolved, config=dataclasses.replace(config, **changes))
 
 
 class Trainer(CoreTrainerMixin, transformers.Trainer):

@@ -1,0 +1,210 @@
+"""Options that change the loss or the layout do so alike on one process and on ranks."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from accel_trainer.errors import ConfigError, MissingExtraError
+from accel_trainer.trainer import Trainer
+from tests.ranks import run_ranks
+from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer, on_ranks, summary, weights_of
+
+
+def summed_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+def run(output_dir: str, strategy: str, name: str, **changes: Any) -> dict[str, Any]:
+    options = {"compute_loss_func": summed_loss} if name == "loss_function" else {}
+    ranks = 1 if strategy == "single" else 2
+    trainer = build_trainer(
+        output_dir,
+        strategy=strategy,
+        uneven=True,
+        options=options,
+        per_device_train_batch_size=4 // ranks,
+        gradient_accumulation_steps=2,
+        **changes,
+    )
+    trainer.train()
+    return summary(trainer)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "loss_function": {},
+    "label_smoothing": {"label_smoothing_factor": 0.1},
+    "recompute": {"gradient_checkpointing": True},
+    "sync_each_batch": {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
+    "no_clipping": {"max_grad_norm": 0.0},
+    "sgd": {"optim": "sgd"},
+}
+
+
+@pytest.mark.multirank
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_ranks_agree_with_one_process(tmp_path, strategy, name):
+    one = run(str(tmp_path), "single", name, **VARIANTS[name])
+
+    two = on_ranks(strategy, run, str(tmp_path), name=name, **VARIANTS[name])[0]
+
+    np.testing.assert_allclose(two["losses"], one["losses"], rtol=3e-5)
+    np.testing.assert_allclose(two["grad_norms"], one["grad_norms"], rtol=1e-3)
+
+
+def test_a_compiled_model_gives_the_same_losses_and_is_saved_under_its_own_names(tmp_path):
+    plain = run(str(tmp_path), "single", "plain")
+    compiled = run(str(tmp_path), "single", "compiled", torch_compile_backend="eager", save_strategy="epoch")
+
+    np.testing.assert_allclose(compiled["losses"], plain["losses"], rtol=1e-5)
+    assert transformers.LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-4").config.vocab_size == 64
+
+
+@pytest.mark.multirank
+def test_bf16_is_close_to_fp32_and_keeps_fp32_weights(tmp_path):
+    exact = run(str(tmp_path), "single", "bf16")
+    runs = [run(str(tmp_path), "single", "bf16", bf16=True)] + [
+        on_ranks(strategy, run, str(tmp_path), name="bf16", bf16=True)[0] for strategy in ("ddp", "fsdp")
+    ]
+
+    for result in runs:
+        assert result["losses"] != exact["losses"]
+        np.testing.assert_allclose(result["losses"], exact["losses"], rtol=2e-2)
+        assert {values.dtype for values in result["weights"].values()} == {np.dtype(np.float32)}
+
+
+def train_twice_with_checkpoints(output_dir: str, strategy: str) -> list[float]:
+    trainer = build_trainer(output_dir, strategy=strategy, samples=16, save_strategy="epoch")
+    trainer.train()
+    trainer.train()
+    steps = {int(entry["step"]) for entry in trainer.optimizer.state_dict()["state"].values()}
+    return [len(steps), max(steps)]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "fsdp_sharded"])
+def test_a_second_train_saves_and_goes_on_with_the_optimizer(tmp_path, strategy):
+    updates = 8 if strategy == "single" else 4
+
+    assert on_ranks(strategy, train_twice_with_checkpoints, str(tmp_path))[0] == [1, updates]
+
+
+def save_before_training(output_dir: str, strategy: str) -> None:
+    build_trainer(output_dir, strategy=strategy).save_model(output_dir)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_model_can_be_saved_before_it_is_laid_out(tmp_path, strategy):
+    on_ranks(strategy, save_before_training, str(tmp_path))
+
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+    for name, values in build_model().state_dict().items():
+        assert torch.equal(loaded[name], values), name
+
+
+def launched(output_dir: str) -> tuple[str, bool, bool]:
+    trainer = Trainer(build_model(), arguments(output_dir), train_dataset=TokenDataset(8))
+    trainer.train()
+    weights_of(trainer)
+    sharded = all(hasattr(parameter, "device_mesh") for parameter in trainer.model.parameters())
+    return str(trainer.accelerator.distributed_type), trainer.is_fsdp_enabled, sharded
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"},
+        {"ACCEL_TRAINER_STRATEGY": "fsdp2"},
+    ],
+)
+def test_a_launcher_can_turn_sharding_on(tmp_path, env):
+    assert run_ranks(launched, 2, str(tmp_path), env=env) == [("DistributedType.FSDP", True, True)] * 2
+
+
+def test_num_steps_of_the_accelerator_config_are_the_accumulation_steps(tmp_path):
+    trainer = build_trainer(tmp_path, accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 4}})
+
+    assert trainer.args.gradient_accumulation_steps == 4
+    assert trainer.accelerator.gradient_accumulation_steps == 1
+    with pytest.raises(ConfigError, match=r"`num_steps` is set but `gradient_accumulation_steps` is greater .*4 and 2"):
+        build_trainer(
+            tmp_path,
+            gradient_accumulation_steps=2,
+            accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 4}},
+        )
+
+
+def test_arguments_for_accelerate_are_not_built(tmp_path):
+    with pytest.raises(ConfigError, match=r"builds arguments for Hugging Face accelerate.*set self.accelerator"):
+        build_trainer(tmp_path)._build_accelerator_args()
+
+
+def test_a_search_that_needs_accelerate_says_so(tmp_path, monkeypatch):
+    class Backend:
+        def ensure_available(self) -> None:
+            pass
+
+        def default_hp_space(self, trial: Any) -> dict[str, Any]:
+            return {}
+
+        def run(self, *args: Any, **kwargs: Any) -> None:
+            importlib.import_module("accelerate")
+
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    backends = transformers.trainer.ALL_HYPERPARAMETER_SEARCH_BACKENDS
+    monkeypatch.setitem(backends, transformers.trainer_utils.HPSearchBackend.OPTUNA, Backend)
+    trainer = Trainer(model_init=lambda: build_model(), args=arguments(tmp_path), train_dataset=TokenDataset(8))
+
+    with pytest.raises(MissingExtraError, match=r"imports accelerate, which is not installed.*pip install accelerate"):
+        trainer.hyperparameter_search(backend="optuna")
+
+
+def test_a_model_function_is_called_for_each_train(tmp_path):
+    built: list[Any] = []
+
+    def model_init() -> Any:
+        built.append(build_model())
+        return built[-1]
+
+    trainer = Trainer(model_init=model_init, args=arguments(tmp_path), train_dataset=TokenDataset(8))
+    trainer.train()
+    first = summary(trainer)["losses"]
+    trainer.train()
+
+    assert len(built) == 3
+    assert summary(trainer)["losses"] == first
+
+
+def test_callbacks_are_called_in_upstreams_order(tmp_path):
+    events: list[str] = []
+
+    class Recorder(transformers.TrainerCallback):
+        pass
+
+    for name in [event for event in dir(transformers.TrainerCallback) if event.startswith("on_")]:
+        setattr(Recorder, name, lambda self, *args, name=name, **kwargs: events.append(name))
+    trainer = build_trainer(
+        tmp_path,
+        samples=16,
+        gradient_accumulation_steps=2,
+        eval_samples=2,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        options={"callbacks": [Recorder]},
+    )
+    trainer.train()
+
+    step = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_log"]
+    end = ["on_epoch_end", "on_prediction_step", "on_log", "on_evaluate", "on_save", "on_log", "on_train_end"]
+    assert events == ["on_init_end", "on_train_begin", "on_epoch_begin", *step, *step, *end]
