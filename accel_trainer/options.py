@@ -79,7 +79,7 @@ class AcceleratorOptions:
             ConfigError: two arguments say different things.
         """
         plugin = gradient_accumulation_plugin
-        if plugin is not None and gradient_accumulation_steps not in (None, 1, plugin.num_steps):
+        if plugin is not None and plugin.num_steps and gradient_accumulation_steps not in (None, 1, plugin.num_steps):
             raise ConfigError(
                 f"gradient_accumulation_steps={gradient_accumulation_steps} and GradientAccumulationPlugin(num_steps="
                 f"{plugin.num_steps}) were both given; pass one of them"
@@ -95,19 +95,30 @@ class AcceleratorOptions:
         }
         options.explicit.update({path: value for path, value in scalars.items() if value is not None})
         if dataloader_config is not None:
-            options.explicit.update(dataloader_config.options())
+            options._add(dataloader_config.options(), "dataloader_config")
         if plugin is not None:
             options.explicit.update(plugin.options())
-            options.plugin_kwargs["num_steps"] = plugin.num_steps
+            if plugin.num_steps is not None:
+                options.plugin_kwargs["num_steps"] = plugin.num_steps
             if plugin.sync_each_batch:
                 options.plugin_kwargs["sync_each_batch"] = True
         if fsdp_plugin is not None:
-            options.explicit.update(fsdp_plugin.options())
+            options._add(fsdp_plugin.options(), "fsdp_plugin")
             options.wrap_policy = fsdp_plugin.wrap_function
         if dynamo_plugin is not None:
             options._take_dynamo(dynamo_plugin, dynamo_backend)
         options._take_handlers(kwargs_handlers)
         return options
+
+    def _add(self, given: Mapping[str, Any], name: str) -> None:
+        """Add what an object of options sets; it may repeat an argument, and not contradict it."""
+        for path, value in given.items():
+            if self.explicit.get(path, value) != value:
+                raise ConfigError(
+                    f"{name} sets {path.rpartition('.')[2]}={value!r}, and Accelerator({path.rpartition('.')[2]}="
+                    f"{self.explicit[path]!r}) was given beside it; pass one of them"
+                )
+        self.explicit.update(given)
 
     def _take_dynamo(self, plugin: TorchDynamoPlugin, backend: str | None) -> None:
         if backend is not None:

@@ -213,17 +213,18 @@ class DataLoaderConfiguration:
 
 @dataclass
 class GradientAccumulationPlugin:
-    """How many micro-batches make an update, and when gradients are exchanged."""
+    """How many micro-batches make an update, and when gradients are exchanged. None leaves an option as configured."""
 
-    num_steps: int = 1
-    sync_with_dataloader: bool = True
+    num_steps: int | None = None
+    sync_with_dataloader: bool | None = None
     """Whether the last batch of a loader ends a window."""
-    sync_each_batch: bool = False
+    sync_each_batch: bool | None = None
     """Exchange gradients on every micro-batch: more communication, less memory when sharded."""
 
     def options(self) -> dict[str, Any]:
-        """Return the options by dotted path."""
-        return {f"accumulation.{f.name}": getattr(self, f.name) for f in fields(self)}
+        """Return the options that were set, by dotted path."""
+        options = {f"accumulation.{f.name}": getattr(self, f.name) for f in fields(self)}
+        return {path: value for path, value in options.items() if value is not None}
 
 
 _FSDP_OPTION = {"transformer_cls_names_to_wrap": "wrap_classes", "cpu_offload": "offload_params"}
