@@ -1,4 +1,4 @@
-"""What is passed to Accelerator(...) in several ways at once agrees, or is an error; what is not passed is left alone."""
+"""What is passed to Accelerator(...) in several ways agrees, or is an error; what is not passed is left alone."""
 
 from __future__ import annotations
 
