@@ -290,10 +290,11 @@ def build_strategy(resolved: Resolved, process: ProcessContext) -> Strategy:
     facts = strategy.capabilities
     origin = resolved.describe("strategy")
     if process.world_size < facts.min_world_size:
+        wanted = max(facts.min_world_size, resolved.config.launch.num_processes or 0)
         raise ConfigError(
             f"{origin}: strategy {name!r} needs at least {facts.min_world_size} processes and this job has "
             f"{process.world_size}; training unsharded in its place is not an option. Start the script with "
-            f"`accel-trainer launch --num_processes {facts.min_world_size} SCRIPT` (with --cpu where no GPU is), "
+            f"`accel-trainer launch --num_processes {wanted} SCRIPT` (with --cpu where no GPU is), "
             "or take the strategy out"
         )
     if facts.max_world_size is not None and process.world_size > facts.max_world_size:

@@ -227,6 +227,7 @@ class GradientAccumulationPlugin:
         return {path: value for path, value in options.items() if value is not None}
 
 
+_STATE_DICT_TYPES = {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded"}
 _FSDP_OPTION = {"transformer_cls_names_to_wrap": "wrap_classes", "cpu_offload": "offload_params"}
 
 
@@ -243,9 +244,13 @@ class FullyShardedDataParallelPlugin:
     activation_checkpointing: bool | None = None
     cpu_ram_efficient_loading: bool | None = None
     state_dict_type: str | None = None
+    """"full" or "sharded"; also "FULL_STATE_DICT" and "SHARDED_STATE_DICT"."""
     ignored_modules: Iterable[str] | None = None
+    """Regular expressions for the whole names of the modules that are not sharded."""
+    backward_prefetch: bool | None = None
     forward_prefetch: bool | None = None
     replicate_size: int | None = None
+    replicate_per_node: bool | None = None
     fsdp_version: int = 2
 
     def __post_init__(self) -> None:
@@ -269,6 +274,8 @@ class FullyShardedDataParallelPlugin:
                 continue
             if option.name in ("transformer_cls_names_to_wrap", "ignored_modules"):
                 value = (value,) if isinstance(value, str) else tuple(value)
+            if option.name == "state_dict_type":
+                value = _STATE_DICT_TYPES.get(value, value)
             options[f"fsdp.{_FSDP_OPTION.get(option.name, option.name)}"] = value
         if isinstance(self.auto_wrap_policy, str):
             options["fsdp.wrap_policy"] = _wrap_policy_name(self.auto_wrap_policy)

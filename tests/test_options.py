@@ -1,0 +1,300 @@
+"""What is passed to an Accelerator, brought to configuration values; and the checks before anything is laid out."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_trainer import Accelerator
+from accel_trainer.config import Resolved, resolve
+from accel_trainer.errors import ConfigError
+from accel_trainer.options import AcceleratorOptions, build_strategy
+from accel_trainer.plugins import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+)
+from accel_trainer.runtime.process import ProcessContext
+
+
+def processes(count: int) -> ProcessContext:
+    """Rank 0 of a job, without one."""
+    return ProcessContext(0, 0, count, count, torch.device("cpu"), "gloo" if count > 1 else None)
+
+
+def options_of(**given: Any) -> AcceleratorOptions:
+    names = {
+        *("split_batches", "mixed_precision", "gradient_accumulation_steps", "cpu", "dataloader_config"),
+        *("fsdp_plugin", "gradient_accumulation_plugin", "dynamo_backend", "dynamo_plugin", "strategy"),
+    }
+    assert given.keys() <= names | {"kwargs_handlers"}
+    return AcceleratorOptions.build(**dict.fromkeys(names) | {"kwargs_handlers": ()} | given)
+
+
+def configured(environ: dict[str, str] | None = None, file: Any = None, **given: Any) -> Resolved:
+    return resolve(explicit=options_of(**given).explicit, environ=environ or {}, file=file)
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+# --- strategy and number of processes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "name"), [(1, "single"), (2, "ddp"), (64, "ddp")])
+def test_the_number_of_processes_decides_when_nothing_else_does(count: int, name: str):
+    assert build_strategy(configured(), processes(count)).name == name
+
+
+@pytest.mark.parametrize(("name", "count"), [("ddp", 1), ("ddp", 2), ("fsdp2", 2), ("single", 1)])
+def test_a_strategy_that_fits_is_taken(name: str, count: int):
+    assert build_strategy(configured(strategy=name), processes(count)).name == name
+
+
+def test_fsdp_with_one_process_names_the_launch_command():
+    message = (
+        r"^strategy=fsdp2 \(from Accelerator\(strategy=\.\.\.\)\): strategy 'fsdp2' needs at least 2 processes and "
+        r"this job has 1; training unsharded .* is not an option\. .*`accel-trainer launch --num_processes 2 SCRIPT`.*--cpu"
+    )
+    with pytest.raises(ConfigError, match=message):
+        build_strategy(configured(strategy="fsdp2"), processes(1))
+
+
+def test_fsdp_with_one_process_names_the_number_in_the_file(tmp_path: Path):
+    file = write(tmp_path, "distributed_type: FSDP\nnum_processes: 8\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml:1\).*this job has 1;.*launch --num_processes 8 SCRIPT`"):
+        build_strategy(configured(file=file), processes(1))
+
+
+def test_several_single_processes_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"'single' is for 1 process and this job has 2, which would each train alone"
+    ):
+        build_strategy(configured(strategy="single"), processes(2))
+
+
+@pytest.mark.parametrize(("stated", "count"), [(2, 4), (4, 1)])
+def test_a_world_size_that_contradicts_the_file_says_both(tmp_path: Path, stated: int, count: int):
+    file = write(tmp_path, f"strategy: auto\nlaunch:\n  num_processes: {stated}\n")
+    message = (
+        rf"launch\.num_processes={stated} \(from .*run\.yaml:3\), and this job has {count} process\(es\)\. Start "
+        rf"it with `accel-trainer launch .*--num_processes {stated} SCRIPT`, or change the file to num_processes: {count}"
+    )
+    with pytest.raises(ConfigError, match=message):
+        build_strategy(configured(file=file), processes(count))
+
+
+def test_a_world_size_that_the_file_states_is_taken(tmp_path: Path):
+    file = write(tmp_path, "distributed_type: MULTI_CPU\nnum_processes: 2\n")
+    assert build_strategy(configured(file=file), processes(2)).name == "ddp"
+
+
+def test_an_unknown_strategy_is_refused():
+    with pytest.raises(ConfigError, match=r"unknown strategy 'fsdp'; did you mean 'fsdp2'\?"):
+        Accelerator(cpu=True, strategy="fsdp")
+
+
+def test_fp16_on_the_cpu_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"mixed_precision=fp16 \(from Accelerator\(.*\)\): fp16 was asked for on the CPU"
+    ):
+        Accelerator(cpu=True, mixed_precision="fp16")
+
+
+# --- arguments that say different things ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"strategy": "ddp", "fsdp_plugin": FullyShardedDataParallelPlugin()},
+            r"fsdp_plugin sets strategy='fsdp2', and Accelerator\(strategy='ddp'\) was given beside it; pass one",
+        ),
+        (
+            {"split_batches": True, "dataloader_config": DataLoaderConfiguration(split_batches=False)},
+            r"dataloader_config sets split_batches=False, and Accelerator\(split_batches=True\) was given beside it",
+        ),
+        (
+            {
+                "gradient_accumulation_steps": 2,
+                "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=4),
+            },
+            r"gradient_accumulation_steps=2 and GradientAccumulationPlugin\(num_steps=4\) were both given",
+        ),
+        (
+            {"kwargs_handlers": [InitProcessGroupKwargs(), InitProcessGroupKwargs()]},
+            r"kwargs_handlers holds two InitProcessGroupKwargs; pass one",
+        ),
+        ({"kwargs_handlers": [object()]}, r"kwargs_handlers holds a object; known: .*DistributedDataParallelKwargs"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(given: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        options_of(**given)
+
+
+def test_arguments_that_agree_are_taken():
+    plugin = GradientAccumulationPlugin(num_steps=4, sync_each_batch=True)
+    resolved = configured(
+        strategy="fsdp2",
+        fsdp_plugin=FullyShardedDataParallelPlugin(),
+        split_batches=True,
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        gradient_accumulation_steps=4,
+        gradient_accumulation_plugin=plugin,
+    )
+    assert (resolved.config.accumulation.num_steps, resolved.config.accumulation.sync_each_batch) == (4, True)
+
+
+# --- explicit, environment, file -----------------------------------------------------------------------------------
+
+
+def test_an_explicit_argument_wins_over_environment_and_file(tmp_path: Path):
+    file = write(tmp_path, "accumulation:\n  num_steps: 8\nmixed_precision: bf16\n")
+    environ = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    argument = configured(environ, file, gradient_accumulation_steps=2, mixed_precision="no").config
+    plugin = configured(environ, file, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3)).config
+    assert (argument.accumulation.num_steps, str(argument.mixed_precision)) == (2, "no")
+    assert (plugin.accumulation.num_steps, str(plugin.mixed_precision)) == (3, "bf16")
+    assert configured(environ, file).config.accumulation.num_steps == 4
+    assert configured({}, file).config.accumulation.num_steps == 8
+
+
+def test_what_a_plugin_leaves_out_stays_as_configured():
+    environ = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "FSDP_OFFLOAD_PARAMS": "true"}
+    environ |= {"ACCELERATE_USE_FSDP": "true"}
+    resolved = configured(
+        environ,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(sync_each_batch=True),
+        fsdp_plugin=FullyShardedDataParallelPlugin(reshard_after_forward=False),
+        dataloader_config=DataLoaderConfiguration(),
+    )
+    assert resolved.config.accumulation.num_steps == 4
+    assert resolved.config.accumulation.sync_each_batch
+    assert resolved.config.fsdp.offload_params
+    assert not resolved.config.fsdp.reshard_after_forward
+    assert resolved.source("accumulation.num_steps").where == "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+
+
+def test_plugins_write_nothing_to_the_environment():
+    before = dict(os.environ)
+    FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True, activation_checkpointing=True).options()
+    GradientAccumulationPlugin(num_steps=2).options()
+    DistributedDataParallelKwargs(static_graph=True).given()
+    configured(fsdp_plugin=FullyShardedDataParallelPlugin())
+    Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
+    assert dict(os.environ) == before
+
+
+# --- plugins reach the configuration -------------------------------------------------------------------------------
+
+
+def wrap_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+FSDP_FIELDS: dict[str, tuple[Any, str, Any]] = {
+    "reshard_after_forward": (False, "reshard_after_forward", False),
+    "auto_wrap_policy": ("SIZE_BASED_WRAP", "wrap_policy", "size"),
+    "transformer_cls_names_to_wrap": (["A", "B"], "wrap_classes", ("A", "B")),
+    "min_num_params": (5, "min_num_params", 5),
+    "cpu_offload": (True, "offload_params", True),
+    "activation_checkpointing": (True, "activation_checkpointing", True),
+    "cpu_ram_efficient_loading": (True, "cpu_ram_efficient_loading", True),
+    "state_dict_type": ("SHARDED_STATE_DICT", "state_dict_type", "sharded"),
+    "ignored_modules": (["head"], "ignored_modules", ("head",)),
+    "backward_prefetch": (False, "backward_prefetch", False),
+    "forward_prefetch": (True, "forward_prefetch", True),
+    "replicate_size": (2, "replicate_size", 2),
+    "replicate_per_node": (True, "replicate_per_node", True),
+}
+
+
+def test_every_field_of_the_fsdp_plugin_is_tried_here():
+    fields = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
+    assert fields == {*FSDP_FIELDS, "fsdp_version"}
+    paths = {field.name for field in dataclasses.fields(resolve(environ={}).config.fsdp)}
+    assert paths == {path for _, path, _ in FSDP_FIELDS.values()}
+
+
+@pytest.mark.parametrize("name", list(FSDP_FIELDS))
+def test_a_field_of_the_fsdp_plugin_reaches_the_configuration(name: str):
+    value, path, expected = FSDP_FIELDS[name]
+    resolved = configured(fsdp_plugin=FullyShardedDataParallelPlugin(**{name: value}))
+    assert resolved.config.strategy == "fsdp2"
+    assert getattr(resolved.config.fsdp, path) == expected
+    assert getattr(resolve(environ={}).config.fsdp, path) != expected  # or nothing was shown
+    others = [p for p in resolved.sources if p.startswith("fsdp.") and p != f"fsdp.{path}"]
+    assert {resolved.source(p).kind.value for p in others} == {"default"}
+
+
+@pytest.mark.parametrize(
+    ("written", "policy"),
+    [("transformer_based_wrap", "transformer"), ("NO_WRAP", "none"), ("none", "none"), ("size", "size")],
+)
+def test_names_of_wrap_policies(written: str, policy: str):
+    assert (
+        configured(fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy=written)).config.fsdp.wrap_policy
+        == policy
+    )
+
+
+def test_a_callable_policy_is_kept_beside_the_configuration():
+    options = options_of(fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy=wrap_linear))
+    assert options.wrap_policy is wrap_linear
+    assert "fsdp.wrap_policy" not in options.explicit
+    assert options_of(fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy="none")).wrap_policy is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"auto_wrap_policy": "by_layer"}, r"wrap_policy.*'by_layer'.*expected one of"),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, r"state_dict_type.*LOCAL_STATE_DICT"),
+        ({"reshard_after_forward": "FULL_SHARD"}, r"reshard_after_forward.*'FULL_SHARD'"),
+        ({"min_num_params": -1}, r"min_num_params.*-1"),
+    ],
+)
+def test_a_value_that_the_configuration_refuses_is_refused_in_a_plugin(given: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        configured(fsdp_plugin=FullyShardedDataParallelPlugin(**given))
+
+
+def test_fsdp1_is_refused_by_the_plugin():
+    with pytest.raises(ConfigError, match=r"FullyShardedDataParallelPlugin\(fsdp_version=1\): only FSDP2 is offered"):
+        FullyShardedDataParallelPlugin(fsdp_version=1)
+
+
+def test_options_of_loaders_and_groups_reach_the_configuration():
+    resolved = configured(
+        dataloader_config=DataLoaderConfiguration(even_batches=False, data_seed=3, dispatch_batches=True),
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timedelta(minutes=2)),
+            DistributedDataParallelKwargs(bucket_cap_mb=7),
+        ],
+    )
+    data = resolved.config.data
+    assert (data.even_batches, data.data_seed, data.dispatch_batches, data.split_batches) == (False, 3, True, False)
+    assert resolved.config.timeout_seconds == 120
+    assert resolved.config.ddp.bucket_cap_mb == 7
+
+
+def test_a_backend_and_ddp_options_of_no_path_are_kept():
+    handlers = [InitProcessGroupKwargs(backend="gloo"), DistributedDataParallelKwargs(dim=1, static_graph=True)]
+    options = options_of(kwargs_handlers=handlers)
+    assert options.backend == "gloo"
+    assert options.ddp_options == {"dim": 1}
+    assert options.explicit == {"ddp.static_graph": True}
