@@ -1,0 +1,114 @@
+"""Runs of the scripts in examples/ at a tiny size, in a rank of their own; tests/examples looks at what came out."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.ranks import preload, run_ranks
+
+__all__ = ["EXAMPLES", "LAYOUTS", "TINY", "ExampleRun", "run_example", "save_tiny_pretrained", "save_tiny_texts"]
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+
+preload(
+    "accel_trainer.trainer",
+    "datasets",
+    "evaluate",
+    "tokenizers",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.llama.modeling_llama",
+)
+
+TINY = [
+    *("--hidden_size", "32", "--layers", "2", "--vocab_size", "400", "--max_length", "32"),
+    *("--global_batch_size", "16", "--cpu"),
+]
+"""Options of every example: a model of about 30,000 parameters."""
+
+# Number of processes of each layout; one process runs without a launcher.
+LAYOUTS = {"single": 1, "ddp": 2, "fsdp2": 2}
+
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class ExampleRun:
+    """What one rank returned and printed."""
+
+    result: Any
+    out: str
+    err: str
+
+    @property
+    def table(self) -> dict[str, str]:
+        """The rows of the table at the end."""
+        lines = self.out.rpartition("---\n")[2].strip().splitlines()
+        return dict(line.split("  ", 1) for line in lines) if "---\n" in self.out else {}
+
+
+def run_example(name: str, argv: Sequence[object], *, num_processes: int = 1, timeout: float = 100) -> list[ExampleRun]:
+    """Call `main` of `examples/NAME.py` with these arguments on every rank."""
+    alone = dict.fromkeys(_LAUNCHER_VARIABLES) if num_processes == 1 else {}
+    argv = [str(argument) for argument in argv]
+    return run_ranks(_run, num_processes, name, argv, env=alone, timeout=timeout)
+
+
+def _run(name: str, argv: list[str]) -> ExampleRun:
+    sys.path.insert(0, str(EXAMPLES))  # as for a script
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            result = importlib.import_module(name).main(argv)
+        except SystemExit as ended:
+            result = ended.code
+    return ExampleRun(result, out.getvalue(), err.getvalue())
+
+
+def save_tiny_texts(folder: Path) -> Path:
+    """Write a dataset of sentence pairs as a hub would serve it; return where."""
+    return run_ranks(_save_texts, 1, str(folder))[0]
+
+
+def _save_texts(folder: str) -> str:
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    kinds = Features(
+        {"first": Value("string"), "second": Value("string"), "label": ClassLabel(names=["other", "same"])}
+        | {"idx": Value("int32")}
+    )
+    words = ["red", "green", "blue", "white", "black", "brown", "grey", "pink"]
+    for split, num_rows in (("train", 70), ("validation", 21)):
+        pairs = [(words[i % 8], words[(i * (1 + i % 2)) % 8]) for i in range(num_rows)]
+        rows = {
+            "first": [a for a, _ in pairs],
+            "second": [b for _, b in pairs],
+            "label": [int(a == b) for a, b in pairs],
+            "idx": list(range(num_rows)),
+        }
+        Dataset.from_dict(rows, features=kinds).to_parquet(f"{folder}/{split}-00000-of-00001.parquet")
+    return folder
+
+
+def save_tiny_pretrained(folder: Path) -> Path:
+    """Write a BERT without a classifier, and its tokenizer, as a hub would serve them; return where."""
+    return run_ranks(_save_pretrained, 1, str(folder))[0]
+
+
+def _save_pretrained(folder: str) -> str:
+    sys.path.insert(0, str(EXAMPLES))
+    from stdlib_text import train_tokenizer
+    from transformers import BertConfig, BertForMaskedLM
+
+    tokenizer = train_tokenizer(["red green blue white black brown grey pink"], 300, 32)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=32, **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,92 @@
+"""finetune_classifier.py and native_loop.py: one result on every layout, and what they print and save."""
+
+import re
+
+import pytest
+
+from tests.example_runs import LAYOUTS, TINY, run_example, save_tiny_pretrained, save_tiny_texts
+
+SNIPPETS = ["--snippets_per_package", "16", "--snippet_chars", "120"]
+SCRIPTS = {
+    "finetune_classifier": {"single": [], "ddp": [], "fsdp2": ["--fsdp", "full_shard"]},
+    "native_loop": {layout: ["--strategy", layout] for layout in LAYOUTS},
+}
+
+
+def run(script, layout, folder, *options):
+    argv = [*TINY, *SNIPPETS, *SCRIPTS[script][layout], "--output_dir", folder, *options]
+    return run_example(script, argv, num_processes=LAYOUTS[layout])
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_strategy_does_not_change_the_result(script, tmp_path):
+    results = {layout: run(script, layout, tmp_path / layout, "--max_steps", 14)[0].result for layout in LAYOUTS}
+
+    for layout in ("ddp", "fsdp2"):
+        for metric in ("eval_loss", "eval_accuracy"):
+            assert results[layout][metric] == pytest.approx(results["single"][metric], abs=1e-4), layout
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_accumulation_does_not_change_the_result(script, tmp_path):
+    whole = run(script, "single", tmp_path / "whole", "--max_steps", 8)[0].result
+    split = run(script, "ddp", tmp_path / "split", "--max_steps", 8, "--gradient_accumulation_steps", 2)[0].result
+
+    assert split["eval_loss"] == pytest.approx(whole["eval_loss"], abs=1e-4)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_only_the_main_process_prints(script, tmp_path):
+    main, other = run(script, "fsdp2", tmp_path, "--max_steps", 3)
+
+    parameters = int(main.table["parameters of the model"].replace(",", ""))
+    per_rank = [int(number.replace(",", "")) for number in re.findall(r"[\d,]+", main.table["parameters per rank"])]
+    assert main.table["strategy"].strip() == "fsdp2 (FSDP)"
+    assert main.table["ranks"].strip() == "2 x cpu"
+    assert per_rank[0] + per_rank[1] == per_rank[2] == parameters
+    assert max(per_rank[:2]) < 0.6 * parameters
+    assert "steps/s" in main.table["training"]
+    assert main.table["saved to"].strip() == str(tmp_path)
+    assert "predictions are the same" in main.table["from_pretrained"]
+    assert "3/3" in main.err
+    assert other.out == ""
+    assert "it/s" not in other.err
+    assert "examples/s" not in other.err
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_was_saved_predicts_the_same(script, tmp_path):
+    table = run(script, "single", tmp_path, "--epochs", 1)[0].table
+
+    same, total = map(int, re.search(r"(\d+) of (\d+) predictions", table["from_pretrained"]).groups())
+    assert same == total > 0
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_model_and_a_dataset_of_your_own_do_the_same_job(script, tmp_path):
+    model, dataset = save_tiny_pretrained(tmp_path / "model"), save_tiny_texts(tmp_path / "data")
+
+    argv = ["--model", model, "--dataset", dataset, *TINY, "--output_dir", tmp_path / "out", "--epochs", 2]
+    finished = run_example(script, argv)[0]
+
+    assert finished.table["samples"].strip() == "64 for training, 21 for evaluation, 2 classes"
+    assert 0 < finished.result["majority_accuracy"] < 1
+    assert "predictions are the same" in finished.table["from_pretrained"]
+
+
+def test_a_global_batch_that_the_ranks_cannot_share_is_refused(tmp_path):
+    finished = run("finetune_classifier", "ddp", tmp_path, "--global_batch_size", 15)
+
+    assert all("use a multiple of 2" in rank.result for rank in finished)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_names_the_options(script):
+    finished = run_example(script, ["--help"])[0]
+
+    assert finished.result == 0
+    for option in ("--output_dir", "--max_steps", "--epochs", "--seed", "--model", "--dataset", "--config"):
+        assert option in finished.out
