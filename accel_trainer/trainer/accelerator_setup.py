@@ -28,6 +28,11 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
             "activation_checkpointing is set in the arguments and in fsdp_config, and both would recompute the "
             "same layers; keep the one in fsdp_config"
         )
+    if shards and args.save_on_each_node:
+        raise ConfigError(
+            "save_on_each_node is set with a sharded model, whose whole weights rank 0 alone gathers; leave it out, and "
+            "give an output_dir that all nodes share"
+        )
     if args.auto_find_batch_size and accelerator.num_processes > 1:
         raise ConfigError(
             f"auto_find_batch_size is set on {accelerator.num_processes} processes: one that runs out of "

@@ -120,10 +120,6 @@ def test_fsdp_with_one_process(tmp_path):
         build_trainer(tmp_path, strategy="fsdp")
 
 
-def build_on_rank(output_dir: str, changes: dict[str, Any]) -> None:
-    build_trainer(output_dir, **changes).train()
-
-
 @pytest.mark.multirank
 def test_unknown_wrap_class(tmp_path):
     changes = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LamaDecoderLayer"}}
@@ -150,6 +146,12 @@ def test_two_kinds_of_recomputation(tmp_path):
 def test_batch_size_search_with_several_ranks(tmp_path):
     with pytest.raises(RankFailure, match=r"auto_find_batch_size is set.*set per_device_train_batch_size"):
         run_ranks(fsdp_run, 2, str(tmp_path), {"auto_find_batch_size": True})
+
+
+@pytest.mark.multirank
+def test_saving_a_sharded_model_on_each_node(tmp_path):
+    with pytest.raises(RankFailure, match=r"save_on_each_node is set with a sharded model.*output_dir that all nodes"):
+        run_ranks(fsdp_run, 2, str(tmp_path), {"fsdp": True, "save_on_each_node": True})
 
 
 def test_deepspeed_is_named(tmp_path):
