@@ -1,0 +1,177 @@
+"""Our own pages: their code runs, their files are read, their commands parse, their links lead somewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import shutil
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_trainer.config import field_specs, read_file
+from accel_trainer.config.files import packaged_names
+from accel_trainer.launch import cli
+from accel_trainer.launch.flags import parse_options
+from tests.documents.options_table import PAGE, replace_tables
+from tests.ranks import preload, run_ranks
+
+preload("accel_trainer.trainer", "accel_trainer.utils", "evaluate", "transformers.models.bert.modeling_bert")
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a page."""
+
+    language: str
+    text: str
+    line: int
+
+
+def blocks(page: Path) -> list[Block]:
+    """Return the fenced blocks of a page in their order."""
+    found = re.finditer(r"^```(\w+)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [Block(match[1], match[2], page.read_text()[: match.start()].count("\n") + 2) for match in found]
+
+
+def prose(page: Path) -> str:
+    """Return a page without its fenced blocks and code in backticks."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def given_names() -> dict[str, Any]:
+    """Return what docs/index.md says that the blocks take as given."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    from tests.trainer_jobs import TokenDataset, build_model
+
+    model = build_model("bert")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    train_dataset, eval_dataset = TokenDataset(24, kind="class"), TokenDataset(11, kind="class", seed=1)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        "train_dataset": train_dataset,
+        "eval_dataset": eval_dataset,
+        "train_dataloader": DataLoader(train_dataset, batch_size=4, shuffle=True),
+        "eval_dataloader": DataLoader(eval_dataset, batch_size=4),
+    }
+
+
+def run_blocks(page: str, folder: str) -> tuple[int, str]:
+    """Run the Python blocks of a page on this rank, each with fresh names; return how many ran, and what went wrong."""
+    os.chdir(folder)
+    num_run = 0
+    for block in blocks(Path(page)):
+        if block.language != "python":
+            continue
+        names = {**given_names(), "__name__": "__main__"}
+        code = "\n" * (block.line - 1) + block.text
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                exec(compile(code, page, "exec"), names)
+        except Exception:
+            # The other rank may be waiting in a collective of this block: the page ends here.
+            return num_run, traceback.format_exc()
+        num_run += 1
+    return num_run, ""
+
+
+def write_files(page: Path, folder: Path) -> list[str]:
+    """Write the configuration files that a page shows, under the name in their first line; return the names."""
+    names = []
+    for block in blocks(page):
+        if block.language in ("yaml", "json"):
+            named = re.match(r"# (\S+\.ya?ml)\n", block.text)
+            names.append(named[1] if named else f"line_{block.line}.{block.language}")
+            (folder / names[-1]).write_text(block.text)
+    return names
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(b.language == "python" for b in blocks(page))], ids=lambda page: page.stem
+)
+def test_the_python_of_a_page_runs_on_two_ranks(page: Path, tmp_path: Path):
+    write_files(page, tmp_path)
+    shutil.copytree(ROOT / "examples" / "metrics", tmp_path / "metrics")
+    quiet = {"ACCEL_TRAINER_USE_CPU": "true", "HF_HOME": str(tmp_path / "hf"), "DISABLE_TELEMETRY": "1"}
+    expected = page.read_text().count("```python\n")
+    for num_run, problem in run_ranks(run_blocks, 2, str(page), str(tmp_path), env=quiet, timeout=100):
+        assert not problem, problem
+        assert num_run == expected
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_files_of_a_page_are_configurations(page: Path, tmp_path: Path):
+    for name in write_files(page, tmp_path):
+        assert read_file(tmp_path / name).settings
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.stem)
+def test_the_commands_of_a_page_are_taken(page: Path):
+    for block in blocks(page):
+        for line in block.text.splitlines() if block.language == "bash" else []:
+            words = shlex.split(line, comments=True)
+            if words[:1] != ["accel-trainer"]:
+                continue
+            assert words[1] in cli._COMMANDS, line
+            if words[1] in ("launch", "explain"):
+                options = parse_options(words[2:], "accel-trainer")
+                assert bool(options.rest) == (words[1] == "launch"), line
+                assert not options.rest or not options.rest[0].startswith("-"), line
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.stem)
+def test_relative_links_lead_to_files_and_headings(page: Path):
+    for target in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        found = (page.parent / name).resolve() if name else page
+        assert found.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", found.read_text(), re.MULTILINE)
+            anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert anchor in anchors, f"{page.name} links to {target}; {found.name} has {anchors}"
+
+
+def test_the_map_names_every_page():
+    linked = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "index.md").read_text()))
+    assert linked >= {page.name for page in PAGES} - {"index.md"}
+
+
+def test_every_option_stands_in_the_tables_as_the_schema_has_it():
+    text = PAGE.read_text()
+    assert text == replace_tables(text), "run: python -m tests.documents.options_table"
+    missing = [path for path in field_specs() if f"| `{path}` |" not in text]
+    assert not missing
+
+
+def test_every_packaged_file_is_described():
+    assert [name for name in packaged_names() if f"`{name}`" not in PAGE.read_text()] == []
+
+
+def test_a_file_with_mistakes_is_answered_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from accel_trainer.config import resolve
+    from accel_trainer.errors import ConfigError
+
+    monkeypatch.chdir(tmp_path)
+    Path("train.yaml").write_text("strategy: ddp\nmixed_precison: bf16\naccumulation:\n  num_steps: 0\n")
+    (shown,) = [block.text.strip() for block in blocks(PAGE) if block.language == "text"]
+    with pytest.raises(ConfigError) as error:
+        resolve(file="train.yaml")
+    assert str(error.value) == shown
