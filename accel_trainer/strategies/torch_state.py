@@ -66,6 +66,11 @@ def _describe(names: list[str]) -> str:
     return f"{shown} and {len(names) - 10} more" if len(names) > 10 else shown
 
 
+def _own_name(name: str) -> str:
+    """Return the name that the user's own module has: torch.compile(module) puts its wrapper's name in between."""
+    return name.replace("_orig_mod.", "")
+
+
 class TorchCheckpointIO:
     """Implements `strategies.api.CheckpointIO` for plain modules, DDP's inner module and FSDP2 modules."""
 
@@ -90,7 +95,7 @@ class TorchCheckpointIO:
         return state
 
     def _model_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self.module.state_dict(keep_vars=True).items())
+        return ((_own_name(name), tensor) for name, tensor in self.module.state_dict(keep_vars=True).items())
 
     def load_full_model_state(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Load a full state; rank 0's mapping is what counts. Collective.
@@ -145,7 +150,7 @@ class TorchCheckpointIO:
         return self.optimizer
 
     def _parameter_names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self.module.named_parameters()}
+        return {id(parameter): _own_name(name) for name, parameter in self.module.named_parameters()}
 
     def full_optimizer_state(self) -> dict[str, Any]:
         """Return the optimizer's state keyed by parameter name on rank 0, `{}` elsewhere. Collective."""
@@ -238,10 +243,12 @@ def _outline_optimizer(state: Mapping[str, Any], own_groups: list[list[str]]) ->
         stored_names = {name for group in stored_groups for name in group}
         own_names = {name for group in own_groups for name in group}
         missing, unexpected = sorted(own_names - stored_names), sorted(stored_names - own_names)
+        differences = [f"missing in the state: {_describe(missing)}"] if missing else []
+        differences += [f"not in this optimizer: {_describe(unexpected)}"] if unexpected else []
         return (
             f"the optimizer state was saved for {len(stored_groups)} group(s) of {len(stored_names)} parameter(s), and "
-            f"this optimizer has {len(own_groups)} group(s) of {len(own_names)}; missing: "
-            f"{_describe(missing) or 'none'}; not in this optimizer: {_describe(unexpected) or 'none'}. "
+            f"this optimizer has {len(own_groups)} group(s) of {len(own_names)}; "
+            f"{'; '.join(differences) or 'they are the same, in other groups or another order'}. "
             "Build the optimizer that was saved"
         )
     outlined = {
