@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accel_trainer import logging
+from accel_trainer.data.sampler import ShardedBatchSampler
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins import AutocastKwargs
 from accel_trainer.precision import PrecisionPolicy
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from accel_trainer.state import GradientState
 
 __all__ = ["AcceleratorStepping"]
+
+logger = logging.get_logger(__name__)
 
 
 class _Accumulate:
@@ -60,6 +64,7 @@ class AcceleratorStepping:
     gradient_state: GradientState
     _prepared: list[PreparedUnit]
     _current: list[PreparedUnit]
+    _dataloaders: list[Any]
     _last_grad_norm: Tensor
 
     def unit_of(self, item: nn.Module | Optimizer) -> TrainUnit:
@@ -87,6 +92,36 @@ class AcceleratorStepping:
         return _Accumulate(self, prepared)
 
     @contextmanager
+    def join_uneven_inputs(self, joinables: Iterable[Any] = (), even_batches: bool | None = None) -> Iterator[None]:
+        """Context for loops in which ranks have unequal numbers of samples. Ranks do not communicate here.
+
+        Loaders need none: all ranks take every step, and a rank without samples takes part with weight zero. What is
+        left to say is whether the last step is filled up instead.
+
+        Args:
+            joinables: the models, as other libraries want to know them; none has to be told.
+            even_batches: holds for prepared loaders whose passes begin in the block; None leaves them as they are.
+        """
+        samplers = [
+            sampler
+            for loader in self._dataloaders
+            for sampler in (loader.batch_sampler, loader.sampler)
+            if isinstance(sampler, ShardedBatchSampler)
+        ]
+        if even_batches is not None and len(samplers) < len(self._dataloaders):
+            logger.warning(
+                "join_uneven_inputs(even_batches=%s) leaves loaders of iterable datasets alone", even_batches
+            )
+        before = [sampler.even_batches for sampler in samplers]
+        try:
+            for sampler in samplers:
+                sampler.even_batches = sampler.even_batches if even_batches is None else even_batches
+            yield
+        finally:
+            for sampler, value in zip(samplers, before, strict=True):
+                sampler.even_batches = value
+
+    @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Keep the gradients of the backwards in this block on this rank."""
         unit = prepared_of(self._prepared, model).unit
@@ -109,8 +144,8 @@ class AcceleratorStepping:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate the gradients of `loss`; in `accumulate()` those of a window are the mean over what it holds.
 
-        Where ranks hold unequally many samples of a step (`even_batches=False`), each loss counts by its samples; a rank
-        without any takes part with weight zero. Collective on the last micro-batch of a window.
+        Where ranks hold unequally many samples of a step (`even_batches=False`), each loss counts by its samples; a
+        rank without any takes part with weight zero. Collective on the last micro-batch of a window.
         """
         rows = self.gradient_state.rows
         if rows is not None and len(rows.rows) == self.process.world_size:

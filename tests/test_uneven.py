@@ -1,0 +1,81 @@
+"""Uneven data never hangs and never counts wrongly: a step's gradient is the mean over the samples that it holds."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from accel_trainer import Accelerator
+from tests.ranks import preload, run_ranks
+
+preload("accel_trainer.accelerator")
+
+NUM_SAMPLES = 13
+
+
+class Stream(IterableDataset):
+    """A few samples without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.ones(4, 2))
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
+    """Return a model, its optimizer and 13 samples."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    x = torch.randn(NUM_SAMPLES, 3)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), TensorDataset(x, x.sum(dim=1, keepdim=True))
+
+
+def plain_loop() -> list[float]:
+    """Train on global batches of 4, the last one with a single sample."""
+    model, optimizer, data = build()
+    for x, y in DataLoader(data, batch_size=4):
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [value for p in model.parameters() for value in p.flatten().tolist()]
+
+
+def train_uneven(strategy: str) -> dict[str, Any]:
+    """Train in the context; return the weights, this rank's batch sizes, and the setting afterwards."""
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    model, optimizer, data = build()
+    loader = DataLoader(data, batch_size=4 // accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    seen = []
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for x, y in loader:
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(accelerator.gather_for_metrics(y).flatten().tolist())
+    weights = [value for t in accelerator.get_state_dict(model).values() for value in t.flatten().tolist()]
+    return {"weights": weights, "sizes": [len(rows) for rows in seen], "after": loader.batch_sampler.even_batches}
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+def test_ranks_without_samples_take_part_and_count_nothing(strategy: str, ranks: int):
+    results = run_ranks(train_uneven, ranks, strategy)
+    assert results[0]["weights"] == pytest.approx(plain_loop(), abs=1e-6)
+    for result in results:
+        assert result["sizes"] == [4, 4, 4, 1]
+        assert result["after"] is True
+
+
+def test_loaders_are_left_as_they_are_unless_told(caplog: pytest.LogCaptureFixture):
+    accelerator = Accelerator(cpu=True)
+    loader, stream = accelerator.prepare(DataLoader(build()[2]), DataLoader(Stream()))
+    with accelerator.join_uneven_inputs():
+        assert loader.batch_sampler.even_batches
+    with caplog.at_level(logging.WARNING), accelerator.join_uneven_inputs(even_batches=False):
+        assert not loader.batch_sampler.even_batches
+    assert loader.batch_sampler.even_batches
+    assert "leaves loaders of iterable datasets alone" in caplog.text
+    assert len(list(stream)) == 4
