@@ -30,7 +30,7 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
         )
     if shards and args.save_on_each_node:
         raise ConfigError(
-            "save_on_each_node is set with a sharded model, whose whole weights rank 0 alone gathers; leave it out, and "
+            "save_on_each_node is set with a sharded model, whose whole weights rank 0 alone gathers; leave it out; "
             "give an output_dir that all nodes share"
         )
     if args.auto_find_batch_size and accelerator.num_processes > 1:

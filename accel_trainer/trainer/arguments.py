@@ -14,6 +14,7 @@ import torch.distributed as dist
 import transformers
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import ParallelMode
+from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 
 from accel_trainer import logging
 from accel_trainer.errors import ConfigError, did_you_mean
@@ -145,9 +146,9 @@ class TrainingArguments(transformers.TrainingArguments):
                 setattr(self, name, value)
 
     def _apply_tf32_default(self) -> None:
-        """Turn TF32 on with torch_compile, as upstream, where there is a GPU to use it."""
-        if self.torch_compile and self.tf32 is None and self.device.type == "cuda":
-            torch.set_float32_matmul_precision("high")
+        """Turn TF32 on with torch_compile, as upstream, where the device has it and the user has not decided."""
+        if self.torch_compile and self.tf32 is None and self.device.type != "cpu" and is_torch_tf32_available():
+            enable_tf32(True)
 
     def _take_accumulation(self) -> None:
         """Take gradient accumulation from the file or the environment when the argument was left at 1."""
