@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,12 +18,12 @@ from torch.utils._pytree import tree_leaves
 from accel_trainer import logging
 from accel_trainer.config import FSDPConfig
 from accel_trainer.errors import ConfigError
-from accel_trainer.precision import PrecisionPolicy
+from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.mesh import build_mesh_shape, init_mesh
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Capabilities, CheckpointIO, TrainJob
 from accel_trainer.strategies.compile import apply_compile
-from accel_trainer.strategies.native import NativeUnit, check_optimizer_covers, require_values
+from accel_trainer.strategies.native import NativeUnit, check_optimizer_covers, place, require_values
 from accel_trainer.strategies.recompute import apply_activation_checkpointing
 from accel_trainer.strategies.sync import broadcast_module_states
 from accel_trainer.strategies.whole_gradients import WholeGradients
@@ -196,7 +197,7 @@ class FSDP2Strategy:
         min_world_size=2, shards_parameters=True, distributed_type="FSDP"
     )
 
-    def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> FSDP2Unit:
+    def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> NativeUnit:
         """Shard the model in place. Collective: meshes are created and rank 0's values are broadcast.
 
         The model keeps its class (torch adds FSDPModule to its bases), its parameter names and its tied weights.
@@ -206,11 +207,16 @@ class FSDP2Strategy:
         model, config = job.model, job.config.fsdp
         _require_autocast(precision)
         require_values(model)
+        if next(model.parameters(), None) is None:  # a loss, say: nothing to shard
+            place(model, job, process)
+            return _bind(NativeUnit(model, model, job.scaler), job)
         layers = find_blocks(model, job.resolved, job.wrap_policy)
         blocks = _drop_blocks_with_outside_ties(model, layers)
         ignored_modules = find_ignored_modules(model, job.resolved)
-        ignored = {p for module in ignored_modules for p in module.parameters()}
-        _check_combination(job, layers)
+        # fully_shard cuts along rows, and a scalar has none.
+        whole = {p for p in model.parameters() if p.ndim == 0}
+        whole.update(p for module in ignored_modules for p in module.parameters())
+        _check_combination(job, layers, whole)
         shape = build_mesh_shape(process.world_size, _count_replicas(config, process))
         if job.optimizer is not None:
             check_optimizer_covers(job.optimizer, model)
@@ -221,8 +227,7 @@ class FSDP2Strategy:
         if precision.compute is not None:
             _upcast_trainable(model)
         broadcast_module_states(model, process.device)
-        for module in ignored_modules:
-            module.to(process.device)  # fully_shard moves the others
+        _leave_whole(ignored_modules, whole, precision, process.device)
         if config.activation_checkpointing:
             apply_activation_checkpointing(layers)
         apply_compile(model, job.config.compile, job.compile_options)
@@ -230,7 +235,7 @@ class FSDP2Strategy:
         offload = (
             CPUOffloadPolicy(pin_memory=process.device.type == "cuda") if config.offload_params else OffloadPolicy()
         )
-        options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": ignored or None}
+        options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": whole or None}
         # Before the optimizer is bound: fully_shard replaces every Parameter object, and an optimizer built earlier
         # would keep updating the unsharded tensors without any error.
         for block in reversed(blocks):
@@ -251,7 +256,7 @@ class FSDP2Strategy:
         return _bind(FSDP2Unit(root, originals, job.scaler), job)
 
 
-def _bind(unit: FSDP2Unit, job: TrainJob) -> FSDP2Unit:
+def _bind(unit: NativeUnit, job: TrainJob) -> NativeUnit:
     if job.optimizer is not None:
         unit.bind_optimizer(job.optimizer)
     return unit
@@ -284,7 +289,19 @@ def _count_replicas(config: FSDPConfig, process: ProcessContext) -> int:
     return process.world_size // process.local_world_size
 
 
-def _check_combination(job: TrainJob, layers: list[nn.Module]) -> None:
+def _leave_whole(
+    modules: list[nn.Module], parameters: set[nn.Parameter], precision: PrecisionPolicy, device: torch.device
+) -> None:
+    """Do for what is not sharded what fully_shard does for the rest: move it, and compute in the configured dtype."""
+    for module in modules:
+        module.to(device)
+        # Its weights stay in fp32 and are handed activations of 16 bits, which it returns as such.
+        apply_autocast(module, replace(precision, output=None))
+    for parameter in parameters:
+        parameter.data = parameter.data.to(device)
+
+
+def _check_combination(job: TrainJob, layers: list[nn.Module], whole: set[nn.Parameter]) -> None:
     """Refuse options that exclude each other, before anything is changed."""
     config, name = job.config.fsdp, type(job.model).__name__
     if config.activation_checkpointing and not layers:
@@ -292,8 +309,8 @@ def _check_combination(job: TrainJob, layers: list[nn.Module]) -> None:
             f"{job.resolved.describe('fsdp.activation_checkpointing')}: no module of {name} is a unit of its own whose "
             "activations could be computed again; name its block classes in fsdp.wrap_classes"
         )
-    if config.ignored_modules and job.scaler is not None:
+    if whole and job.scaler is not None:
         raise ConfigError(
-            f"{job.resolved.describe('fsdp.ignored_modules')}: torch's GradScaler cannot unscale sharded and whole "
-            "gradients together; use bf16, or shard these modules too"
+            f"{job.resolved.describe('fsdp.ignored_modules')}: {len(whole)} parameter(s) of {name} are left whole "
+            "(ignored, or scalars), and torch's GradScaler cannot unscale sharded and whole gradients together; use bf16"
         )

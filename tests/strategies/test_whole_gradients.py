@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import preload
 from tests.scenarios import Outcome, Scenarios
-from tests.sharded import batch, build, full, own_rows, prepare, train, train_alone
+from tests.sharded import Net, batch, build, full, own_rows, prepare, train, train_alone
 
 preload("accel_trainer.accelerator", "tests.scenarios", "tests.sharded")
 
@@ -88,3 +89,68 @@ def test_gradients_of_ignored_modules_are_averaged_once_per_window():
         for head, stem in found:
             torch.testing.assert_close(head, model.head.weight.grad)
             torch.testing.assert_close(stem, model.stem.weight.grad)
+
+
+class Scaled(Net):
+    """A model with a scalar parameter, as CLIP has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.logit_scale
+
+
+def build_scaled() -> Scaled:
+    torch.manual_seed(0)
+    return Scaled()
+
+
+@SCENARIOS.add
+def scalar_parameter() -> Any:
+    model = build_scaled()
+    losses = train(prepare(model))
+    return losses, isinstance(model.logit_scale, DTensor), model.logit_scale.item()
+
+
+def test_a_scalar_parameter_is_left_whole_and_trains():
+    reference = train_alone(model := build_scaled())
+    for losses, is_sharded, value in results("scalar_parameter"):
+        assert losses == pytest.approx(reference, abs=1e-6)
+        assert not is_sharded
+        assert value == pytest.approx(model.logit_scale.item())
+
+
+@SCENARIOS.add
+def ignored_in_bf16() -> Any:
+    found = []
+    for pattern in ("head", r"blocks\.1"):
+        model = build()
+        seen: list[torch.dtype] = []
+        model.head.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output.dtype))
+        losses = train(prepare(model, precision="bf16", ignored_modules=(pattern,)))
+        found.append((losses, set(seen), {p.dtype for p in model.parameters()}))
+    return found
+
+
+def test_ignored_modules_compute_in_the_configured_precision():
+    reference = train_alone(build())
+    for found in results("ignored_in_bf16"):
+        for losses, computed, kept in found:
+            assert losses == pytest.approx(reference, rel=0.03)
+            assert computed == {torch.bfloat16}
+            assert kept == {torch.float32}
+
+
+@SCENARIOS.add
+def module_without_parameters() -> Any:
+    prepare(build())  # joins the job
+    unit = prepare(nn.MSELoss(), train=False)
+    x = torch.ones(2, requires_grad=True)
+    unit.backward(unit.model(x, torch.zeros(2)))
+    return type(unit.model).__name__, x.grad.tolist()
+
+
+def test_a_module_without_parameters_is_left_alone():
+    assert results("module_without_parameters") == [("MSELoss", [1.0, 1.0])] * 2
