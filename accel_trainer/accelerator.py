@@ -23,6 +23,7 @@ from accel_trainer.optimizer import AcceleratedOptimizer
 from accel_trainer.options import AcceleratorOptions, AcceleratorSettings, build_strategy, resolve_options
 from accel_trainer.plugins import ProjectConfiguration, TorchDynamoPlugin
 from accel_trainer.precision import build_precision, remove_autocast
+from accel_trainer.reporting import AcceleratorReporting, TrackerChoice, choose_trackers
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.memory import register_holder
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
@@ -32,6 +33,7 @@ from accel_trainer.scheduler import AcceleratedScheduler
 from accel_trainer.state import AcceleratorState, DistributedType, GradientState, ProcessView, stated_timeout
 from accel_trainer.stepping import AcceleratorStepping
 from accel_trainer.strategies.api import TrainJob
+from accel_trainer.tracking import GeneralTracker
 from accel_trainer.units import PreparedUnit, find_prepared
 
 __all__ = ["Accelerator"]
@@ -39,7 +41,9 @@ __all__ = ["Accelerator"]
 logger = logging.get_logger(__name__)
 
 
-class Accelerator(AcceleratorStepping, AcceleratorExchange, AcceleratorSaving, AcceleratorSettings, ProcessView):
+class Accelerator(
+    AcceleratorStepping, AcceleratorExchange, AcceleratorSaving, AcceleratorReporting, AcceleratorSettings, ProcessView
+):
     """Runs a plain PyTorch loop on one process or many, laid out as the configuration says.
 
     Make one as early as possible, on every rank; it joins the job that a launcher started. Two Accelerators share
@@ -60,6 +64,7 @@ class Accelerator(AcceleratorStepping, AcceleratorExchange, AcceleratorSaving, A
         project_config: ProjectConfiguration | None = None,
         step_scheduler_with_optimizer: bool = True,
         rng_types: Sequence[str] | None = None,
+        log_with: TrackerChoice | Sequence[TrackerChoice] | None = None,
         kwargs_handlers: Sequence[Any] = (),
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
@@ -79,6 +84,8 @@ class Accelerator(AcceleratorStepping, AcceleratorExchange, AcceleratorSaving, A
             project_dir: where states are saved; also a field of `project_config`.
             rng_types: streams of random numbers that are set to rank 0's whenever a pass over a prepared loader begins:
                 "torch" (the CPU's) or a kind of device, "cuda" for instance. The order of samples needs none of them.
+            log_with: trackers for `init_trackers` to open: names ("tensorboard", "wandb", "mlflow", "trackio"), "all"
+                for those that are installed, or objects of one's own.
             strategy: "auto", "single", "ddp", "fsdp2" or another registered name.
             config: a configuration file (YAML or JSON), the name of a packaged one, a dict, or a resolved one.
 
@@ -123,6 +130,8 @@ class Accelerator(AcceleratorStepping, AcceleratorExchange, AcceleratorSaving, A
         self.rng_types = check_rng_types(rng_types or (), self.process.device)
         self.project_configuration = project_config or ProjectConfiguration()
         self.project_configuration.set_directories(project_dir)
+        self.log_with = choose_trackers(log_with, self.logging_dir)
+        self.trackers: list[GeneralTracker] = []
         self.state = AcceleratorState(
             process=self.process,
             distributed_type=DistributedType.of(self.strategy.capabilities.distributed_type, self.process.device),
@@ -381,8 +390,3 @@ class Accelerator(AcceleratorStepping, AcceleratorExchange, AcceleratorSaving, A
     def clear(self, *objects: Any) -> tuple[None, ...]:
         """Same as `free_memory`."""
         return self.free_memory(*objects)
-
-    def end_training(self) -> None:
-        """Wait for every rank, and leave the process group. Collective; the last call of a script."""
-        self.wait_for_everyone()
-        self.state.destroy_process_group()

@@ -1,30 +1,100 @@
-"""Strategies by name: strings resolved at first use, so that no engine is imported before it is asked for."""
+"""Strategies and trackers by name: strings resolved at first use; nothing is imported before it is asked for."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from importlib.metadata import entry_points
 from typing import Any
 
-from accel_trainer.errors import AccelTrainerError, ConfigError, did_you_mean
+from accel_trainer.errors import AccelTrainerError, ConfigError, MissingExtraError, did_you_mean
 
-__all__ = ["ENTRY_POINT_GROUP", "load_strategy", "register_strategy", "strategy_names"]
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "TRACKER_ENTRY_POINT_GROUP",
+    "installed_trackers",
+    "load_strategy",
+    "load_tracker",
+    "register_strategy",
+    "register_tracker",
+    "strategy_names",
+    "tracker_names",
+]
 
 ENTRY_POINT_GROUP = "accel_trainer.strategies"
-
-# Means "single or ddp, by the number of processes" in a configuration.
-_AUTO = "auto"
-
-_STRATEGIES: dict[str, str] = {
-    "single": "accel_trainer.strategies.native:SingleStrategy",
-    "ddp": "accel_trainer.strategies.ddp:DDPStrategy",
-    "fsdp2": "accel_trainer.strategies.fsdp2:FSDP2Strategy",
-}
+TRACKER_ENTRY_POINT_GROUP = "accel_trainer.trackers"
 
 
-def _entry_points() -> dict[str, str]:
-    """Strategies that installed packages declare; a built-in name always wins over a package's."""
-    return {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+class _Catalogue:
+    """Classes of one kind by name: ours, registered ones, and those that installed packages declare."""
+
+    def __init__(self, kind: str, group: str, targets: dict[str, str], reserved: dict[str, str] | None = None) -> None:
+        self.kind = kind
+        self.group = group
+        self.targets = targets
+        self.reserved = reserved or {}
+        """Names with a meaning of their own in a configuration, and what that is."""
+
+    def _declared(self) -> dict[str, str]:
+        """What installed packages declare; a name of ours always wins over a package's."""
+        return {point.name: point.value for point in entry_points(group=self.group)}
+
+    def add(self, name: str, target: str) -> None:
+        if name in self.targets or name in self.reserved:
+            owner = self.targets.get(name) or self.reserved[name]
+            raise ConfigError(f"{self.kind} {name!r} is already registered as {owner!r}; choose another name")
+        self._split(target)
+        self.targets[name] = target
+
+    def _split(self, target: str) -> tuple[str, str]:
+        module_name, _, attribute = target.partition(":")
+        if not module_name or not attribute or ":" in attribute:
+            raise ConfigError(f"{self.kind} target {target!r} is not of the form 'package.module:ClassName'")
+        return module_name, attribute
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted({*self.targets, *self._declared()}))
+
+    def load(self, name: str) -> Any:
+        target = self.targets.get(name) or self._declared().get(name)
+        if target is None:
+            known = (*self.reserved, *self.names())
+            plural = {"strategy": "strategies"}.get(self.kind, f"{self.kind}s")
+            raise ConfigError(
+                f"unknown {self.kind} {name!r}{did_you_mean(name, known) or '.'} Known {plural}: {', '.join(known)}; "
+                f"packages add more through the entry-point group {self.group!r}"
+            )
+        try:
+            module_name, attribute = self._split(target)
+            return getattr(importlib.import_module(module_name), attribute)
+        except AccelTrainerError:
+            raise
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"{self.kind} {name!r} points to {target!r}, which cannot be loaded: {error}") from error
+
+
+_STRATEGIES = _Catalogue(
+    "strategy",
+    ENTRY_POINT_GROUP,
+    {
+        "single": "accel_trainer.strategies.native:SingleStrategy",
+        "ddp": "accel_trainer.strategies.ddp:DDPStrategy",
+        "fsdp2": "accel_trainer.strategies.fsdp2:FSDP2Strategy",
+    },
+    reserved={"auto": "the choice by the number of processes"},
+)
+_TRACKERS = _Catalogue(
+    "tracker",
+    TRACKER_ENTRY_POINT_GROUP,
+    {
+        "mlflow": "accel_trainer.integrations.mlflow_tracker:MLflowTracker",
+        "tensorboard": "accel_trainer.integrations.tensorboard_tracker:TensorBoardTracker",
+        "trackio": "accel_trainer.integrations.trackio_tracker:TrackioTracker",
+        "wandb": "accel_trainer.integrations.wandb_tracker:WandBTracker",
+    },
+)
+# Each of our trackers needs the package of its name, and the extra of that name installs it.
+_EXTRAS = frozenset(_TRACKERS.targets)
 
 
 def register_strategy(name: str, target: str) -> None:
@@ -33,43 +103,63 @@ def register_strategy(name: str, target: str) -> None:
     Raises:
         ConfigError: the name is taken, or the target is not of that form.
     """
-    if name in _STRATEGIES or name == _AUTO:
-        owner = _STRATEGIES.get(name, "the choice by the number of processes")
-        raise ConfigError(f"strategy {name!r} is already registered as {owner!r}; choose another name")
-    _split_target(target)
-    _STRATEGIES[name] = target
-
-
-def _split_target(target: str) -> tuple[str, str]:
-    module_name, _, attribute = target.partition(":")
-    if not module_name or not attribute or ":" in attribute:
-        raise ConfigError(f"strategy target {target!r} is not of the form 'package.module:ClassName'")
-    return module_name, attribute
+    _STRATEGIES.add(name, target)
 
 
 def strategy_names() -> tuple[str, ...]:
     """Return the names that `load_strategy` accepts, sorted."""
-    return tuple(sorted({*_STRATEGIES, *_entry_points()}))
+    return _STRATEGIES.names()
 
 
 def load_strategy(name: str) -> Any:
     """Import the strategy called `name` and return a new instance of it.
 
     Raises:
-        ConfigError: no strategy has that name, or its target cannot be imported.
+        ConfigError: no strategy has that name, or its target cannot be loaded.
         MissingExtraError: the strategy needs an engine that is not installed.
     """
-    target = _STRATEGIES.get(name) or _entry_points().get(name)
-    if target is None:
-        known = (_AUTO, *strategy_names())
-        raise ConfigError(
-            f"unknown strategy {name!r}{did_you_mean(name, known) or '.'} Known strategies: {', '.join(known)}; "
-            f"packages add more through the entry-point group {ENTRY_POINT_GROUP!r}"
-        )
+    strategy = _STRATEGIES.load(name)
     try:
-        module_name, attribute = _split_target(target)
-        return getattr(importlib.import_module(module_name), attribute)()
-    except AccelTrainerError:
-        raise
-    except (ImportError, AttributeError, TypeError) as error:
+        return strategy()
+    except (AttributeError, TypeError) as error:
+        target = f"{strategy.__module__}:{strategy.__qualname__}"
         raise ConfigError(f"strategy {name!r} points to {target!r}, which cannot be loaded: {error}") from error
+
+
+def register_tracker(name: str, target: str) -> None:
+    """Add a tracker under `name`; `target` is `"package.module:ClassName"`, imported at first use.
+
+    Raises:
+        ConfigError: the name is taken, or the target is not of that form.
+    """
+    _TRACKERS.add(name, target)
+
+
+def tracker_names() -> tuple[str, ...]:
+    """Return the names that `load_tracker` accepts, sorted."""
+    return _TRACKERS.names()
+
+
+def _is_missing(name: str) -> bool:
+    return name in _EXTRAS and importlib.util.find_spec(name) is None
+
+
+def installed_trackers() -> tuple[str, ...]:
+    """Return the names of the trackers whose package is installed, sorted."""
+    return tuple(name for name in tracker_names() if not _is_missing(name))
+
+
+def load_tracker(name: str) -> Any:
+    """Import the adapter of the tracker called `name` and return its class; the tracker's own package waits for a run.
+
+    Raises:
+        ConfigError: no tracker has that name, or its target cannot be imported.
+        MissingExtraError: its package is not installed.
+    """
+    tracker = _TRACKERS.load(name)
+    if _is_missing(name):
+        raise MissingExtraError(
+            f"tracker {name!r} needs the package {name!r}, which is not installed; run "
+            f"`pip install 'accel-trainer[{name}]'`, or take {name!r} out of log_with"
+        )
+    return tracker

@@ -93,7 +93,7 @@ def test_importing_the_package_loads_no_heavy_library():
 
 
 def test_foundations_and_config_load_no_torch():
-    modules = [f"accel_trainer.{name}" for name in FOUNDATIONS] + modules_of("config")
+    modules = [f"accel_trainer.{name}" for name in (*FOUNDATIONS, "tracking")] + modules_of("config")
     assert loaded_after(*modules) & {"torch", "numpy", "transformers", "accelerate"} == set()
 
 

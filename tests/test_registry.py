@@ -40,7 +40,7 @@ class Needs:
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_STRATEGIES", dict(registry._STRATEGIES))
+    monkeypatch.setattr(registry._STRATEGIES, "targets", dict(registry._STRATEGIES.targets))
 
 
 @pytest.fixture

@@ -1,0 +1,180 @@
+"""What a tracker of experiments is: the base of those that come along, and of one's own."""
+
+from __future__ import annotations
+
+import functools
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from accel_trainer.errors import ConfigError
+from accel_trainer.logging import current_rank
+from accel_trainer.registry import register_tracker
+
+__all__ = [
+    "BlankTracker",
+    "GeneralTracker",
+    "mask_secrets",
+    "on_main_process",
+    "redact",
+    "register_tracker",
+    "secrets_of",
+]
+
+MASK = "***"
+
+# The last words of a key, so that `num_tokens` and `pad_token` stay readable.
+_SECRET = re.compile(
+    r"(^|_)(api_?key|access_?key|secret_?key|private_?key|passw(or)?d|secret|credentials?)$"
+    r"|^((hub|hf|auth|access|api|bearer|wandb|refresh)_)?token$",
+    re.IGNORECASE,
+)
+_CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+class GeneralTracker(ABC):
+    """Writes what a run logs to one place.
+
+    The Accelerator calls, on the main process: `start`, `store_init_configuration` once, `log` for each set of values,
+    `finish`. An exception in one of them is a warning and does not stop the training.
+    """
+
+    name: ClassVar[str]
+    """What `log_with`, `get_tracker`, `init_kwargs` and `log_kwargs` call it."""
+    requires_logging_directory: ClassVar[bool] = False
+    """Whether it writes files, and needs `Accelerator(project_dir=...)`."""
+    main_process_only: ClassVar[bool] = True
+    """False: every rank has one, and logs what it is given."""
+
+    def __init__(self, project_name: str = "", logging_dir: str | Path | None = None, /, **kwargs: Any) -> None:
+        """Keep what the run was called with; nothing is opened before `start`.
+
+        Args:
+            project_name: from `init_trackers`.
+            logging_dir: where files go.
+            **kwargs: this tracker's part of `init_kwargs`.
+        """
+        self.project_name = project_name
+        self.logging_dir = None if logging_dir is None else Path(logging_dir)
+        self.kwargs = kwargs
+
+    @property
+    def tracker(self) -> Any:
+        """The object of the library that is written with."""
+        return self
+
+    def start(self) -> None:  # noqa: B027  # optional
+        """Open the run."""
+
+    @abstractmethod
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store hyperparameters, once, after `start`."""
+
+    @abstractmethod
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Store values of a step: numbers, texts, and what else the library takes."""
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Store images of a step: by name, a sequence of arrays (height, width, channels).
+
+        Raises:
+            ConfigError: this tracker stores no images.
+        """
+        raise ConfigError(f"tracker {self.name!r} stores no images; log them with another one of log_with")
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Store a table of a step: columns and rows, or a pandas dataframe.
+
+        Raises:
+            ConfigError: this tracker stores no tables.
+        """
+        raise ConfigError(f"tracker {self.name!r} stores no tables; log them with another one of log_with")
+
+    def finish(self) -> None:  # noqa: B027  # optional
+        """Close the run; called by `end_training`."""
+
+
+class BlankTracker(GeneralTracker):
+    """Stands for a tracker on ranks that do not log, so that a script needs no branch."""
+
+    name = "blank"
+
+    @property
+    def tracker(self) -> None:
+        """None: there is nothing to write with."""
+        return None
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Do nothing."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Do nothing."""
+
+
+def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a tracker's method so that it runs on rank 0, or everywhere with `main_process_only = False`.
+
+    The Accelerator calls trackers on the right ranks by itself; this is for methods that a script calls.
+    """
+
+    @functools.wraps(function)
+    def run(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
+        if current_rank() == 0 or not self.main_process_only:
+            return function(self, *args, **kwargs)
+        return None
+
+    return run
+
+
+def mask_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with those of keys such as `api_key`, `hub_token` or `password` replaced by `***`."""
+    return {
+        key: mask_secrets(value)
+        if isinstance(value, Mapping)
+        else MASK
+        if value is not None and _SECRET.search(str(key))
+        else value
+        for key, value in values.items()
+    }
+
+
+def secrets_of(values: Mapping[str, Any]) -> set[str]:
+    """Return the texts that `mask_secrets` hides."""
+    found: set[str] = set()
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= secrets_of(value)
+        elif isinstance(value, str) and value and _SECRET.search(str(key)):
+            found.add(value)
+    return found
+
+
+def redact(text: str, secrets: Collection[str]) -> str:
+    """Return a text, an exception's message for instance, without secrets and credentials in addresses."""
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, MASK)
+    return _CREDENTIALS_IN_URL.sub(f"{MASK}@", text)

@@ -1,0 +1,334 @@
+"""Trackers and profiles of an Accelerator: who logs, what a failure does, and which arguments are errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_trainer import Accelerator, ProfileKwargs, ProjectConfiguration, registry
+from accel_trainer.errors import ConfigError, MissingExtraError
+from accel_trainer.tracking import GeneralTracker
+from tests.ranks import RankFailure, preload, run_ranks
+
+preload("accel_trainer.accelerator")
+
+
+class Notes(GeneralTracker):
+    """Keeps what it is called with."""
+
+    name = "notes"
+
+    def __init__(self, project_name: str = "", logging_dir: Any = None, /, **kwargs: Any) -> None:
+        super().__init__(project_name, logging_dir, **kwargs)
+        self.calls: list[tuple[Any, ...]] = []
+
+    def start(self) -> None:
+        """Note the start."""
+        self.calls.append(("start", self.project_name, self.kwargs))
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Note the configuration."""
+        self.calls.append(("config", values))
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Note the values."""
+        self.calls.append(("log", values, step, kwargs))
+
+    def finish(self) -> None:
+        """Note the end."""
+        self.calls.append(("finish",))
+
+
+class OnEveryRank(Notes):
+    """Logs on every rank."""
+
+    name = "on_every_rank"
+    main_process_only = False
+
+
+class Broken(Notes):
+    """Fails in the methods it is told."""
+
+    name = "broken"
+    fails_in = ("store_init_configuration", "log", "finish")
+    error: Exception = RuntimeError("server https://me:pw@host says no to KEY123")
+
+    def start(self) -> None:
+        """Fail on request."""
+        self._fail("start")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Fail on request."""
+        self._fail("store_init_configuration")
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Fail on request."""
+        self._fail("log")
+
+    def finish(self) -> None:
+        """Fail on request."""
+        self._fail("finish")
+
+    def _fail(self, method: str) -> None:
+        if method in self.fails_in:
+            raise self.error
+
+
+def test_a_run_starts_stores_logs_and_ends():
+    notes = Notes()
+    accelerator = Accelerator(cpu=True, log_with=notes)
+    accelerator.init_trackers("project", config={"lr": 0.1, "hub_token": "hf_abc"})
+    accelerator.log(
+        {"loss": torch.tensor(0.5), "logits": torch.ones(2)}, step=3, log_kwargs={"notes": {"commit": False}}
+    )
+    accelerator.log({"epoch": 1})
+    accelerator.end_training()
+    assert [call[0] for call in notes.calls] == ["start", "config", "log", "log", "finish"]
+    assert notes.calls[1] == ("config", {"lr": 0.1, "hub_token": "***"})
+    _, values, step, kwargs = notes.calls[2]
+    assert (values["loss"], type(values["loss"]), step, kwargs) == (0.5, float, 3, {"commit": False})
+    assert torch.equal(values["logits"], torch.ones(2))
+
+
+def test_a_class_gets_the_name_the_directory_and_its_options(tmp_path: Path):
+    accelerator = Accelerator(cpu=True, log_with=[Notes, OnEveryRank()], project_dir=tmp_path)
+    accelerator.init_trackers("project", init_kwargs={"notes": {"team": "red"}})
+    notes = accelerator.get_tracker("notes")
+    assert notes.calls == [("start", "project", {"team": "red"})]
+    assert notes.logging_dir == tmp_path
+    assert accelerator.get_tracker("notes", unwrap=True) is notes
+    assert [tracker.name for tracker in accelerator.trackers] == ["notes", "on_every_rank"]
+
+
+def test_a_second_run_closes_the_first():
+    accelerator = Accelerator(cpu=True, log_with=Notes)
+    accelerator.init_trackers("first")
+    first = accelerator.get_tracker("notes")
+    accelerator.init_trackers("second")
+    assert first.calls[-1] == ("finish",)
+    assert accelerator.get_tracker("notes").project_name == "second"
+
+
+def test_without_trackers_logging_does_nothing():
+    accelerator = Accelerator(cpu=True)
+    accelerator.init_trackers("project", config={"lr": 0.1})
+    accelerator.log({"loss": 1.0})
+    accelerator.end_training()
+
+
+def test_logging_before_a_run_is_open_is_said_once(caplog: pytest.LogCaptureFixture):
+    accelerator = Accelerator(cpu=True, log_with=Notes)
+    for _ in range(3):
+        accelerator.log({"loss": 1.0})
+    assert [m for m in caplog.messages if "init_trackers" in m] == [
+        "log() was called before init_trackers(): nothing is stored"
+    ]
+
+
+def test_a_failing_tracker_warns_once_without_secrets_and_the_others_go_on(caplog: pytest.LogCaptureFixture):
+    notes = Notes()
+    accelerator = Accelerator(cpu=True, log_with=[Broken, notes])
+    accelerator.init_trackers("project", config={"lr": 0.1}, init_kwargs={"broken": {"api_key": "KEY123"}})
+    for step in range(3):
+        accelerator.log({"loss": 1.0}, step=step)
+    accelerator.end_training()
+    warnings = [message for message in caplog.messages if "broken" in message]
+    assert len(warnings) == 1
+    assert "tracker 'broken' failed in store_init_configuration, and the training goes on" in warnings[0]
+    assert "RuntimeError: server https://***@host says no to ***" in warnings[0]
+    assert [call[0] for call in notes.calls] == ["start", "config", "log", "log", "log", "finish"]
+
+
+class Unreachable(Broken):
+    """Cannot be opened."""
+
+    fails_in = ("start",)
+
+
+def test_a_tracker_that_cannot_be_reached_leaves_its_place_empty(caplog: pytest.LogCaptureFixture):
+    accelerator = Accelerator(cpu=True, log_with=Unreachable)
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": 1.0})
+    accelerator.get_tracker("broken").log_images({})
+    assert accelerator.get_tracker("broken", unwrap=True) is None
+    assert any("failed in start" in message for message in caplog.messages)
+
+
+class Picky(Unreachable):
+    """Takes no options, as a library whose argument is misspelled."""
+
+    error = TypeError("init() got an unexpected keyword argument 'entty'")
+
+
+def test_a_wrong_option_of_the_library_is_an_error():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'entty'"):
+        Accelerator(cpu=True, log_with=Picky).init_trackers("project", init_kwargs={"broken": {"entty": 1}})
+
+
+def test_what_is_wrong_with_init_trackers_is_said():
+    accelerator = Accelerator(cpu=True, log_with=Notes)
+    with pytest.raises(ConfigError, match=r"options for 'note'; did you mean 'notes'\? Trackers of this run: notes"):
+        accelerator.init_trackers("project", init_kwargs={"note": {}})
+    with pytest.raises(ConfigError, match=r"init_trackers\(config=...\) got a list; pass a dict"):
+        accelerator.init_trackers("project", config=[1])
+    with pytest.raises(ConfigError, match=r"'wandb'.*Trackers of this run: none, since log_with is not given"):
+        Accelerator(cpu=True).init_trackers("project", init_kwargs={"wandb": {}})
+
+
+def test_a_tracker_that_is_not_open_is_an_error():
+    accelerator = Accelerator(cpu=True, log_with=Notes)
+    with pytest.raises(ConfigError, match=r"no tracker 'notes' is open.*call init_trackers\(\) first"):
+        accelerator.get_tracker("notes")
+    accelerator.init_trackers("project")
+    with pytest.raises(ConfigError, match=r"no tracker 'wandb' is open.* Trackers of log_with: notes"):
+        accelerator.get_tracker("wandb")
+
+
+class Nameless(GeneralTracker):
+    """Lacks a name."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Do nothing."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Do nothing."""
+
+
+class Unfinished(GeneralTracker):
+    """Lacks methods."""
+
+    name = "unfinished"
+
+
+@pytest.mark.parametrize(
+    ("log_with", "message"),
+    [
+        (
+            "tensorbord",
+            r"unknown tracker 'tensorbord'; did you mean 'tensorboard'\? Known trackers: mlflow, tensorboard",
+        ),
+        (
+            "tensorboard",
+            r"log_with='tensorboard' writes files and has no directory for them; pass Accelerator\(project_dir",
+        ),
+        ([3], r"log_with holds a int; give a name \(mlflow, tensorboard, trackio, wandb or 'all'\)"),
+        (Nameless(), "tracker class Nameless lacks name; see GeneralTracker"),
+        (Unfinished, "tracker class Unfinished lacks log, store_init_configuration"),
+        ([Notes(), Notes()], "log_with holds two trackers called 'notes'"),
+    ],
+)
+def test_a_tracker_that_cannot_be_used_is_an_error(log_with: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
+        Accelerator(cpu=True, log_with=log_with)
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    hidden = ("mlflow", "tensorboard", "trackio", "wandb")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name in hidden else find_spec(name, *rest)
+    )
+
+
+@pytest.mark.parametrize("name", ["mlflow", "tensorboard", "trackio", "wandb"])
+def test_a_missing_package_names_its_extra(name: str, nothing_installed: None, tmp_path: Path):
+    with pytest.raises(
+        MissingExtraError, match=rf"pip install 'accel-trainer\[{name}\]'`, or take '{name}' out of log_with"
+    ):
+        Accelerator(cpu=True, log_with=name, project_dir=tmp_path)
+
+
+def test_all_without_any_package_is_an_error(nothing_installed: None, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"log_with='all', and no tracker can be used: known are mlflow"):
+        Accelerator(cpu=True, log_with="all", project_dir=tmp_path)
+
+
+def test_all_is_what_is_installed_and_has_a_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name in ("wandb", "mlflow") else object()
+    )
+    accelerator = Accelerator(cpu=True, log_with="ALL", project_config=ProjectConfiguration(logging_dir=tmp_path))
+    assert [tracker.name for tracker in accelerator.log_with] == ["tensorboard", "trackio"]
+    assert [tracker.name for tracker in Accelerator(cpu=True, log_with="all").log_with] == ["trackio"]
+
+
+def test_a_registered_name_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(registry._TRACKERS, "targets", dict(registry._TRACKERS.targets))
+    registry.register_tracker("plain", f"{BlankModule.__module__}:BlankModule")
+    assert Accelerator(cpu=True, log_with="plain").log_with == [BlankModule]
+
+
+class BlankModule(Notes):
+    """A tracker that is found by its name."""
+
+    name = "plain"
+
+
+def log_on_ranks() -> dict[str, Any]:
+    """What the trackers of each rank saw."""
+    notes, everywhere = Notes(), OnEveryRank()
+    accelerator = Accelerator(cpu=True, log_with=[notes, everywhere])
+    accelerator.init_trackers("project", config={"lr": 0.1})
+    accelerator.log({"rank": accelerator.process_index})
+    accelerator.get_tracker("notes").log({"direct": 1})
+    unwrapped = accelerator.get_tracker("notes", unwrap=True)
+    accelerator.end_training()
+    return {
+        "notes": [call[0] for call in notes.calls],
+        "everywhere": [call[1] for call in everywhere.calls if call[0] == "log"],
+        "unwrapped": unwrapped is not None,
+    }
+
+
+def test_only_the_main_process_logs_unless_the_tracker_says_otherwise():
+    main, other = run_ranks(log_on_ranks, 2)
+    assert main == {
+        "notes": ["start", "config", "log", "log", "finish"],
+        "everywhere": [{"rank": 0}],
+        "unwrapped": True,
+    }
+    assert other == {"notes": [], "everywhere": [{"rank": 1}], "unwrapped": False}
+
+
+def open_a_picky_tracker() -> None:
+    """Open a tracker that rank 0 alone finds wrong."""
+    Accelerator(cpu=True, log_with=Picky).init_trackers("project")
+
+
+def test_an_error_that_rank_0_alone_sees_is_raised_on_all_ranks():
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(open_a_picky_tracker, 2)
+    assert "TypeError: init() got an unexpected keyword argument 'entty'" in caught.value.failures[0]
+    assert "rank 0 failed in init_trackers: TypeError" in caught.value.failures[1]
+
+
+def profile_on_ranks(folder: str) -> list[str]:
+    """The traces that a rank finds when its profile is over."""
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(activities=["cpu"], output_trace_dir=folder)])
+    with accelerator.profile() as profiler:
+        torch.ones(8) @ torch.ones(8)
+    assert any(event.key == "aten::matmul" for event in profiler.key_averages())
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_each_rank_writes_a_trace_and_all_are_there_at_the_end(tmp_path: Path):
+    assert run_ranks(profile_on_ranks, 2, str(tmp_path)) == [["profile_0.json", "profile_1.json"]] * 2
+    assert json.loads((tmp_path / "profile_1.json").read_text())["traceEvents"]
+
+
+def test_a_profile_may_have_options_of_its_own(tmp_path: Path):
+    accelerator = Accelerator(cpu=True)
+    with accelerator.profile(ProfileKwargs(record_shapes=True, profile_memory=True)) as profiler:
+        torch.ones(8, 8) @ torch.ones(8, 8)
+    assert any(event.input_shapes for event in profiler.key_averages(group_by_input_shape=True))
+    with (
+        pytest.raises(ConfigError, match="unknown activity 'gpu'"),
+        accelerator.profile(ProfileKwargs(activities=["gpu"])),
+    ):
+        pass

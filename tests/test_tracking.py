@@ -1,0 +1,86 @@
+"""What a tracker is, and what never reaches one: secrets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from accel_trainer import logging
+from accel_trainer.errors import ConfigError
+from accel_trainer.tracking import BlankTracker, GeneralTracker, mask_secrets, on_main_process, redact, secrets_of
+
+
+class Notes(GeneralTracker):
+    """Keeps values in memory."""
+
+    name = "notes"
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Keep nothing."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keep nothing."""
+
+    @on_main_process
+    def summarize(self) -> str:
+        """Return something."""
+        return "summary"
+
+
+class Everywhere(Notes):
+    """Logs on every rank."""
+
+    main_process_only = False
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["api_key", "apikey", "WANDB_API_KEY", "hub_token", "hf_token", "token", "password", "db_passwd", "client_secret"],
+)
+def test_values_of_secret_keys_are_masked(key: str):
+    values = {key: "s3cret", "deep": {key: "s3cret", "lr": 0.1}}
+    assert mask_secrets(values) == {key: "***", "deep": {key: "***", "lr": 0.1}}
+    assert secrets_of(values) == {"s3cret"}
+
+
+@pytest.mark.parametrize(
+    "key", ["num_tokens", "max_new_tokens", "pad_token", "token_type", "tokenizer", "secretary", "key"]
+)
+def test_other_values_stay(key: str):
+    assert mask_secrets({key: "x"}) == {key: "x"}
+    assert secrets_of({key: "x"}) == set()
+
+
+def test_a_secret_that_is_not_set_stays_none():
+    assert mask_secrets({"hub_token": None}) == {"hub_token": None}
+
+
+def test_messages_are_redacted():
+    text = "401 for key abc123 at https://me:pw@host/path"
+    assert redact(text, {"abc", "abc123"}) == "401 for key *** at https://***@host/path"
+
+
+def test_a_tracker_without_images_and_tables_says_so():
+    with pytest.raises(ConfigError, match="tracker 'notes' stores no images"):
+        Notes().log_images({})
+    with pytest.raises(ConfigError, match="tracker 'notes' stores no tables"):
+        Notes().log_table("table")
+
+
+def test_methods_can_be_bound_to_the_main_process(monkeypatch: pytest.MonkeyPatch):
+    assert Notes().summarize() == "summary"
+    monkeypatch.setattr(logging, "_rank", 1)
+    assert Notes().summarize() is None
+    assert Everywhere().summarize() == "summary"
+
+
+def test_a_blank_tracker_takes_everything():
+    blank = BlankTracker()
+    blank.start()
+    blank.store_init_configuration({})
+    blank.log({"a": 1}, step=1)
+    blank.log_images({})
+    blank.log_table("table", columns=["a"], data=[[1]])
+    blank.finish()
+    assert blank.tracker is None
