@@ -146,6 +146,7 @@ def load_checkpoint_in_model(
     """
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         model = model.module
+    model = getattr(model, "_orig_mod", model)  # what torch.compile(model) wraps has the names of the files
     weights = WeightFiles(Path(checkpoint))
     own = model.state_dict(keep_vars=True)
     sources, report = _match(own, weights)

@@ -55,6 +55,13 @@ def test_every_layout_of_files_is_loaded(tmp_path: Path, safe: bool, size: str):
     assert [id(p) for p in model.parameters()] == identities
 
 
+def test_a_compiled_model_is_loaded_under_the_users_names(tmp_path: Path):
+    save_weights(build(1).state_dict(), tmp_path)
+    model = torch.compile(build(2), backend="eager")
+    assert load_checkpoint_in_model(model, tmp_path, strict=True) == ([], [])
+    assert equal(model._orig_mod, build(1))
+
+
 def test_an_index_or_a_single_file_may_be_named(tmp_path: Path):
     save_weights(build(1).state_dict(), tmp_path / "parts", "150B")
     torch.save(build(3).state_dict(), tmp_path / "own_name.pt")
