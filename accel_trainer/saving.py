@@ -15,6 +15,7 @@ from accel_trainer.checkpoint.directory import publish_directory
 from accel_trainer.checkpoint.state import TrainState, load_train_state, save_train_state
 from accel_trainer.checkpoint.weights import save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError
+from accel_trainer.runtime.collectives import broadcast_object_list
 from accel_trainer.runtime.health import shared_fate
 from accel_trainer.units import PreparedUnit, prepared_of
 
@@ -142,7 +143,7 @@ class AcceleratorSaving:
             target = Path(output_dir)
         elif configuration.automatic_checkpoint_naming:
             directory = self._checkpoints_directory()
-            existing = numbered_checkpoints(directory)
+            existing = self._agreed_checkpoints(directory)
             number = max([configuration.iteration, *(known + 1 for known, _ in existing)])
             target = directory / f"checkpoint_{number}"
         else:
@@ -163,6 +164,11 @@ class AcceleratorSaving:
             for _, path in numbered_checkpoints(directory)[:-total_limit]:
                 shutil.rmtree(path)
 
+    def _agreed_checkpoints(self, directory: Path) -> list[tuple[int, Path]]:
+        """Return rank 0's list on every rank: on a network disk, ranks may see a new directory at different times."""
+        found = numbered_checkpoints(directory) if self.process.is_main else []
+        return list(broadcast_object_list([found], self.process)[0])
+
     def load_state(self, input_dir: str | Path | None = None) -> None:
         """Load what `save_state` saved, on any number of processes and any native strategy. Collective.
 
@@ -175,7 +181,7 @@ class AcceleratorSaving:
         """
         if input_dir is None:
             directory = self._checkpoints_directory()
-            existing = numbered_checkpoints(directory)
+            existing = self._agreed_checkpoints(directory)
             if not existing:
                 raise CheckpointNotFoundError(
                     f"no checkpoint_N in {directory.absolute()}; save one with save_state() first"

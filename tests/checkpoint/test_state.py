@@ -79,6 +79,11 @@ def test_automatic_naming_counts_on_after_a_load_and_keeps_the_newest(tmp_path: 
     assert kept == ["checkpoint_2", "checkpoint_3", "notes.txt"]
 
 
+def test_a_limit_that_keeps_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"total_limit=0\): keep 1 or more"):
+        ProjectConfiguration(total_limit=0)
+
+
 def test_an_explicit_directory_is_honoured_beside_automatic_naming(tmp_path: Path):
     configuration = ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True)
     accelerator, *_ = prepared(project_config=configuration)
