@@ -285,6 +285,8 @@ class Accelerator(
         if wrapped is None:
             wrapped = AcceleratedOptimizer(optimizer, prepared)
             self._optimizers.append(wrapped)
+            for scheduler in self._schedulers:
+                scheduler.follow(wrapped)
         return wrapped
 
     def _bind(self, optimizer: Optimizer) -> PreparedUnit:

@@ -65,14 +65,24 @@ class AcceleratedOptimizer(Optimizer):
         return self._prepared.window.is_last
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters at the end of an accumulation window; do nothing before it. See the unit's `step`."""
+        """Update the parameters at the end of an accumulation window; do nothing before it. See the unit's `step`.
+
+        Returns:
+            What the first call of `closure` returned, as torch's own optimizers do; None without one.
+        """
         prepared = self._prepared
         if not prepared.window.is_last:
             return None
         prepared.finish_window()
-        outcome = prepared.unit.step(closure)
+        returned: list[Any] = []
+
+        def recorded() -> Any:
+            returned.append(closure())  # type: ignore[misc]
+            return returned[-1]
+
+        outcome = prepared.unit.step(None if closure is None else recorded)
         self._step_was_skipped = not outcome.applied
-        return None
+        return returned[0] if returned else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients before a window's first backward or after its last; keep them in between."""

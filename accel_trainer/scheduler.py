@@ -28,6 +28,12 @@ class AcceleratedScheduler(LRScheduler):
         self.optimizers = tuple(optimizers)
         self.step_with_optimizer = step_with_optimizer
 
+    def follow(self, optimizer: AcceleratedOptimizer) -> None:
+        """Step with `optimizer` from now on if it is the one that is scheduled: it may be prepared later."""
+        scheduled = getattr(self.scheduler.optimizer, "optimizer", self.scheduler.optimizer)
+        if optimizer.optimizer is scheduled and optimizer not in self.optimizers:
+            self.optimizers += (optimizer,)
+
     @property
     def optimizer(self) -> Optimizer:  # type: ignore[override]
         """The optimizer whose learning rates are scheduled."""

@@ -311,6 +311,6 @@ def _check_combination(job: TrainJob, layers: list[nn.Module], whole: set[nn.Par
         )
     if whole and job.scaler is not None:
         raise ConfigError(
-            f"{job.resolved.describe('fsdp.ignored_modules')}: {len(whole)} parameter(s) of {name} are left whole "
-            "(ignored, or scalars), and torch's GradScaler cannot unscale sharded and whole gradients together; use bf16"
+            f"{job.resolved.describe('fsdp.ignored_modules')}: {len(whole)} parameter(s) of {name} stay whole, ignored "
+            "ones or scalars, and torch's GradScaler cannot unscale sharded and whole gradients together; use bf16"
         )

@@ -192,7 +192,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
         assert good == (pytest.approx(norm, rel=1e-5), True, False, 1024.0)
         assert bad[1:] == (False, True, 512.0)
         assert message.startswith("fsdp.ignored_modules=")
-        assert "2 parameter(s) of Net are left whole" in message
+        assert "2 parameter(s) of Net stay whole" in message
         assert "cannot unscale sharded and whole gradients together; use bf16" in message
         assert not is_sharded
 
