@@ -338,6 +338,7 @@ def init_process(
         ProcessGroupError: the launcher's variables are incomplete, or the group cannot be formed.
         ConfigError: the device cannot serve this rank.
     """
+    global _current
     info = find_launch_info(environ)
     is_joined = dist.is_available() and dist.is_initialized()
     if is_joined:
@@ -345,7 +346,8 @@ def init_process(
     device = _use_device(info, use_cpu=use_cpu)
     if info is None:
         logging.set_rank(0)
-        return _remember(ProcessContext(0, 0, 1, 1, device, None))
+        _current = ProcessContext(0, 0, 1, 1, device, None)
+        return _current
     if is_joined:
         _check_backend_carries(device)
         if timeout_seconds is not None:
@@ -355,15 +357,10 @@ def init_process(
         seconds = _DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
         _init_process_group(info, device, backend or _select_backend(device), seconds)
     logging.set_rank(info.rank, info.world_size, _wait_for_ranks)
-    return _remember(
-        ProcessContext(info.rank, info.local_rank, info.world_size, info.local_world_size, device, dist.get_backend())
+    _current = ProcessContext(
+        info.rank, info.local_rank, info.world_size, info.local_world_size, device, dist.get_backend()
     )
-
-
-def _remember(process: ProcessContext) -> ProcessContext:
-    global _current
-    _current = process
-    return process
+    return _current
 
 
 def current_process() -> ProcessContext:
