@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -277,7 +278,7 @@ def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, ti
             f"rank {info.rank} of {info.world_size} could not join the process group at {address}:{port} "
             f"(backend {backend}, {info.launcher}): {error}. Check that all ranks were started and can reach it"
         ) from error
-    atexit.register(destroy_process_group)
+    atexit.register(_leave_at_exit)
 
 
 def _share_cores(environ: Mapping[str, str], device: torch.device, local_world_size: int) -> None:
@@ -391,6 +392,16 @@ def set_group_timeout(group: dist.ProcessGroup, timeout_seconds: float) -> None:
         backend = group._get_backend(device)
         if hasattr(backend, "_set_default_timeout"):
             backend._set_default_timeout(timedelta(seconds=timeout_seconds))
+
+
+def _leave_at_exit() -> None:
+    """Leave the group of a script that just ends; torch warns about those that do not.
+
+    Not after an error: leaving may wait for collectives that the other ranks never join, and the launcher learns of the
+    error only when this process is gone.
+    """
+    if getattr(sys, "last_value", None) is None:
+        destroy_process_group()
 
 
 def destroy_process_group() -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from accel_trainer.errors import ConfigError, ProcessGroupError
+from accel_trainer.runtime import process as process_module
 from accel_trainer.runtime.process import (
     LaunchInfo,
     find_launch_info,
@@ -429,6 +430,15 @@ def test_a_script_that_just_ends_leaves_the_group_without_a_warning(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")) == ["", "0 2", "1 2"]
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("error", [None, ValueError("boom")])
+def test_a_script_that_fails_does_not_wait_for_the_others(error: Exception | None, monkeypatch: pytest.MonkeyPatch):
+    left = []
+    monkeypatch.setattr(process_module, "destroy_process_group", lambda: left.append(True))
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    process_module._leave_at_exit()
+    assert bool(left) == (error is None)
 
 
 def test_contexts_are_plain_values():
