@@ -302,6 +302,8 @@ class ProjectConfiguration:
     save_on_each_node: bool = False
 
     def __post_init__(self) -> None:
+        if self.total_limit is not None and self.total_limit < 1:
+            raise ConfigError(f"ProjectConfiguration(total_limit={self.total_limit}): keep 1 or more, or None for all")
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | Path | None) -> None:
