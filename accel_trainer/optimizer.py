@@ -87,6 +87,8 @@ class AcceleratedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients before a window's first backward or after its last; keep them in between."""
         if self._prepared.may_drop_gradients:
+            if self._prepared.tokens is not None:
+                self._prepared.tokens.drop()
             self._prepared.unit.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,6 +18,7 @@ from accel_trainer.plugins import AutocastKwargs
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Strategy, TrainUnit
+from accel_trainer.token_mean import TokenWindow
 from accel_trainer.units import PreparedUnit, prepared_of
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ class _Accumulate:
             window = prepared.window
             window.advance(remaining, ends_data)
             prepared.corrected = prepared.took_backward = False
+            if window.held == 1 and prepared.tokens is not None:
+                prepared.tokens.begin()
             if window.num_steps > 1:
                 prepared.unit.set_gradient_sync(window.exchanges_gradients)
         self._outer, accelerator._current = accelerator._current, self._prepared
@@ -147,20 +151,66 @@ class AcceleratorStepping:
         Where ranks hold unequally many samples of a step (`even_batches=False`), each loss counts by its samples; a
         rank without any takes part with weight zero. Collective on the last micro-batch of a window.
         """
-        rows = self.gradient_state.rows
-        if rows is not None and len(rows.rows) == self.process.world_size:
-            weight = rows.weight(self.process.rank)
-            loss = loss if weight == 1.0 else loss * weight
-        if self._current:
-            leading = self._current[0]
-            divisor = leading.window.divisor
-            leading.unit.backward(loss if divisor == 1 else loss / divisor, **kwargs)
-            for prepared in self._current:
-                prepared.took_backward = True
-        elif self._prepared:
-            self._prepared[0].unit.backward(loss, **kwargs)
-        else:
+        units = self._current or self._prepared[:1]
+        if not units:
             raise ConfigError("backward() was called before a model was prepared; pass the model to prepare() first")
+        leading = units[0]
+        if leading.tokens is None or not leading.tokens.is_weighed:
+            rows = self.gradient_state.rows
+            if rows is not None and len(rows.rows) == self.process.world_size:
+                weight = rows.weight(self.process.rank)
+                loss = loss if weight == 1.0 else loss * weight
+            if self._current and leading.window.divisor != 1:
+                loss = loss / leading.window.divisor
+        leading.unit.backward(loss, **kwargs)
+        for prepared in units:
+            prepared.took_backward = prepared.took_backward or bool(self._current)
+            if prepared.tokens is not None:
+                prepared.tokens.take_backward()
+
+    def global_token_mean(self, loss_sum: Tensor, num_tokens: Tensor | int) -> Tensor:
+        """Return a loss for `backward`, so that the update's gradient is that of the mean over all its tokens.
+
+        Over all tokens of the accumulation window and of all ranks, however unequally they are spread: a token of a
+        short sequence counts as much as one of a long one. All losses of a window have to come from here. The result
+        is no mean to look at: for that, `reduce` sums and numbers.
+
+        Collective at the end of a window, where `clip_grad_norm_` or `optimizer.step()` sum the numbers of tokens, and
+        in the first call. A rank without samples (`even_batches=False`) counts none; samples that fill up a last batch
+        (`even_batches=True`) count like others.
+
+        Args:
+            loss_sum: scalar, the sum of the losses of this micro-batch's tokens on this rank.
+            num_tokens: how many tokens that are; 0 is allowed, and a window without any leaves gradients at zero.
+
+        Returns:
+            Scalar.
+
+        Raises:
+            ConfigError: an argument is no scalar, or no model is prepared.
+        """
+        units = self._current or self._prepared[:1]
+        count = torch.as_tensor(num_tokens, device=loss_sum.device)
+        if not units or loss_sum.numel() != 1 or count.numel() != 1 or count.is_floating_point():
+            raise ConfigError(
+                f"global_token_mean() got a loss of shape {tuple(loss_sum.shape)} and tokens {num_tokens!r} for "
+                f"{len(units)} prepared model(s); it takes a sum (reduction='sum') and an integer, after prepare()"
+            )
+        count = count.detach().reshape(()).to(torch.int64)
+        rows = self.gradient_state.rows
+        if rows is not None and len(rows.rows) == self.process.world_size and rows.rows[self.process.rank] == 0:
+            # The one row of this batch stands in for none, so that this rank takes part in what is collective.
+            loss_sum, count = loss_sum * 0, count * 0
+        for prepared in units:
+            prepared.tokens = prepared.tokens or TokenWindow(self.process)
+        leading = units[0]
+        assert leading.tokens is not None
+        stand_in = leading.tokens.stand_in(count, leading.window.num_steps)
+        for prepared in units:
+            assert prepared.tokens is not None
+            prepared.tokens.add(count, stand_in)
+        # Strategies average gradients over the ranks, hence the factor world_size.
+        return loss_sum.reshape(()) * (self.process.world_size / stand_in)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Context for computations outside of the model, a loss for instance, in the configured precision.

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from accel_trainer.accumulation import AccumulationWindow
 from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.api import TrainUnit
+from accel_trainer.token_mean import TokenWindow
 
 __all__ = ["PreparedUnit", "find_prepared", "prepared_of"]
 
@@ -25,6 +26,8 @@ class PreparedUnit:
     """Whether the unit was laid out without what exchanges gradients."""
     took_backward: bool = False
     """Whether the current micro-batch has had its backward."""
+    tokens: TokenWindow | None = None
+    """What the window's losses were summed over, once a loss has been weighed by tokens."""
     corrected: bool = False
     """Whether this window's gradients have been brought to the mean over what it held."""
 
@@ -41,7 +44,13 @@ class PreparedUnit:
         return window.is_last if self.took_backward else window.held == 1
 
     def finish_window(self) -> None:
-        """Correct the gradients of a window that ended earlier than planned; once, before they are used."""
+        """Bring the gradients to the mean over what the window held; once, before they are used.
+
+        Collective where losses were weighed by tokens.
+        """
+        if self.tokens is not None and self.tokens.is_open:
+            self.unit.scale_gradients(self.tokens.close())
+            self.corrected = True
         factor = self.window.correction
         if factor != 1.0 and not self.corrected:
             self.unit.scale_gradients(factor)

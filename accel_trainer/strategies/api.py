@@ -121,8 +121,8 @@ class TrainUnit(Protocol):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate gradients of `loss`, divided already. Collective when gradients are exchanged."""
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the accumulated gradients; used when an accumulation window turned out shorter than planned."""
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply the accumulated gradients, by a scalar on any device, to make them the mean over their window."""
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Bound the global norm of the gradients and return it as it was before.

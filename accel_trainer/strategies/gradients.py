@@ -88,8 +88,8 @@ def clip_grad_value(parameters: Iterable[Tensor], clip_value: float) -> None:
         torch._foreach_clamp_max_(gradients, clip_value)
 
 
-def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
-    """Multiply all gradients by `factor`."""
+def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply all gradients by `factor`: a number, or a scalar on any device."""
     gradients = [_local(gradient) for gradient in gradients_of(parameters)]
     if gradients:
-        torch._foreach_mul_(gradients, factor)
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device) if isinstance(factor, Tensor) else factor)

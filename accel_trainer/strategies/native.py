@@ -87,7 +87,7 @@ class NativeUnit:
             self.scaler.unscale_(self.optimizer)
             self._unscaled = True
 
-    def scale_gradients(self, factor: float) -> None:
+    def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the accumulated gradients by `factor`."""
         gradients.scale_gradients(self.module.parameters(), factor)
 
