@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,13 +17,12 @@ import torch.distributed as dist
 
 from accel_trainer import logging
 from accel_trainer.errors import ConfigError, ProcessGroupError
+from accel_trainer.runtime.launchers import DEFAULT_PORT, LaunchInfo, find_launch_info
 
 __all__ = [
-    "LaunchInfo",
     "ProcessContext",
     "current_process",
     "destroy_process_group",
-    "find_launch_info",
     "init_process",
     "read_environment",
     "select_device",
@@ -33,7 +31,6 @@ __all__ = [
 
 logger = logging.get_logger(__name__)
 
-_DEFAULT_PORT = 29500
 
 # The context that init_process returned last, for functions that users call without naming a process.
 _current: ProcessContext | None = None
@@ -68,157 +65,9 @@ class ProcessContext:
         return self.world_size > 1
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchInfo:
-    """What a launcher said about this process, before anything is initialised."""
-
-    launcher: str
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    main_address: str | None
-    main_port: int | None
-
-
 def read_environment() -> dict[str, str]:
     """Return a copy of this process's environment, for `config.resolve` and `init_process`."""
     return dict(os.environ)
-
-
-def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return a launcher's variable as a number; without it, the default, or an error when there is none."""
-    value = environ.get(name)
-    if value is None:
-        if default is not None:
-            return default
-        raise ProcessGroupError(
-            f"{name} is not set although another variable of the launcher is; set it, or start the job with "
-            "`accel-trainer launch` or torchrun"
-        )
-    try:
-        return int(value)
-    except ValueError:
-        raise ProcessGroupError(f"{name}={value!r} is not an integer; check what launched this process") from None
-
-
-def _from_torchrun(environ: Mapping[str, str]) -> LaunchInfo:
-    rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
-    single_node = "LOCAL_WORLD_SIZE" not in environ and "LOCAL_RANK" not in environ
-    return LaunchInfo(
-        launcher="torchrun",
-        rank=rank,
-        local_rank=rank if single_node else _integer(environ, "LOCAL_RANK"),
-        world_size=world_size,
-        local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", world_size),
-        main_address=environ.get("MASTER_ADDR"),
-        main_port=_integer(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None,
-    )
-
-
-def first_slurm_host(node_list: str) -> str:
-    """Return the first host of a SLURM node list such as `gpu[003-007,012],login1`."""
-    entry = re.split(r",(?![^\[]*\])", node_list)[0]  # a comma outside of brackets
-    host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", entry)
-    if not host or "[" in host or "]" in host:
-        raise ProcessGroupError(f"SLURM node list {node_list!r} cannot be read; set MASTER_ADDR to the first node")
-    return host
-
-
-def _slurm_tasks_on_this_node(environ: Mapping[str, str], world_size: int) -> int:
-    """Return this node's number in a layout such as `4(x2),3`: 4 tasks on two nodes, 3 on the third."""
-    layout = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    nodes = [int(tasks) for tasks, repeats in layout for _ in range(int(repeats or 1))]
-    node = _integer(environ, "SLURM_NODEID", 0)
-    return nodes[node] if node < len(nodes) else world_size
-
-
-def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo:
-    rank, world_size = _integer(environ, "SLURM_PROCID"), _integer(environ, "SLURM_STEP_NUM_TASKS")
-    node_list = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    address = environ.get("MASTER_ADDR") or (first_slurm_host(node_list) if node_list else None)
-    # Two jobs on one node must not meet: the port follows the job number.
-    port = _integer(environ, "MASTER_PORT", 12000 + _integer(environ, "SLURM_JOB_ID", 0) % 20000)
-    return LaunchInfo(
-        launcher="SLURM",
-        rank=rank,
-        local_rank=_integer(environ, "SLURM_LOCALID"),
-        world_size=world_size,
-        local_world_size=_slurm_tasks_on_this_node(environ, world_size),
-        main_address=address,
-        main_port=port,
-    )
-
-
-def _from_mpi(environ: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> LaunchInfo:
-    world_size = _integer(environ, size)
-    local_world_size = _integer(environ, local_size, world_size)
-    address = environ.get("MASTER_ADDR")
-    # Only where MPI says that all ranks are here: on two nodes, each would wait for the other on its own loopback.
-    if address is None and local_size in environ and local_world_size == world_size:
-        address = "127.0.0.1"
-    index = _integer(environ, rank)
-    return LaunchInfo(
-        launcher="MPI",
-        rank=index,
-        local_rank=_integer(environ, local_rank, index),
-        world_size=world_size,
-        local_world_size=local_world_size,
-        main_address=address,
-        main_port=_integer(environ, "MASTER_PORT", _DEFAULT_PORT),
-    )
-
-
-def _check_consistent(info: LaunchInfo) -> None:
-    """Refuse numbers that contradict each other: the group would wait for ranks that nobody starts."""
-    if not 0 <= info.rank < info.world_size:
-        raise ProcessGroupError(
-            f"{info.launcher} says rank {info.rank} of {info.world_size}; ranks go from 0 to world size - 1"
-        )
-    if info.local_world_size > info.world_size:
-        raise ProcessGroupError(
-            f"{info.launcher} says {info.local_world_size} processes on this node and {info.world_size} in the whole "
-            "job; check what launched this process"
-        )
-    if not 0 <= info.local_rank < info.local_world_size:
-        raise ProcessGroupError(
-            f"{info.launcher} says local rank {info.local_rank} of {info.local_world_size} on this node; they go "
-            "from 0 to the node's number of processes - 1"
-        )
-
-
-def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo | None:
-    """Return what the launcher says: torchrun's variables first, then Open MPI, Intel MPI / MPICH and SLURM (srun).
-
-    Returns:
-        None when no launcher started this process.
-
-    Raises:
-        ProcessGroupError: the variables of a launcher are incomplete or contradict each other.
-    """
-    info = None
-    if "RANK" in environ or ("WORLD_SIZE" in environ and "LOCAL_RANK" in environ):
-        info = _from_torchrun(environ)
-    elif "OMPI_COMM_WORLD_SIZE" in environ:
-        info = _from_mpi(
-            environ,
-            "OMPI_COMM_WORLD_RANK",
-            "OMPI_COMM_WORLD_SIZE",
-            "OMPI_COMM_WORLD_LOCAL_RANK",
-            "OMPI_COMM_WORLD_LOCAL_SIZE",
-        )
-    elif "PMI_SIZE" in environ and "PMI_RANK" in environ and "SLURM_PROCID" not in environ:
-        info = _from_mpi(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    elif "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
-        info = _from_slurm(environ)
-        if info.world_size == 1:
-            return None
-    elif environ.get("WORLD_SIZE", "1") != "1":
-        # Somebody expects several processes, and this one does not know which it is: not a job of one.
-        info = _from_torchrun(environ)
-    if info is not None:
-        _check_consistent(info)
-    return info
 
 
 def select_device(local_rank: int, local_world_size: int, *, use_cpu: bool) -> torch.device:
@@ -263,7 +112,7 @@ def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, ti
             f"{info.launcher} started rank {info.rank} of {info.world_size} and MASTER_ADDR is not set; "
             "set MASTER_ADDR to the address of rank 0's node"
         )
-    port = info.main_port if info.main_port is not None else _DEFAULT_PORT
+    port = info.main_port if info.main_port is not None else DEFAULT_PORT
     try:
         dist.init_process_group(
             backend,
