@@ -33,7 +33,13 @@ _LAUNCHER_VARIABLES = (
 _LAUNCHER_PREFIXES = ("ACCELERATE_", "ACCEL_TRAINER_", "FSDP_", "OMPI_", "SLURM_", "TORCHELASTIC_")
 
 # Set by libraries while they are imported or warm up, whoever does so first.
-_ALLOWED_VARIABLES = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
+_ALLOWED_VARIABLES = {
+    "PYTEST_CURRENT_TEST",
+    "KMP_INIT_AT_FORK",
+    "KMP_DUPLICATE_LIB_OK",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # Hugging Face accelerate sets it, and transformers imports accelerate where it is
+}
 _ALLOWED_VARIABLE_PREFIXES = ("TRITON_", "HYPOTHESIS_")
 
 # Daemon threads that live as long as the process and belong to a library, by the start of their name or their class.
