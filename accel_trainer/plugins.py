@@ -254,9 +254,9 @@ class FullyShardedDataParallelPlugin:
     fsdp_version: int = 2
 
     def __post_init__(self) -> None:
-        if self.fsdp_version != 2:
+        if str(self.fsdp_version) != "2":
             raise ConfigError(
-                f"FullyShardedDataParallelPlugin(fsdp_version={self.fsdp_version}): only FSDP2 is offered; pass 2"
+                f"FullyShardedDataParallelPlugin(fsdp_version={self.fsdp_version!r}): only FSDP2 is offered; pass 2"
             )
 
     @property

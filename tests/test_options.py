@@ -273,9 +273,11 @@ def test_a_value_that_the_configuration_refuses_is_refused_in_a_plugin(given: di
         configured(fsdp_plugin=FullyShardedDataParallelPlugin(**given))
 
 
-def test_fsdp1_is_refused_by_the_plugin():
-    with pytest.raises(ConfigError, match=r"FullyShardedDataParallelPlugin\(fsdp_version=1\): only FSDP2 is offered"):
-        FullyShardedDataParallelPlugin(fsdp_version=1)
+@pytest.mark.parametrize("version", [1, "1"])
+def test_fsdp1_is_refused_by_the_plugin(version: Any):
+    with pytest.raises(ConfigError, match=rf"Plugin\(fsdp_version={version!r}\): only FSDP2 is offered; pass 2"):
+        FullyShardedDataParallelPlugin(fsdp_version=version)
+    assert FullyShardedDataParallelPlugin(fsdp_version=type(version)(2)).options() == {"strategy": "fsdp2"}
 
 
 def test_options_of_loaders_and_groups_reach_the_configuration():
