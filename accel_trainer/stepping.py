@@ -271,11 +271,13 @@ class AcceleratorStepping:
             touched = self._prepared
         else:
             wanted = {id(p) for p in parameters}
-            touched = [p for p in self._prepared if any(id(own) in wanted for own in p.unit.module.parameters())]
-            if not touched:
+            held = {p: {id(own) for own in p.unit.module.parameters()} for p in self._prepared}
+            touched = [prepared for prepared, own in held.items() if not wanted.isdisjoint(own)]
+            stale = wanted.difference(*held.values()) if self.strategy.capabilities.shards_parameters else ()
+            if stale or not touched:
                 raise ConfigError(
-                    f"none of the {len(parameters)} parameters belongs to a prepared model; sharding replaces "
-                    "parameters, so take model.parameters() from the model that prepare() returned"
+                    f"{len(stale) or len(wanted)} of {len(wanted)} parameters belong to no prepared model; sharding "
+                    "replaces parameters, so take model.parameters() from the model that prepare() returned"
                 )
         for prepared in touched:
             prepared.finish_window()

@@ -24,6 +24,8 @@ class LaunchInfo:
     local_world_size: int
     main_address: str | None
     main_port: int | None
+    has_own_device: bool = False
+    """Whether the launcher shows each task its own accelerator, as device 0."""
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -87,6 +89,7 @@ def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo:
         local_world_size=_slurm_tasks_on_this_node(environ, world_size),
         main_address=address,
         main_port=port,
+        has_own_device="SLURM_GPUS_PER_TASK" in environ,
     )
 
 

@@ -141,6 +141,8 @@ def _share_cores(environ: Mapping[str, str], device: torch.device, local_world_s
 def _use_device(info: LaunchInfo | None, *, use_cpu: bool) -> torch.device:
     """Select this rank's device and make it torch's current one: FSDP2 and nccl look there."""
     local_rank, local_world_size = (info.local_rank, info.local_world_size) if info is not None else (0, 1)
+    if info is not None and info.has_own_device and torch.accelerator.device_count() == 1:
+        local_rank, local_world_size = 0, 1
     device = select_device(local_rank, local_world_size, use_cpu=use_cpu)
     if info is not None and device.type not in ("cpu", "mps"):
         torch.accelerator.set_device_index(device.index)

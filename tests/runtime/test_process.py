@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime import process as process_module
-from accel_trainer.runtime.process import init_process, read_environment, select_device
+from accel_trainer.runtime.launchers import LaunchInfo
+from accel_trainer.runtime.process import _use_device, init_process, read_environment, select_device
 from tests.ranks import RankFailure, preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -60,6 +61,18 @@ def test_more_ranks_than_devices_are_refused(machine: Any):
     machine("cuda", 2)
     with pytest.raises(ConfigError, match=r"local rank 2 has no device: 3 processes .* 2 cuda device.*most 2.*--cpu"):
         select_device(2, 3, use_cpu=False)
+
+
+@pytest.mark.parametrize(("own", "expected"), [(True, "cuda:0"), (False, None)])
+def test_a_task_that_sees_only_its_own_device_takes_it(machine: Any, monkeypatch: Any, own: bool, expected: str | None):
+    machine("cuda", 1)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    info = LaunchInfo("SLURM", 3, 3, 4, 4, "node0", 12345, has_own_device=own)
+    if expected is None:
+        with pytest.raises(ConfigError, match="local rank 3 has no device"):
+            _use_device(info, use_cpu=False)
+    else:
+        assert _use_device(info, use_cpu=False) == torch.device(expected)
 
 
 def test_mps_serves_one_process(machine: Any):

@@ -232,6 +232,7 @@ def clipping() -> Any:
     messages = [
         refused(lambda: accelerator.clip_grad_norm_(stale, 1.0)),
         refused(lambda: accelerator.clip_grad_value_(stale, 1.0)),
+        refused(lambda: accelerator.clip_grad_norm_([stale[0], *model.parameters()], 1.0)),
     ]
     return norm, messages, str(accelerator.distributed_type), optimizer.optimizer.param_groups[0]["lr"]
 
@@ -242,8 +243,8 @@ def test_parameters_taken_before_sharding_cannot_be_clipped():
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
     for found, messages, kind, _ in results("clipping"):
         assert found == pytest.approx(norm, rel=1e-5)
-        for message in messages:
-            assert "none of the 10 parameters belongs to a prepared model" in message
+        for message, counted in zip(messages, ("10 of 10", "10 of 10", "1 of 11"), strict=True):
+            assert f"{counted} parameters belong to no prepared model" in message
             assert "take model.parameters() from the model that prepare() returned" in message
         assert kind == "DistributedType.FSDP"
 
