@@ -1,0 +1,106 @@
+"""The scripts of examples/by_feature run, and show what they say they show."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sklearn")
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples" / "by_feature"
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "digits")
+
+# What each script prints, with options that make it short.
+EXPECTED = {
+    "automatic_batch_size": (
+        ["--epochs", "1", "--starting_batch_size", "64", "--pretend_limit", "50"],
+        r"trying 64 .*\n.*trying 57 .*\n.*trying 51 .*\n.*trying 45 .*\n.*finished with a loss of \d",
+    ),
+    "distributed_evaluation": ([], r"accuracy (0\.[89]\d+) over 297 samples, and \1 by shares"),
+    "early_stopping": (["--threshold", "0.5"], r"stopped after \d+ steps"),
+    "gradient_accumulation": (["--epochs", "1", "--steps", "5"], r"epoch 0: 19 updates, last loss \d"),
+    "gradient_clipping": (["--epochs", "1"], r"\d+ of 47 updates were clipped to a norm of 0\.5"),
+    "mixed_precision": (
+        ["--epochs", "1", "--output_dtype", "kept"],
+        r"logits torch\.bfloat16, weights torch\.float32, loss \d\.\d+, 0 updates skipped",
+    ),
+    "profiling": ([], r"aten::addmm"),
+    "several_models": (["--epochs", "1"], r"epoch 0: discriminator \d\.\d+, generator \d\.\d+"),
+    "token_weighted_loss": (
+        ["--epochs", "2"],
+        r"epoch 0: loss 1\.\d+ over 1503 tokens\n.*epoch 1: loss 0\.\d+ over 1503",
+    ),
+    "tracking": (["--epochs", "1"], r"print: \{'epochs': 1.*\nprint: step 0: \{'train/loss': \d"),
+    "uneven_data": (["--epochs", "1"], r"100 samples in 1 epochs, sum of weights \d+"),
+}
+
+
+def run(script: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Run a script as `python script arguments` would, in this process: its imports are paid for already."""
+    monkeypatch.setattr(sys, "argv", [str(FOLDER / f"{script}.py"), *arguments])
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.chdir(folder)
+    runpy.run_path(str(FOLDER / f"{script}.py"), run_name="__main__")
+
+
+def test_every_script_is_expected_to_print_something():
+    assert sorted(EXPECTED) == SCRIPTS
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_is_short_and_has_help(
+    script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert len((FOLDER / f"{script}.py").read_text().splitlines()) < 80
+    with pytest.raises(SystemExit) as ended:
+        run(script, "--help", monkeypatch=monkeypatch, folder=tmp_path)
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert f"examples/by_feature/{script}.py" in text
+    assert "--epochs" in text
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_runs_in_one_process(
+    script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    arguments, expected = EXPECTED[script]
+    run(script, "--cpu", *arguments, monkeypatch=monkeypatch, folder=tmp_path)
+    assert re.search(expected, capsys.readouterr().out)
+
+
+def test_tracking_writes_to_tensorboard(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    pytest.importorskip("tensorboard")
+    arguments = ["--cpu", "--epochs", "1", "--log_with", "tensorboard", "--project_dir", "logs"]
+    run("tracking", *arguments, monkeypatch=monkeypatch, folder=tmp_path)
+    assert list(tmp_path.glob("logs/digits/events.out.tfevents.*"))
+
+
+def test_profiling_writes_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run("profiling", "--cpu", "--output_trace_dir", "traces", monkeypatch=monkeypatch, folder=tmp_path)
+    assert [path.name for path in tmp_path.glob("traces/*")] == ["profile_0.json"]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("script", ["distributed_evaluation", "uneven_data"])
+def test_a_script_runs_on_two_ranks(
+    script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    arguments, expected = EXPECTED[script]
+    command = [sys.executable, "-m", "accel_trainer", "launch", "--cpu", "--num_processes", "2"]
+    finished = subprocess.run(
+        [*command, str(FOLDER / f"{script}.py"), *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=110
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert re.search(expected, finished.stdout)
+    if script == "uneven_data":
+        run(script, "--cpu", *arguments, monkeypatch=monkeypatch, folder=tmp_path)
+        assert capsys.readouterr().out.strip() in finished.stdout
