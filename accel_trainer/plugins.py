@@ -220,10 +220,19 @@ class GradientAccumulationPlugin:
     """Whether the last batch of a loader ends a window."""
     sync_each_batch: bool | None = None
     """Exchange gradients on every micro-batch: more communication, less memory when sharded."""
+    adjust_scheduler: bool | None = None
+    """Taken for scripts that set it; a schedule always steps once per update, so False is refused."""
+
+    def __post_init__(self) -> None:
+        if self.adjust_scheduler is False:
+            raise ConfigError(
+                "GradientAccumulationPlugin(adjust_scheduler=False): a prepared scheduler steps once per update; pass "
+                "Accelerator(step_scheduler_with_optimizer=False) and step it when you like"
+            )
 
     def options(self) -> dict[str, Any]:
         """Return the options that were set, by dotted path."""
-        options = {f"accumulation.{f.name}": getattr(self, f.name) for f in fields(self)}
+        options = {f"accumulation.{f.name}": getattr(self, f.name) for f in fields(self) if f.name != "adjust_scheduler"}
         return {path: value for path, value in options.items() if value is not None}
 
 

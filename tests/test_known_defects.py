@@ -1,0 +1,189 @@
+"""What was measured to go wrong elsewhere and must not here, by the numbers of the ledger of defects."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_trainer import (
+    Accelerator,
+    AutocastKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    PartialState,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from accel_trainer.errors import ConfigError
+from tests.ranks import preload, run_ranks
+
+preload("accel_trainer.accelerator")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def layout(state_first: bool = False, **options: Any) -> tuple[int, int, str, bool]:
+    """What a rank knows of the job."""
+    if state_first:
+        PartialState()
+    accelerator = Accelerator(**options)
+    seen = torch.tensor([accelerator.process_index])
+    together = accelerator.gather(seen).tolist() == list(range(accelerator.num_processes))
+    return accelerator.num_processes, accelerator.process_index, str(accelerator.distributed_type), together
+
+
+def test_d1_two_ranks_on_a_cpu_machine_are_one_job():
+    assert run_ranks(layout, 2) == [(2, rank, "DistributedType.MULTI_CPU", True) for rank in range(2)]
+
+
+def test_d2_a_state_made_before_the_accelerator_heeds_the_environment_too():
+    results = run_ranks(layout, 2, state_first=True, env={"ACCELERATE_USE_CPU": "true"})
+    assert results == [(2, rank, "DistributedType.MULTI_CPU", True) for rank in range(2)]
+
+
+@pytest.mark.multirank
+def test_d3_launching_two_processes_on_the_cpu_starts_two(tmp_path: Path):
+    script = tmp_path / "job.py"
+    script.write_text(
+        "from accel_trainer import Accelerator\na = Accelerator()\nprint(f'<{a.process_index}/{a.num_processes}>')"
+    )
+    command = [sys.executable, "-m", "accel_trainer", "launch", "--cpu", "--num_processes", "2", str(script)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    finished = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=110, check=True
+    )
+    assert all(text in finished.stdout for text in ("<0/2>", "<1/2>"))
+
+
+def test_d5_fsdp_on_the_cpu_is_fsdp():
+    results = run_ranks(layout, 2, cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    assert {kind for _, _, kind, _ in results} == {str(DistributedType.FSDP)}
+
+
+def step_schedule(**options: Any) -> int:
+    """How often a schedule has stepped after 2 windows of 4."""
+    accelerator = Accelerator(cpu=True, **options)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    for _ in range(8):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return scheduler.last_epoch
+
+
+def test_d13_a_schedule_is_adjusted_to_accumulation_or_the_option_is_refused():
+    plugin = GradientAccumulationPlugin(num_steps=4, adjust_scheduler=True)
+    assert step_schedule(gradient_accumulation_plugin=plugin) == 2
+    with pytest.raises(
+        ConfigError, match=r"adjust_scheduler=False\): a prepared scheduler steps once per update; pass"
+    ):
+        GradientAccumulationPlugin(num_steps=4, adjust_scheduler=False)
+
+
+def test_d14_an_explicit_argument_beats_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "7")
+    assert Accelerator(cpu=True, gradient_accumulation_steps=2).gradient_accumulation_steps == 2
+
+
+def test_d15_fp16_on_the_cpu_is_refused():
+    with pytest.raises(ConfigError, match="fp16 was asked for on the CPU, which has no fp16 training"):
+        Accelerator(cpu=True, mixed_precision="fp16")
+
+
+def prepared(tmp_path: Path, **options: Any) -> Accelerator:
+    configuration = ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True, **options)
+    accelerator = Accelerator(cpu=True, project_config=configuration)
+    accelerator.prepare(nn.Linear(1, 1))
+    return accelerator
+
+
+def test_d16_automatic_naming_heeds_a_directory_keeps_the_newest_and_bears_other_files(tmp_path: Path):
+    accelerator = prepared(tmp_path, total_limit=2)
+    accelerator.save_state(tmp_path / "elsewhere")
+    assert (tmp_path / "elsewhere").is_dir()
+    for _ in range(2):
+        accelerator.save_state()
+    (tmp_path / "checkpoints" / "notes.txt").write_text("not a checkpoint")
+    resumed = prepared(tmp_path, total_limit=2)
+    resumed.load_state()
+    newest = resumed.save_state()
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["checkpoint_1", newest.name, "notes.txt"]
+    assert newest.name == "checkpoint_2"
+
+
+def test_d18_a_partial_window_weighs_what_it_holds():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = nn.Linear(1, 1)
+    loader = torch.utils.data.DataLoader(torch.ones(6, 1), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    gradients = []
+    for _ in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model.bias.sum())
+            if accelerator.sync_gradients:
+                gradients.append(model.bias.grad.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert gradients == pytest.approx([1.0, 1.0])
+
+
+def test_d19_a_schedule_steps_once_per_update_on_any_number_of_ranks():
+    assert run_ranks(step_schedule, 2, gradient_accumulation_steps=4) == [2, 2]
+
+
+def prepare_frozen(strategy: str) -> tuple[float, int]:
+    """Prepare a model without trainable parameters beside one that trains."""
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    torch.manual_seed(accelerator.process_index)
+    frozen = nn.Linear(2, 1).requires_grad_(False)
+    student = nn.Linear(2, 1)
+    frozen, student = accelerator.prepare(frozen, student)
+    loss = (frozen(torch.ones(1, 2)) - student(torch.ones(1, 2))).square().sum()
+    accelerator.backward(loss)
+    return loss.item(), sum(p.grad is not None for p in student.parameters())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_d20_a_frozen_model_can_be_prepared(strategy: str):
+    first, second = run_ranks(prepare_frozen, 2, strategy)
+    assert first == second
+    assert first[1] == 2
+
+
+def wrapped_blocks() -> int:
+    """How many modules a policy of the user's has made units of sharding."""
+    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy=lambda module: isinstance(module, nn.Linear))
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+    return sum(isinstance(module, torch.distributed.fsdp.FSDPModule) for module in model.modules())
+
+
+def test_d32_a_wrap_policy_of_the_users_is_followed():
+    assert run_ranks(wrapped_blocks, 2) == [3, 3]
+
+
+def test_d33_option_objects_leave_the_environment_alone():
+    before = dict(os.environ)
+    FullyShardedDataParallelPlugin(cpu_offload=True)
+    Accelerator(
+        cpu=True,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2),
+        dynamo_plugin=TorchDynamoPlugin(backend="eager"),
+        kwargs_handlers=[AutocastKwargs(), ProfileKwargs()],
+    )
+    assert dict(os.environ) == before
