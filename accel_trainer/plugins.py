@@ -232,7 +232,9 @@ class GradientAccumulationPlugin:
 
     def options(self) -> dict[str, Any]:
         """Return the options that were set, by dotted path."""
-        options = {f"accumulation.{f.name}": getattr(self, f.name) for f in fields(self) if f.name != "adjust_scheduler"}
+        options = {
+            f"accumulation.{f.name}": getattr(self, f.name) for f in fields(self) if f.name != "adjust_scheduler"
+        }
         return {path: value for path, value in options.items() if value is not None}
 
 
