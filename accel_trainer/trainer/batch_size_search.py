@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
 from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.memory import clear_device_cache, is_out_of_memory
 
 __all__ = ["EvaluationOutOfMemoryError", "find_executable_batch_size", "is_out_of_memory"]
 
 T = TypeVar("T")
 
-_MESSAGES = (
-    "out of memory",
-    "CUDNN_STATUS_NOT_SUPPORTED",
-    "can't allocate memory",  # DefaultCPUAllocator
-)
-
 
 class EvaluationOutOfMemoryError(RuntimeError):
     """Memory ran out in an evaluation during a search for the training batch size."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory, of the device or of the machine, ran out."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
 
 
 def find_executable_batch_size(function: Callable[[int], T], start: int) -> T:
@@ -46,9 +31,7 @@ def find_executable_batch_size(function: Callable[[int], T], start: int) -> T:
             if not is_out_of_memory(error):
                 raise
         # Outside of the handler: the traceback held the failed step's tensors.
-        gc.collect()
-        if torch.accelerator.is_available():
-            torch.accelerator.empty_cache()
+        clear_device_cache(garbage_collection=True)
         batch_size = int(batch_size * 0.9)
     raise ConfigError(
         f"auto_find_batch_size went down from {start} to a batch size of 1, and memory still ran out; use a smaller "
