@@ -115,6 +115,9 @@ def build_model(options: argparse.Namespace, train: Dataset) -> tuple[PreTrained
         max_position_embeddings=options.max_length,
         hidden_dropout_prob=options.dropout,
         attention_probs_dropout_prob=options.dropout,
+        # BERT's own 0.02 is for 768 units. At 192 the loss starts on a plateau, and rounding errors grow on the way off
+        # it: after 306 updates, one and two ranks differ by 2e-4 in eval loss with 0.02, and by 2e-5 with 0.05.
+        initializer_range=0.05,
         pad_token_id=tokenizer.pad_token_id,
         **labels,
     )
