@@ -77,10 +77,13 @@ def test_a_model_and_a_dataset_of_your_own_do_the_same_job(script, tmp_path):
     assert "predictions are the same" in finished.table["from_pretrained"]
 
 
-def test_a_global_batch_that_the_ranks_cannot_share_is_refused(tmp_path):
-    finished = run("finetune_classifier", "ddp", tmp_path, "--global_batch_size", 15)
+def test_a_global_batch_that_cannot_be_shared_is_refused(tmp_path):
+    options = ["--global_batch_size", 15, "--gradient_accumulation_steps", 2]
 
-    assert all("use a multiple of 2" in rank.result for rank in finished)
+    finished = run("finetune_classifier", "single", tmp_path, *options)[0]
+
+    assert "--global_batch_size 15 cannot be shared by 2" in finished.result
+    assert "use a multiple of 2" in finished.result
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
