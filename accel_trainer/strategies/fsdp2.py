@@ -228,6 +228,11 @@ class FSDP2Strategy:
             _upcast_trainable(model)
         broadcast_module_states(model, process.device)
         _leave_whole(ignored_modules, whole, precision, process.device)
+        if config.cpu_ram_efficient_loading:
+            logger.warning(
+                "%s has no effect: every rank holds the whole model in CPU memory until it is sharded",
+                job.resolved.describe("fsdp.cpu_ram_efficient_loading"),
+            )
         if config.activation_checkpointing:
             apply_activation_checkpointing(layers)
         apply_compile(model, job.config.compile, job.compile_options)
