@@ -131,7 +131,7 @@ def test_two_processes_are_two_ranks_with_the_arguments_of_the_script(tmp_path: 
 
 
 LOOPBACK = """
-import os, pathlib
+import os, pathlib, sys
 import torch, torch.distributed as dist
 
 def listening(pid):
@@ -154,7 +154,7 @@ addresses = [*listening(os.getpid()), *listening(os.getppid())]
 assert len(addresses) > 1, addresses
 allowed = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
 outside = [address for address in addresses if address not in allowed]
-print(f"rank {dist.get_rank()}: sum {total.item():g}, listening outside loopback: {outside}")
+sys.stdout.write(f"rank {dist.get_rank()}: sum {total.item():g}, listening outside loopback: {outside}\\n")
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -212,7 +212,8 @@ dist.all_reduce(total)
 dist.destroy_process_group()
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     sys.exit(3)
-print(f"rank {os.environ['RANK']} of {total.item():g} in attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}")
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+sys.stdout.write(f"rank {os.environ['RANK']} of {total.item():g} in attempt {attempt}\\n")
 """
 
 
