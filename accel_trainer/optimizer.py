@@ -74,14 +74,16 @@ class AcceleratedOptimizer(Optimizer):
         if not prepared.window.is_last:
             return None
         prepared.finish_window()
+        if closure is None:
+            self._step_was_skipped = not prepared.unit.step().applied
+            return None
         returned: list[Any] = []
 
         def recorded() -> Any:
-            returned.append(closure())  # type: ignore[misc]
+            returned.append(closure())
             return returned[-1]
 
-        outcome = prepared.unit.step(None if closure is None else recorded)
-        self._step_was_skipped = not outcome.applied
+        self._step_was_skipped = not prepared.unit.step(recorded).applied
         return returned[0] if returned else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
