@@ -1,0 +1,141 @@
+"""Boxes of n-dimensional tensors: what a rank holds of one, and which stored parts fill what a rank needs.
+
+Pure arithmetic. A tensor that was saved as parts in any way can be read as parts in any other: each reader cuts the box
+that it holds out of the stored boxes, and reads no more than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+__all__ = ["Box", "Read", "chunk_of", "local_box", "plan_reads", "share_out"]
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor: from `offsets` on, `sizes` long, in every dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """Return the box that is all of a tensor of `shape`."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def num_elements(self) -> int:
+        """How many elements are in it; a scalar has one."""
+        return prod(self.sizes)
+
+    def intersect(self, other: Box) -> Box | None:
+        """Return what both have, or None when that is nothing."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        sizes = tuple(min(a, b) - start for a, b, start in zip(self._ends(), other._ends(), starts, strict=True))
+        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+
+    def subtract(self, hole: Box) -> list[Box]:
+        """Return disjoint boxes of what is in this one and not in `hole`: at most two a dimension."""
+        common = self.intersect(hole)
+        if common is None:
+            return [self] if self.num_elements else []
+        rest = []
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        for dim, (start, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
+            end = offsets[dim] + sizes[dim]
+            for piece_start, piece_end in ((offsets[dim], start), (start + size, end)):
+                if piece_end > piece_start:
+                    piece_offsets = (*offsets[:dim], piece_start, *offsets[dim + 1 :])
+                    piece_sizes = (*sizes[:dim], piece_end - piece_start, *sizes[dim + 1 :])
+                    rest.append(Box(piece_offsets, piece_sizes))
+            offsets[dim], sizes[dim] = start, size
+        return rest
+
+    def within(self, outer: Box) -> Index:
+        """Return the index of this box in a tensor that holds `outer`, which contains it."""
+        return tuple(
+            slice(start - base, start - base + size)
+            for start, base, size in zip(self.offsets, outer.offsets, self.sizes, strict=True)
+        )
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether it is a part of a tensor of `shape`."""
+        return len(self.offsets) == len(self.sizes) == len(shape) and all(
+            offset >= 0 and size >= 0 and offset + size <= extent
+            for offset, size, extent in zip(self.offsets, self.sizes, shape, strict=True)
+        )
+
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+
+class Read(NamedTuple):
+    """One copy: `target_tensor[target] = part_tensor[source]`."""
+
+    part: int
+    """Position of the stored part."""
+    source: Index
+    target: Index
+
+
+def plan_reads(target: Box, parts: Sequence[Box]) -> list[Read] | None:
+    """Return the copies that fill `target` from stored `parts`, each element once, or None when parts leave gaps.
+
+    Parts may overlap and come in any order.
+    """
+    reads = []
+    missing = [target] if target.num_elements else []
+    for position, part in enumerate(parts):
+        if not missing:
+            break
+        rest = []
+        for box in missing:
+            common = box.intersect(part)
+            if common is not None:
+                reads.append(Read(position, common.within(part), common.within(target)))
+            rest += box.subtract(part)
+        missing = rest
+    return None if missing else reads
+
+
+def chunk_of(extent: int, num_chunks: int, index: int) -> tuple[int, int]:
+    """Return offset and size of a chunk of `range(extent)` as `torch.chunk` cuts it; the last ones may be empty."""
+    step = -(-extent // num_chunks)
+    offset = min(extent, index * step)
+    return offset, min(extent, offset + step) - offset
+
+
+def local_box(
+    shape: Sequence[int], sharded_dims: Sequence[int | None], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> Box:
+    """Return what the rank at `coordinate` of a mesh holds of a tensor of `shape`.
+
+    Args:
+        sharded_dims: for each mesh axis the dimension of the tensor that is cut along it, or None where all ranks of
+            the axis hold the same. A dimension that two axes cut is cut by the first one first.
+    """
+    offsets, sizes = [0] * len(shape), list(shape)
+    for dim, num_chunks, index in zip(sharded_dims, mesh_shape, coordinate, strict=True):
+        if dim is not None:
+            offset, size = chunk_of(sizes[dim], num_chunks, index)
+            offsets[dim], sizes[dim] = offsets[dim] + offset, size
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def share_out(sizes: Sequence[int], num_shares: int) -> list[int]:
+    """Return for each item who takes it, so that no one takes much more bytes than another.
+
+    The largest goes first, to whoever has least so far: the same answer on every rank, without communication.
+    """
+    loads = [0] * num_shares
+    takers = [0] * len(sizes)
+    for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
+        taker = loads.index(min(loads))
+        takers[item] = taker
+        loads[taker] += sizes[item]
+    return takers
