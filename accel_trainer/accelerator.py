@@ -27,7 +27,7 @@ from accel_trainer.reporting import AcceleratorReporting, TrackerChoice, choose_
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.memory import register_holder
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
-from accel_trainer.runtime.rng import check_rng_types, synchronize_rng
+from accel_trainer.runtime.rng import check_rng_types, separate_streams, synchronize_rng
 from accel_trainer.saving import AcceleratorSaving
 from accel_trainer.scheduler import AcceleratedScheduler
 from accel_trainer.state import AcceleratorState, DistributedType, GradientState, ProcessView, stated_timeout
@@ -266,6 +266,7 @@ class Accelerator(
         evaluation_only = evaluation_mode and not self.strategy.capabilities.shards_parameters
         self._prepared.append(PreparedUnit(unit, window, evaluation_only))
         self._models.append(unit.model)
+        separate_streams(self.process)
         return unit.model
 
     def _forget(self, prepared: PreparedUnit) -> None:
@@ -337,6 +338,7 @@ class Accelerator(
 
     def _begin_pass(self, loader: PreparedDataLoader) -> None:
         """A pass over a loader begins; collective with `rng_types`."""
+        separate_streams(self.process)
         if self.rng_types:
             synchronize_rng(self.rng_types, self.process)
         self.gradient_state.begin(loader)

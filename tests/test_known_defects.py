@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from accel_trainer import (
     Accelerator,
@@ -22,6 +25,7 @@ from accel_trainer import (
     ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
+    set_seed,
 )
 from accel_trainer.errors import ConfigError
 from tests.ranks import preload, run_ranks
@@ -163,6 +167,46 @@ def test_d20_a_frozen_model_can_be_prepared(strategy: str):
     first, second = run_ranks(prepare_frozen, 2, strategy)
     assert first == second
     assert first[1] == 2
+
+
+def draw_streams(workers: int, **options: Any) -> dict[str, Any]:
+    """What a rank draws before and after its model is prepared, and in the workers of a loader."""
+    accelerator = Accelerator(cpu=True, strategy="ddp")
+    set_seed(3, **options)
+    weights = nn.Linear(4, 4).weight.flatten().tolist()
+    accelerator.prepare(nn.Linear(4, 4))
+    own = [torch.rand(1).item(), float(np.random.rand()), random.random()]
+    mask = nn.functional.dropout(torch.ones(64)).tolist()
+    loader = accelerator.prepare(DataLoader(Augmented(), batch_size=2, shuffle=True, num_workers=workers))
+    rows = torch.cat(list(loader))
+    return {"weights": weights, "own": own, "mask": mask, "order": rows[:, 0].tolist(), "noise": rows[:, 1].tolist()}
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Eight samples, each beside a random number."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), torch.rand(1).item()])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_d21_initial_weights_are_equal_and_dropout_and_augmentation_are_each_ranks_own(workers: int):
+    first, second = run_ranks(draw_streams, 2, workers)
+    assert first["weights"] == second["weights"]
+    assert first["mask"] != second["mask"]
+    assert not set(first["own"] + first["noise"]) & set(second["own"] + second["noise"])
+    assert sorted(first["order"] + second["order"]) == list(range(8))
+    assert run_ranks(draw_streams, 2, workers) == [first, second]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_d21_streams_stay_equal_where_that_is_asked_for(workers: int):
+    first, second = run_ranks(draw_streams, 2, workers, same_on_all_ranks=True)
+    assert first.pop("order") != second.pop("order")
+    assert first == second
 
 
 def wrapped_blocks() -> int:

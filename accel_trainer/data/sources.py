@@ -20,6 +20,7 @@ from accel_trainer.data.stream import Collated, OwnShards, SlicedStream, set_dat
 from accel_trainer.errors import ProcessGroupError
 from accel_trainer.runtime.collectives import broadcast_object, exchange_integers, scatter_objects
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.rng import stream_of
 
 __all__ = ["DispatchSource", "IndexSource", "Pass", "ShardSource", "SliceSource", "Source"]
 
@@ -149,7 +150,7 @@ class IndexSource:
     def _begin(self, loader: Any, progress: Pass) -> Iterator[Any]:
         if loader.num_workers > 0:
             # Workers derive their streams from one draw of this generator: augmentation differs per shard and worker.
-            shard = self.sampler.process_index or 0
+            shard = stream_of(self.sampler.process_index or 0)
             loader.generator = torch.Generator().manual_seed(mix_seed(self._seed, progress.epoch, shard))
         return loader.native_iterator()
 
@@ -277,7 +278,7 @@ class ShardSource(_StreamSource):
         Collective at every step.
         """
         drop_last = self._stream.rule.drop_last
-        steps = islice(self._begin(progress, self._process.rank), self.start, None)
+        steps = islice(self._begin(progress, stream_of(self._process.rank)), self.start, None)
         current, following = next(steps, None), next(steps, None)
         spare: Collated | None = None
         pending = self._announce(current, following, spare)

@@ -1,4 +1,4 @@
-"""Random streams: seeding, and their state as plain data."""
+"""Random streams: seeding, one stream for each rank, and their state as plain data."""
 
 from __future__ import annotations
 
@@ -13,29 +13,83 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.collectives import broadcast
 from accel_trainer.runtime.process import ProcessContext, current_process
 
-__all__ = ["check_rng_types", "get_rng_state", "set_rng_state", "set_seed", "synchronize_rng"]
+__all__ = [
+    "check_rng_types",
+    "get_rng_state",
+    "separate_streams",
+    "set_rng_state",
+    "set_seed",
+    "stream_of",
+    "synchronize_rng",
+]
+
+# What the last set_seed() of this process asked for.
+_seed_in_common: int | None = None
+"""The seed whose streams all ranks still draw from; None when each has its own, or nobody seeded."""
+_stay_equal = False
 
 
-def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False, *, rank: int | None = None) -> None:
+def set_seed(
+    seed: int,
+    device_specific: bool = False,
+    deterministic: bool = False,
+    *,
+    rank: int | None = None,
+    same_on_all_ranks: bool = False,
+) -> None:
     """Seed Python's, NumPy's and torch's generators (CPU and accelerators).
 
+    All ranks draw the same numbers until a model is prepared, so that models are initialised alike. From then on each
+    rank draws from streams of its own, a function of seed and rank: dropout and augmentation differ. Rank 0 goes on
+    with the seed's streams, as one process would.
+
     Args:
-        seed: the same on every rank, so that models are initialised alike.
-        device_specific: add the rank to the seed, so that dropout and augmentation differ from rank to rank.
+        seed: the same on every rank.
+        device_specific: add the rank to the seed at once, so that initial weights differ, too, until they are prepared.
         deterministic: use deterministic kernels only; an operation without one raises.
         rank: this process's rank; None asks the job that it has joined.
+        same_on_all_ranks: keep the streams of all ranks the same, those of a prepared loader's workers included.
 
     Raises:
+        ConfigError: both `device_specific` and `same_on_all_ranks` were asked for.
         ProcessGroupError: with `device_specific`, a launcher started this process and it has not joined its job.
     """
+    global _seed_in_common, _stay_equal
+    if device_specific and same_on_all_ranks:
+        raise ConfigError(
+            "set_seed() got device_specific=True and same_on_all_ranks=True, which say the opposite of each other; "
+            "pass one of them"
+        )
     value = seed
     if device_specific:
         value += current_process().rank if rank is None else rank
+    _seed(value)
+    _seed_in_common = None if device_specific or same_on_all_ranks else seed
+    _stay_equal = same_on_all_ranks
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def _seed(value: int) -> None:
     random.seed(value)
     np.random.seed(value % 2**32)
     torch.manual_seed(value)
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
+
+
+def separate_streams(process: ProcessContext) -> None:
+    """Give this rank streams of its own if all ranks draw from those of one `set_seed`. Ranks do not communicate."""
+    global _seed_in_common
+    if _seed_in_common is None:
+        return
+    if process.rank > 0:
+        mixed = np.random.SeedSequence([_seed_in_common % 2**64, process.rank])
+        _seed(int(mixed.generate_state(1, np.uint64)[0]))
+    _seed_in_common = None
+
+
+def stream_of(shard: int) -> int:
+    """Return the number that tells a shard's random streams from those of others; 0 for all that stay the same."""
+    return 0 if _stay_equal else shard
 
 
 def get_rng_state() -> dict[str, Any]:
@@ -52,7 +106,9 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put the random streams back to what `get_rng_state` returned."""
+    """Put the random streams back to what `get_rng_state` returned; they are this rank's own from here on."""
+    global _seed_in_common
+    _seed_in_common = None
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     numpy_state = state["numpy"]

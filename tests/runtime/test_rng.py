@@ -11,15 +11,22 @@ import numpy as np
 import pytest
 import torch
 
-from accel_trainer.runtime.rng import get_rng_state, set_rng_state, set_seed
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.rng import get_rng_state, separate_streams, set_rng_state, set_seed, stream_of
 
 
 @pytest.fixture(autouse=True)
 def own_streams() -> Iterator[None]:
     state = get_rng_state()
     yield
-    set_rng_state(state)
     torch.use_deterministic_algorithms(False)
+    set_seed(0, device_specific=True, rank=0)  # no seed is left in common
+    set_rng_state(state)
+
+
+def rank(number: int) -> ProcessContext:
+    return ProcessContext(number, number, 4, 4, torch.device("cpu"), "gloo")
 
 
 def draw() -> tuple[Any, ...]:
@@ -60,6 +67,49 @@ def test_the_rank_counts_only_when_asked():
     assert draw() == same
     set_seed(10)
     assert draw() == other
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63])
+def test_each_rank_gets_streams_of_its_own_and_rank_0_goes_on_with_the_seeds(seed: int):
+    set_seed(seed)
+    alone = draw(), draw()
+    set_seed(seed)
+    drawn = [draw()]
+    for number in range(1, 4):
+        set_seed(seed)
+        assert draw() == alone[0]
+        separate_streams(rank(number))
+        drawn.append(draw())
+        separate_streams(rank(number))  # once for each seed
+        drawn.append(draw())
+    set_seed(seed)
+    draw()
+    separate_streams(rank(0))
+    assert draw() == alone[1]
+    assert all(len(set(values)) == 7 for values in zip(*(map(str, row) for row in drawn), strict=True))
+
+
+def test_streams_stay_where_nobody_seeded_them_or_a_state_was_loaded():
+    set_seed(1)
+    state = get_rng_state()
+    expected = draw()
+    set_seed(2)
+    set_rng_state(state)
+    separate_streams(rank(1))
+    assert draw() == expected
+
+
+def test_equal_streams_stay_equal_on_request():
+    set_seed(1, same_on_all_ranks=True)
+    expected = draw()
+    set_seed(1, same_on_all_ranks=True)
+    separate_streams(rank(1))
+    assert draw() == expected
+    assert stream_of(3) == 0
+    set_seed(1)
+    assert stream_of(3) == 3
+    with pytest.raises(ConfigError, match="device_specific=True and same_on_all_ranks=True, which say the opposite"):
+        set_seed(1, device_specific=True, same_on_all_ranks=True)
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**32, 2**63])
