@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from accel_trainer import (
     Accelerator,
     AutocastKwargs,
+    DataLoaderConfiguration,
     DistributedType,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
@@ -89,6 +90,39 @@ def step_schedule(**options: Any) -> int:
     return scheduler.last_epoch
 
 
+def resume_in_second_epoch(folder: str, seedable: bool, seed: int) -> tuple[list[list[float]], list[list[float]]]:
+    """What three epochs hold, and what is left of them after a restart in the middle of the second one."""
+
+    def build() -> tuple[Accelerator, Any]:
+        set_seed(seed)
+        accelerator = Accelerator(
+            cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable, data_seed=7)
+        )
+        loader = DataLoader(torch.arange(24.0), batch_size=3, shuffle=True)
+        return accelerator, accelerator.prepare(nn.Linear(1, 1), loader)[1]
+
+    accelerator, loader = build()
+    whole = []
+    for epoch in range(3):
+        whole.append([])
+        for step, batch in enumerate(loader):
+            whole[-1] += batch.tolist()
+            if (epoch, step) == (1, 1):
+                accelerator.save_state(folder)
+    accelerator, loader = build()
+    accelerator.load_state(folder)
+    rest = [value for batch in accelerator.skip_first_batches(loader, 2) for value in batch.tolist()]
+    return whole, [rest, [value for batch in loader for value in batch.tolist()]]
+
+
+@pytest.mark.parametrize("seedable", [True, False])
+def test_d6_d7_a_resumed_second_epoch_has_its_own_order_and_so_has_the_third(tmp_path: Path, seedable: bool):
+    for whole, (rest, following) in run_ranks(resume_in_second_epoch, 2, str(tmp_path / "state"), seedable, 3):
+        assert rest == whole[1][6:]
+        assert following == whole[2]
+        assert sorted(map(str, whole)) == sorted({*map(str, whole)})
+
+
 def test_d13_a_schedule_is_adjusted_to_accumulation_or_the_option_is_refused():
     plugin = GradientAccumulationPlugin(num_steps=4, adjust_scheduler=True)
     assert step_schedule(gradient_accumulation_plugin=plugin) == 2
@@ -128,6 +162,25 @@ def test_d16_automatic_naming_heeds_a_directory_keeps_the_newest_and_bears_other
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["checkpoint_1", newest.name, "notes.txt"]
     assert newest.name == "checkpoint_2"
+
+
+def test_d17_loops_that_were_left_early_add_and_skip_no_update():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(torch.ones(6, 1), batch_size=1))
+    for last in (0, 5, 2):
+        for number, _ in enumerate(loader):
+            if number == last:
+                break
+        assert not accelerator.gradient_state.in_dataloader
+        assert accelerator.gradient_state.active_dataloader is None
+    synced = []
+    for _ in range(2):  # without a loader, windows are full
+        with accelerator.accumulate(model):
+            synced.append(accelerator.sync_gradients)
+    for _ in loader:
+        with accelerator.accumulate(model):
+            synced.append(accelerator.sync_gradients)
+    assert synced == [False, False, True, False, False, True, False, True]
 
 
 def test_d18_a_partial_window_weighs_what_it_holds():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,3 +101,60 @@ def test_streams_that_are_asked_for_are_set_to_those_of_rank_0():
 def test_a_stream_that_the_ranks_do_not_have_is_an_error(names: Any):
     with pytest.raises(ConfigError, match=r"rng_types has '.*'; expected some of 'torch', 'generator', on ranks whose"):
         Accelerator(cpu=True, rng_types=names)
+
+
+def fail_first(who: int, local: bool) -> tuple[list[str], list[int]]:
+    """Enter a block that the main process, or a rank of its own choice, does not survive."""
+    accelerator = Accelerator(cpu=True)
+    happened = []
+    try:
+        with accelerator.local_main_process_first() if local else accelerator.main_process_first():
+            happened.append("entered")
+            if accelerator.process_index == who:
+                raise OSError("the disk is full")
+    except OSError as error:
+        happened.append(str(error))
+    # Whoever failed, all ranks are at the same place again.
+    return happened, accelerator.gather(torch.tensor(accelerator.process_index)).tolist()
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("local", [False, True])
+def test_a_block_that_raises_leaves_nobody_waiting(who: int, local: bool):
+    for rank, (happened, ranks) in enumerate(run_ranks(fail_first, 2, who, local)):
+        assert happened == ["entered", "the disk is full"][: 1 + (rank == who)]
+        assert ranks == [0, 1]
+
+
+def take_turns(folder: str) -> list[str]:
+    """Write a file first on one rank; the others find it."""
+    accelerator = Accelerator(cpu=True)
+    found = []
+    with accelerator.main_process_first():
+        found.append(str(Path(folder, "cache").exists()))
+        Path(folder, "cache").touch()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        accelerator.print("a line", end=".")
+    return [*found, printed.getvalue()]
+
+
+def test_the_main_process_goes_first_and_prints_for_its_node(tmp_path: Path):
+    assert run_ranks(take_turns, 3, str(tmp_path)) == [["False", "a line."], ["True", ""], ["True", ""]]
+
+
+def gated() -> list[Any]:
+    """What functions return that run on some ranks."""
+    accelerator = Accelerator(cpu=True)
+    deciders = [
+        accelerator.on_main_process,
+        accelerator.on_local_main_process,
+        accelerator.on_last_process,
+        accelerator.on_process(process_index=1),
+        accelerator.on_local_process(local_process_index=1),
+    ]
+    return [decide(lambda: accelerator.process_index)() for decide in deciders]
+
+
+def test_functions_run_on_the_ranks_that_they_are_for():
+    assert run_ranks(gated, 3) == [[0, 0, None, None, None], [None, None, None, 1, 1], [None, None, 2, None, None]]
