@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_trainer.config.environment import read_environment_layer, read_launch_variable
-from accel_trainer.config.files import ConfigSource, FileConfig, FileProblemsError, problem_report, read_file
-from accel_trainer.config.schema import RunConfig, field_specs, get_value
+from accel_trainer.config.files import FileConfig, read_file
+from accel_trainer.config.loading import ConfigSource, FileProblemsError, problem_report
+from accel_trainer.config.schema import FrozenDict, RunConfig, field_specs, get_value
 from accel_trainer.config.settings import Layer, Setting, Source, SourceKind
 from accel_trainer.config.validation import cross_problems, show, unused_notes
 from accel_trainer.errors import ConfigError, did_you_mean
@@ -121,7 +122,7 @@ def resolve(
     settings: dict[str, Setting] = {}
     for layer in layers:
         problems.extend(layer.problems)
-        settings.update(layer.settings)
+        _take_level(settings, layer)
     sources = {path: settings[path].source if path in settings else _DEFAULT for path in field_specs()}
     config = build_config({path: setting.value for path, setting in settings.items()})
     notes = [note for layer in layers for note in layer.notes]
@@ -131,6 +132,15 @@ def resolve(
         raise ConfigError(problem_report(problems, "the configuration"))
     notes.extend(unused_notes(config, settings.keys(), resolved.describe))
     return dataclasses.replace(resolved, notes=tuple(notes))
+
+
+def _take_level(settings: dict[str, Setting], layer: Layer) -> None:
+    """Put a level over the weaker ones. Variables and flags add keys to the DeepSpeed block; Python replaces it."""
+    below, block = settings.get("deepspeed"), layer.settings.get("deepspeed")
+    settings.update(layer.settings)
+    if below is not None and block is not None and layer.kind is not SourceKind.PYTHON:
+        source = Source(layer.kind, f"{block.source.where}, {below.source.where}")
+        settings["deepspeed"] = Setting("deepspeed", FrozenDict({**below.value, **block.value}), source)
 
 
 def build_config(values: Mapping[str, Any]) -> RunConfig:
@@ -171,5 +181,8 @@ def _named_layer(values: Mapping[str, Any], kind: SourceKind, name_of: Callable[
         if path not in field_specs():
             layer.problems.append(f"unknown option {path!r}{did_you_mean(path, field_specs())}")
         else:
-            layer.put(path, value, where=name_of(path), subject=name_of(path))
+            name = name_of(path)
+            if path == "deepspeed" and kind is SourceKind.CLI and isinstance(value, Mapping):
+                name = ", ".join(f"--{key}" for key in value)
+            layer.put(path, value, where=name, subject=name)
     return layer

@@ -102,6 +102,9 @@ def _env(words: Sequence[str]) -> int:
     return 0
 
 
+_BLOCK_OPTIONS = ("zero_stage", "offload_optimizer_device", "offload_param_device")
+
+
 def _config(words: Sequence[str]) -> int:
     import argparse
 
@@ -119,8 +122,19 @@ def _config(words: Sequence[str]) -> int:
     default.add_argument(
         "--mixed_precision", "--mixed-precision", default="no", choices=list(MixedPrecision), help="default: no"
     )
+    default.add_argument(
+        "--zero_stage", "--zero-stage", type=int, choices=(1, 2, 3), help="shard with DeepSpeed: its ZeRO stage"
+    )
+    for name, what in (("optimizer", "optimizer state"), ("param", "parameters, with stage 3,")):
+        default.add_argument(
+            f"--offload_{name}_device",
+            f"--offload-{name}-device",
+            choices=("none", "cpu"),
+            help=f"with --zero_stage: where {what} are kept between uses",
+        )
     arguments = parser.parse_args(words)
-    print(write_default_config(arguments.config_file, arguments.mixed_precision, os.environ))
+    block = {name: value for name in _BLOCK_OPTIONS if (value := getattr(arguments, name)) is not None}
+    print(write_default_config(arguments.config_file, arguments.mixed_precision, os.environ, block))
     return 0
 
 

@@ -9,6 +9,7 @@ import argparse
 import ast
 import functools
 import inspect
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -30,7 +31,27 @@ _ALIASES = {
     "dynamo_use_dynamic": "compile.dynamic",
     "dynamo_use_regional_compilation": "compile.regional",
 }
-_STRATEGY_FLAGS = {"use_fsdp": "fsdp2", "multi_gpu": "ddp"}
+_STRATEGY_FLAGS = {"use_fsdp": "fsdp2", "use_deepspeed": "deepspeed", "multi_gpu": "ddp"}
+_DEEPSPEED_FLAGS = {
+    "deepspeed_config_file": ("FILE", "DeepSpeed's own configuration: JSON, YAML, or a packaged name such as zero3"),
+    "zero_stage": ("{0,1,2,3}", "what is sharded: nothing, optimizer state, gradients too, parameters too"),
+    "offload_optimizer_device": ("{none,cpu,nvme}", "where optimizer state is kept between uses"),
+    "offload_param_device": ("{none,cpu,nvme}", "where parameters are kept between uses, with stage 3"),
+    "offload_optimizer_nvme_path": ("DIR", "folder for optimizer state offloaded to nvme"),
+    "offload_param_nvme_path": ("DIR", "folder for parameters offloaded to nvme"),
+    "gradient_clipping": ("NORM", "bound of the global gradient norm"),
+    "zero3_init_flag": ("true|false", "partition parameters while the model is built, with stage 3"),
+    "zero3_save_16bit_model": ("true|false", "gather the weights when a model is saved, with stage 3"),
+    "deepspeed_moe_layer_cls_names": ("A,B", "classes of mixture-of-experts layers, gathered as a whole with stage 3"),
+    "deepspeed_hostfile": ("FILE", "machines of the job, one `name slots=N` each; DeepSpeed's runner starts them"),
+    "deepspeed_inclusion_filter": ("HOSTS", "machines and slots of the hostfile to use: host1@host2:0,2"),
+    "deepspeed_exclusion_filter": ("HOSTS", "machines and slots of the hostfile to leave out"),
+    "deepspeed_multinode_launcher": (
+        "{standard,pdsh,openmpi,mvapich,mpich,slurm,nossh}",
+        "what starts the other machines of the hostfile [pdsh]; standard: one launch by hand on each, no hostfile",
+    ),
+}
+"""Keys of the DeepSpeed block, as accelerate's launcher has them: value and help."""
 _SECTION_TITLES = {
     "": "what runs",
     "launch": "processes and machines",
@@ -39,6 +60,7 @@ _SECTION_TITLES = {
     "compile": "torch.compile",
     "ddp": "DistributedDataParallel",
     "fsdp": "FSDP2 (also the spellings of accelerate, such as --fsdp_transformer_layer_cls_to_wrap)",
+    "deepspeed": "DeepSpeed",
 }
 
 
@@ -50,6 +72,8 @@ class Flag:
     """Without dashes, with underscores."""
     path: str | None = None
     """Dotted path of the option it sets; None for the launcher's own."""
+    key: str | None = None
+    """Key of the block that the option is."""
     is_switch: bool = False
     """Alone it means true; `true` or `false` may follow, after an `=` where it is no option of the configuration."""
     preset: str | None = None
@@ -93,7 +117,9 @@ def launch_flags() -> Mapping[str, Flag]:
             name = flag_name(path).removeprefix("--")
             is_switch = "bool" in str(spec.annotation)
             text = documentation.get(path, "") + (f" [{spec.default}]" if spec.default not in (None, "", ()) else "")
-            flags[name] = Flag(name, path, is_switch, None, text, _metavar(spec, is_switch))
+            flags[name] = Flag(name, path, None, is_switch, None, text, _metavar(spec, is_switch))
+    for name, (metavar, text) in _DEEPSPEED_FLAGS.items():
+        flags[name] = Flag(name, "deepspeed", name, metavar == "true|false", None, text, metavar)
     flags |= {alias: flags[flag_name(path).removeprefix("--")] for alias, path in _ALIASES.items()}
     flags["m"] = flags["module"]
     return flags
@@ -145,7 +171,8 @@ def options_parser(usage: str, description: str) -> argparse.ArgumentParser:
         if flag.name in seen:
             continue
         seen.add(flag.name)
-        group = own if flag.path is None else groups[flag.path.rpartition(".")[0]]
+        section = flag.path if flag.key is not None else (flag.path or "").rpartition(".")[0]
+        group = own if flag.path is None else groups[section or ""]
         kind: dict[str, Any] = (
             {"action": "store_true"} if flag.path is None and flag.is_switch else {"metavar": flag.metavar}
         )
@@ -224,12 +251,28 @@ def _apply(options: Options, flag: Flag, value: Any, token: str) -> None:
         if str(value).lower() == "false":
             return
         value = flag.preset
+    if flag.key is not None:
+        options.flags.setdefault(flag.path, {})[flag.key] = _block_value(flag, value)
+        return
     known = options.flags.get(flag.path)
     if flag.path == "strategy" and known not in (None, value):
         raise ConfigError(f"{token} asks for strategy {value!r}, and another option for {known!r}; keep one of the two")
     if flag.path.startswith("fsdp.") and fsdp_dialect.is_known_key(flag.name):
         value = _own_value(flag.path, flag.name, value)
     options.flags[flag.path] = value
+
+
+def _block_value(flag: Flag, value: Any) -> Any:
+    """Give a value of the DeepSpeed block the type that it has in a file; the block's reader judges it."""
+    if flag.is_switch:
+        return {"true": True, "false": False}.get(str(value).lower(), value)
+    if flag.key in ("zero_stage", "gradient_clipping"):
+        try:
+            return int(value) if flag.key == "zero_stage" else float(value)
+        except ValueError:
+            return value  # auto, or wrong
+    is_path = flag.metavar == "FILE" and os.path.exists(value)
+    return os.path.abspath(value) if is_path else value
 
 
 def _own_value(path: str, name: str, value: Any) -> Any:

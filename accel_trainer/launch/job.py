@@ -20,6 +20,7 @@ from accel_trainer.config import Resolved, SourceKind, resolve
 from accel_trainer.config.environment import LAUNCH_VARIABLE
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.flags import Options
+from accel_trainer.launch.hosts import HostJob, plan_hosts, run_on_hosts
 from accel_trainer.registry import load_strategy
 
 __all__ = ["Job", "default_config_path", "plan_job", "resolve_options", "run_job"]
@@ -43,6 +44,11 @@ _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIB
 _DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg", "/dev/dri/renderD*", "/dev/accel*", "/dev/davinci[0-9]*")
 # The strategies that a process without a group can run; asking any other one for its facts costs an import of torch.
 _WITHOUT_GROUP = ("auto", "single")
+# Which flags do nothing with which of our strategies; what a registered one does with them is its own.
+_FLAGS_OF = (
+    ("fsdp.", "--use_fsdp", ("auto", "single", "ddp", "deepspeed")),
+    ("deepspeed", "--use_deepspeed", ("auto", "single", "ddp", "fsdp2")),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,8 @@ class Job:
     num_local_processes: int
     needs_group: bool
     """False: the command replaces this process. True: torch's elastic agent starts the workers."""
+    hosts: HostJob | None = None
+    """Machines of a hostfile, whose workers DeepSpeed's runner starts instead."""
 
 
 def default_config_path(environ: Mapping[str, str]) -> Path:
@@ -97,21 +105,25 @@ def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] =
     resolved, launch_text = resolve_options(options, environ)
     launch = resolved.config.launch
     _refuse_flags_without_effect(options, resolved)
-    num_processes = _num_processes(resolved)
+    hosts = plan_hosts(resolved)
+    num_processes = _num_processes(resolved) if hosts is None else hosts.num_processes
     strategy = resolved.config.strategy
     needs_group = num_processes > 1 or launch.num_machines > 1 or strategy not in _WITHOUT_GROUP
     _check_strategy(resolved, num_processes, options, argv)
     if needs_group and command[0] == sys.executable:
         command = (command[0], "-u", *command[1:])
-    num_local = num_processes // launch.num_machines
-    environment = _environment(environ, resolved, launch_text, num_local, needs_group)
-    return Job(resolved, command, environment, num_local, needs_group)
+    num_local = num_processes // launch.num_machines if hosts is None else hosts.num_local_processes
+    is_one_machine = launch.num_machines == 1 if hosts is None else hosts.is_here
+    environment = _environment(environ, resolved, launch_text, num_local, needs_group and is_one_machine)
+    return Job(resolved, command, environment, num_local, needs_group, hosts)
 
 
 def run_job(job: Job) -> int:
     """Start the job and return its exit code. One process without a group takes the place of this one: no return."""
     sys.stdout.flush()
     sys.stderr.flush()
+    if job.hosts is not None:
+        return run_on_hosts(job.hosts, job.command, job.environment)
     if job.needs_group:
         from accel_trainer.launch.torchrun import AgentJob, run_workers
 
@@ -158,12 +170,13 @@ def _refuse_nesting(environ: Mapping[str, str]) -> None:
 
 
 def _refuse_flags_without_effect(options: Options, resolved: Resolved) -> None:
-    given = [path for path in options.flags if path.startswith("fsdp.")]
-    if given and resolved.config.strategy in (*_WITHOUT_GROUP, "ddp"):
-        names = ", ".join(resolved.source(path).where for path in given)
-        raise ConfigError(
-            f"{names}: without effect with {resolved.describe('strategy')}; add --use_fsdp, or remove them"
-        )
+    for section, flag, strategies in _FLAGS_OF:
+        given = [path for path in options.flags if path.startswith(section)]
+        if given and resolved.config.strategy in strategies:
+            names = ", ".join(resolved.source(path).where for path in given)
+            raise ConfigError(
+                f"{names}: without effect with {resolved.describe('strategy')}; add {flag}, or remove them"
+            )
 
 
 def _num_processes(resolved: Resolved) -> int:
@@ -218,7 +231,7 @@ def _check_strategy(resolved: Resolved, num_processes: int, options: Options, ar
 
 
 def _environment(
-    environ: Mapping[str, str], resolved: Resolved, launch_text: str, num_local: int, needs_group: bool
+    environ: Mapping[str, str], resolved: Resolved, launch_text: str, num_local: int, meets_here: bool
 ) -> dict[str, str]:
     """Return the environment of the started processes: ours, without ranks of others, with the launcher's decisions."""
     launch = resolved.config.launch
@@ -228,6 +241,9 @@ def _environment(
         if name not in _RANK_VARIABLES and not name.startswith("TORCHELASTIC_")
     }
     variables[LAUNCH_VARIABLE] = launch_text
+    if resolved.config.strategy == "deepspeed" and resolved.config.use_cpu:
+        # DeepSpeed takes the accelerator that it finds, whatever the job runs on.
+        variables["DS_ACCELERATOR"] = "cpu"
     if launch.gpu_ids != "all" and not resolved.config.use_cpu:
         variables |= dict.fromkeys(_VISIBLE_DEVICES, launch.gpu_ids)
     if launch.num_cpu_threads_per_process is not None:
@@ -236,7 +252,7 @@ def _environment(
         # N ranks with a full thread pool each run slower than one.
         variables.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_local)))
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    if needs_group and launch.num_machines == 1 and loopback in (name for _, name in socket.if_nameindex()):
+    if meets_here and loopback in (name for _, name in socket.if_nameindex()):
         variables.setdefault("GLOO_SOCKET_IFNAME", loopback)
     return variables
 

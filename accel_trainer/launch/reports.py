@@ -57,17 +57,25 @@ def _text(value: Any) -> str:
     return str(dict(value)) if isinstance(value, Mapping) else str(value)
 
 
-def write_default_config(file: str | None, mixed_precision: str, environ: Mapping[str, str]) -> str:
+def write_default_config(
+    file: str | None, mixed_precision: str, environ: Mapping[str, str], deepspeed: Mapping[str, Any] | None = None
+) -> str:
     """Write a small configuration file to start from, and return a line that says where.
 
+    Args:
+        deepspeed: `zero_stage` and offload devices of a DeepSpeed job; empty for other jobs.
+
     Raises:
-        ConfigError: the file exists (it is left as it is), has another suffix than .yaml or .yml, or cannot be written.
+        ConfigError: an offload has no stage that can do it; the file exists (it is left as it is), has another suffix
+            than .yaml or .yml, or cannot be written.
     """
     path = Path(file).expanduser() if file else default_config_path(environ)
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"{path} would be written as YAML; give it the suffix .yaml")
     config = RunConfig(mixed_precision=MixedPrecision(mixed_precision))
-    text = _START_OF_FILE.format(precision=to_file_dict(config, full=True)["mixed_precision"])
+    precision = to_file_dict(config, full=True)["mixed_precision"]
+    strategy = "deepspeed" if deepspeed else "auto"
+    text = _START_OF_FILE.format(precision=precision, strategy=strategy) + _block_text(deepspeed or {})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "x", encoding="utf-8") as target:
@@ -85,7 +93,7 @@ def write_default_config(file: str | None, mixed_precision: str, environ: Mappin
 
 _START_OF_FILE = """\
 # Every option with its value and source: accel-trainer explain. What each one does: accel-trainer launch --help.
-strategy: auto  # auto, single, ddp, fsdp2
+strategy: {strategy}  # auto, single, ddp, fsdp2, deepspeed
 mixed_precision: '{precision}'  # 'no', bf16, fp16, fp8
 use_cpu: false
 accumulation:
@@ -94,6 +102,19 @@ launch:
   num_processes: null  # one for each device; on the CPU: one
   num_machines: 1
 """
+
+
+def _block_text(deepspeed: Mapping[str, Any]) -> str:
+    needed = {"offload_optimizer_device": 1, "offload_param_device": 3}
+    for name, stage in needed.items():
+        if deepspeed.get(name, "none") != "none" and deepspeed.get("zero_stage", 0) < stage:
+            raise ConfigError(
+                f"--{name} is {deepspeed[name]} and --zero_stage {deepspeed.get('zero_stage', 'is not set')}; it needs "
+                f"--zero_stage {'1, 2 or 3' if stage == 1 else stage}"
+            )
+    return (
+        "".join(["deepspeed:\n", *(f"  {name}: {value}\n" for name, value in deepspeed.items())]) if deepspeed else ""
+    )
 
 
 def describe_environment(file: str | None, environ: Mapping[str, str]) -> str:

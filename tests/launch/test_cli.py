@@ -133,6 +133,19 @@ def test_config_default_without_precision_is_the_default_configuration(tmp_path:
     assert resolve(file=path).config == resolve().config
 
 
+def test_config_default_for_deepspeed_holds_the_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "zero.yaml"
+    words = ["config", "default", "--config_file", str(path)]
+    assert main([*words, "--zero-stage", "2", "--offload_param_device", "cpu"]) == 2
+    assert "--offload_param_device is cpu and --zero_stage 2; it needs --zero_stage 3" in capsys.readouterr().err
+    assert main([*words, "--offload_optimizer_device", "cpu"]) == 2
+    assert "--zero_stage is not set; it needs --zero_stage 1, 2 or 3" in capsys.readouterr().err
+    assert main([*words, "--zero_stage", "3", "--offload_optimizer_device", "cpu"]) == 0
+    config = resolve(file=path).config
+    assert config.strategy == "deepspeed"
+    assert config.deepspeed == {"zero_stage": 3, "offload_optimizer_device": "cpu"}
+
+
 def test_config_default_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("debug: true\n")

@@ -1,0 +1,349 @@
+"""Jobs on the machines of a hostfile, which DeepSpeed's own runner starts: by pdsh, an MPI, SLURM, or one by one.
+
+Everything that the runner would find out after it has started something is asked before.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_trainer.config import Resolved, SourceKind
+from accel_trainer.config.environment import LAUNCH_VARIABLE
+from accel_trainer.errors import ConfigError, MissingExtraError, did_you_mean
+
+__all__ = ["HostJob", "plan_hosts", "run_on_hosts"]
+
+# What must be on the PATH for each way to start the machines.
+_PROGRAMS = {
+    "pdsh": ("pdsh", "ssh"),
+    "openmpi": ("ompi_info", "mpirun"),
+    "mvapich": ("mpiname", "mpirun"),
+    "mpich": ("mpirun",),
+    "slurm": ("sinfo", "srun"),
+    "nossh": (),
+}
+_STANDARD = "standard"
+# The runner itself refuses filters with an MPI, after it has started.
+_WITHOUT_FILTERS = ("openmpi", "mvapich", "mpich")
+_KEYS = (
+    "deepspeed_hostfile",
+    "deepspeed_inclusion_filter",
+    "deepspeed_exclusion_filter",
+    "deepspeed_multinode_launcher",
+)
+_DEFAULT_PORT = 29500
+# What the runner passes on by itself is little: PYTHONPATH and, with GPUs, variables of NCCL.
+_PASSED_ON = re.compile(
+    r"(ACCEL_TRAINER|ACCELERATE|FSDP|DS|HF|TRANSFORMERS|TOKENIZERS|TORCH|NCCL|GLOO|OMP|CUDA|WANDB|MLFLOW)_"
+)
+# The runner puts anything else in quotes, which only a shell takes off again; its MPIs use none.
+_PLAIN_VALUE = re.compile(r"[\w@%+=:,./-]*")
+_ENVIRONMENT_FILE = ".deepspeed_env"
+
+
+@dataclass(frozen=True, slots=True)
+class HostJob:
+    """The machines of a job and how they are started."""
+
+    launcher: str
+    hostfile: Path
+    hosts: Mapping[str, tuple[int, ...]]
+    """Slots to use by name of the machine, in the order of the hostfile."""
+    include: str
+    exclude: str
+    num_per_host: int | None
+    """Fewer processes than slots on each machine; None uses every slot."""
+    machine_rank: int
+    main_address: str | None
+    main_port: int
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the job, over all machines."""
+        return sum(self.num_per_host or len(slots) for slots in self.hosts.values())
+
+    @property
+    def num_local_processes(self) -> int:
+        """Processes of the machine that has most of them."""
+        return max(self.num_per_host or len(slots) for slots in self.hosts.values())
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the job is on this machine alone."""
+        return len(self.hosts) == 1 and next(iter(self.hosts)) in ("localhost", "127.0.0.1", *_own_names())
+
+
+def _own_names() -> tuple[str, ...]:
+    return (socket.gethostname(), socket.getfqdn())
+
+
+def plan_hosts(resolved: Resolved) -> HostJob | None:
+    """Return the job on the machines of a hostfile; None when there is none, and torch's agent starts the processes.
+
+    Raises:
+        ConfigError: the hostfile, a filter or the number of processes do not go together.
+        MissingExtraError: DeepSpeed is not installed, or a program that starts the machines.
+    """
+    if resolved.config.strategy != "deepspeed":
+        return None
+    block, launch = resolved.config.deepspeed, resolved.config.launch
+    where = resolved.source("deepspeed").where
+    hostfile, include, exclude, launcher = (str(block.get(key) or "") for key in _KEYS)
+    launcher = launcher.lower()
+    if launcher and launcher not in (_STANDARD, *_PROGRAMS):
+        known = (_STANDARD, *_PROGRAMS)
+        raise ConfigError(
+            f"deepspeed_multinode_launcher is {launcher!r} ({where}){did_you_mean(launcher, known) or '.'} "
+            f"Known: {', '.join(known)}"
+        )
+    if not hostfile:
+        if include or exclude:
+            raise ConfigError(
+                f"a filter of machines is set ({where}), and there is no hostfile that it could filter; set "
+                "deepspeed_hostfile, or choose devices with gpu_ids"
+            )
+        if launch.num_machines > 1 and launcher not in ("", _STANDARD):
+            raise ConfigError(
+                f"deepspeed_multinode_launcher is {launcher!r} ({where}) for {launch.num_machines} machines, and "
+                "nothing names them; set deepspeed_hostfile, or launch on each machine with 'standard'"
+            )
+        return None
+    if launcher == _STANDARD:
+        raise ConfigError(
+            f"deepspeed_hostfile is {hostfile!r} and deepspeed_multinode_launcher is 'standard' ({where}), which is "
+            "started by hand on each machine and reads no hostfile; leave one of the two out"
+        )
+    launcher = launcher or "pdsh"
+    hosts = _filter(_read_hostfile(Path(hostfile)), include, exclude)
+    if (include or exclude) and launcher in _WITHOUT_FILTERS:
+        raise ConfigError(
+            f"the launcher {launcher!r} takes every machine of its hostfile, and a filter is set ({where}); write a "
+            "hostfile of the machines you want, or use pdsh or slurm"
+        )
+    num_per_host = _check_number(resolved, launcher, hosts, bool(include or exclude))
+    job = HostJob(
+        launcher, Path(hostfile), hosts, include, exclude, num_per_host, launch.machine_rank,
+        launch.main_process_ip, launch.main_process_port or _DEFAULT_PORT,
+    )  # fmt: skip
+    _check_programs(job)
+    return job
+
+
+def _read_hostfile(path: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"deepspeed_hostfile {str(path.absolute())!r} cannot be read: {error.strerror}; it holds a line "
+            "`name slots=N` for each machine"
+        ) from error
+    hosts: dict[str, tuple[int, ...]] = {}
+    for number, line in enumerate(lines, start=1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", content)
+        if match is None or int(match[2]) == 0 or match[1] in hosts:
+            found = "names a machine again" if match is not None and match[1] in hosts else f"is {content!r}"
+            raise ConfigError(f"{path}:{number} {found}; expected `name slots=N`, each machine once")
+        hosts[match[1]] = tuple(range(int(match[2])))
+    if not hosts:
+        raise ConfigError(f"deepspeed_hostfile {str(path)!r} names no machine; write a line `name slots=N` for each")
+    return hosts
+
+
+def _filter(hosts: Mapping[str, tuple[int, ...]], include: str, exclude: str) -> dict[str, tuple[int, ...]]:
+    """Return the slots that a filter such as `host1@host2:0,2` leaves."""
+    if include and exclude:
+        raise ConfigError(
+            f"deepspeed_inclusion_filter is {include!r} and deepspeed_exclusion_filter is {exclude!r}; give one of them"
+        )
+    named: dict[str, tuple[int, ...]] = {}
+    for part in filter(None, (include or exclude).split("@")):
+        name, _, numbers = part.partition(":")
+        wrong = [text for text in numbers.split(",") if numbers and not text.isdecimal()]
+        slots = () if wrong else tuple(int(text) for text in numbers.split(",") if text)
+        outside = [slot for slot in slots if slot not in hosts.get(name, ())]
+        if name not in hosts or wrong or outside:
+            having = (
+                f"; {name} has the slots 0 to {len(hosts[name]) - 1}" if name in hosts else did_you_mean(name, hosts)
+            )
+            raise ConfigError(
+                f"the filter {include or exclude!r} names {part!r}, which the hostfile does not have{having} "
+                f"Its machines: {', '.join(hosts)}"
+            )
+        named[name] = slots or hosts[name]
+    if not (include or exclude):
+        return dict(hosts)
+    kept = {
+        name: tuple(slot for slot in slots if (slot in named.get(name, ())) == bool(include))
+        for name, slots in hosts.items()
+    }
+    left = {name: slots for name, slots in kept.items() if slots}
+    if not left:
+        raise ConfigError(f"deepspeed_exclusion_filter {exclude!r} leaves no slot of the hostfile; name fewer of them")
+    return left
+
+
+def _check_number(
+    resolved: Resolved, launcher: str, hosts: Mapping[str, tuple[int, ...]], is_filtered: bool
+) -> int | None:
+    """Compare the hostfile with `num_machines` and `num_processes`; return the processes of each machine, if fewer."""
+    launch = resolved.config.launch
+    if resolved.source("launch.num_machines").kind is not SourceKind.DEFAULT and launch.num_machines != len(hosts):
+        raise ConfigError(
+            f"{resolved.describe('launch.num_machines')}, and the hostfile with its filter has {len(hosts)}: "
+            f"{', '.join(hosts)}; correct one of the two"
+        )
+    total = sum(map(len, hosts.values()))
+    wanted = launch.num_processes
+    if wanted is None or wanted == total:
+        return None
+    share, rest = divmod(wanted, len(hosts))
+    can_limit = not is_filtered and launcher not in _WITHOUT_FILTERS and not rest
+    if can_limit and share <= min(map(len, hosts.values())):
+        return share
+    raise ConfigError(
+        f"{resolved.describe('launch.num_processes')}, and the hostfile with its filter has {total} slots on "
+        f"{len(hosts)} machine(s); write the slots that you want into the hostfile, or leave num_processes out"
+    )
+
+
+def _check_programs(job: HostJob) -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        raise MissingExtraError(
+            "machines of a hostfile are started by DeepSpeed's runner, and DeepSpeed is not installed; run "
+            "`pip install 'accel-trainer[deepspeed]'`"
+        )
+    # A job on this machine alone is started without them.
+    missing = [] if job.is_here else [name for name in _PROGRAMS[job.launcher] if shutil.which(name) is None]
+    if missing:
+        raise ConfigError(
+            f"deepspeed_multinode_launcher {job.launcher!r} needs {' and '.join(missing)}, which is not on the PATH of "
+            "this machine; install it, choose another launcher, or start `accel-trainer launch` by hand on each "
+            "machine with deepspeed_multinode_launcher: standard"
+        )
+
+
+def run_on_hosts(job: HostJob, command: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run `command` on every slot of the job's machines and return the runner's exit code.
+
+    Args:
+        command: program and arguments of a worker, as for this machine.
+        environ: of the workers; what a machine needs to know of it is passed on.
+
+    Raises:
+        ConfigError: the launcher cannot run modules or programs.
+    """
+    with _environment_file(job, environ) as path:
+        variables = {**environ, "DS_ENV_FILE": path}
+        runner = subprocess.Popen(_runner_command(job, command), env=variables, process_group=0)
+
+        def pass_on(number: int, frame: object) -> None:
+            # With pdsh the runner ends the workers on its machines; otherwise it dies and leaves them running.
+            with contextlib.suppress(ProcessLookupError):
+                (os.kill if _is_by_shell(job) else os.killpg)(runner.pid, number)
+
+        before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            code = runner.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    return 128 - code if code < 0 else code
+
+
+def _runner_command(job: HostJob, command: Sequence[str]) -> list[str]:
+    words = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(job.hostfile.absolute())]
+    words += ["--log_level", "warning", "--no_local_rank", "--master_port", str(job.main_port)]
+    if job.launcher == "nossh":
+        words += ["--no_ssh", "--node_rank", str(job.machine_rank)]
+    else:
+        words += ["--launcher", job.launcher]
+    for option, value in (("--include", job.include), ("--exclude", job.exclude), ("--num_gpus", job.num_per_host)):
+        if value:
+            words += [option, str(value)]
+    address = job.main_address
+    if job.is_here:
+        address = address or "127.0.0.1"
+        words.append("--no_ssh_check")
+    elif len(job.hosts) == 1 and job.launcher != "nossh":
+        # Else the runner starts the processes of a single machine on this one, whatever its name is.
+        words.append("--force_multi")
+    if address is None and job.launcher != "pdsh":
+        address = next(iter(job.hosts))
+    if address is not None:
+        words += ["--master_addr", address]
+    program, *rest = command
+    if program != sys.executable:
+        words.append("--no_python")
+        rest = list(command)
+    elif rest[0] == "-u":
+        rest = rest[1:]  # the runner has its own
+    if program == sys.executable and rest[0] == "-m":
+        words.append("--module")
+        rest = rest[1:]
+    if job.launcher == "slurm" and not job.is_here and words[-1] in ("--module", "--no_python"):
+        raise ConfigError(
+            f"{words[-1]} is not passed on by DeepSpeed's runner under SLURM, which runs scripts only; name the script "
+            "itself, or start the job with srun"
+        )
+    return [*words, rest[0], *(_for_shell(word) if _is_by_shell(job) else word for word in rest[1:])]
+
+
+def _is_by_shell(job: HostJob) -> bool:
+    return job.launcher == "pdsh" and not job.is_here
+
+
+def _for_shell(word: str) -> str:
+    """Quote an argument for the shells that pdsh starts. One with a space is quoted by the runner, but not well."""
+    if " " not in word:
+        return shlex.quote(word)
+    return re.sub(r"([\\$`])", r"\\\1", word)
+
+
+@contextlib.contextmanager
+def _environment_file(job: HostJob, environ: Mapping[str, str]) -> Iterator[str]:
+    """Write the variables that the other machines get, behind those of the user's own files, which the runner reads."""
+    own = environ.get("DS_ENV_FILE", _ENVIRONMENT_FILE)
+    lines = [
+        line
+        for path in dict.fromkeys(os.path.join(folder, own) for folder in (os.path.expanduser("~"), "."))
+        if os.path.isfile(path)
+        for line in Path(path).read_text(encoding="utf-8").splitlines()
+        if "=" in line
+    ]
+    variables = {name: value for name, value in environ.items() if _PASSED_ON.match(name)}
+    variables.pop("DS_ENV_FILE", None)
+    # JSON is full of quotes, and goes through a shell with pdsh and through none with MPI.
+    variables[LAUNCH_VARIABLE] = base64.urlsafe_b64encode(environ[LAUNCH_VARIABLE].encode()).decode()
+    if job.launcher == "slurm":
+        variables = {}  # srun hands on the whole environment, and cannot take values with commas
+    if job.launcher in ("openmpi", "mvapich", "slurm"):
+        variables |= {"MASTER_ADDR": job.main_address or next(iter(job.hosts)), "MASTER_PORT": str(job.main_port)}
+    skipped = [name for name, value in variables.items() if not _PLAIN_VALUE.fullmatch(value)]
+    if skipped:
+        print(
+            f"accel-trainer launch: {', '.join(skipped)}: not passed on to the machines, the runner cannot quote such "
+            "values; set them in the script or on the machines",
+            file=sys.stderr,
+        )
+    lines += [f"{name}={value}" for name, value in variables.items() if name not in skipped]
+    with tempfile.NamedTemporaryFile("w", prefix="accel_trainer_", suffix=".env", encoding="utf-8") as file:
+        file.write("".join(f"{line}\n" for line in lines))
+        file.flush()
+        yield file.name
