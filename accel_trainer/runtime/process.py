@@ -159,6 +159,17 @@ def _check_backend_carries(device: torch.device) -> None:
         )
 
 
+def _check_backend_is(backend: str, device: torch.device) -> None:
+    """Refuse another backend than that of the group which this process has joined: it cannot be changed any more."""
+    joined = dist.get_backend_config()
+    wanted, actual = (dist.BackendConfig(dist.Backend(name)).get_device_backend_map() for name in (backend, joined))
+    if wanted.get(device.type) != actual.get(device.type):
+        raise ConfigError(
+            f"backend={backend!r} was asked for, and this process has joined a group with backend {joined!r}; ask for "
+            "it where the group is made, in the first Accelerator() or PartialState() of the process"
+        )
+
+
 def _as_initialised(info: LaunchInfo | None) -> LaunchInfo:
     """Return the group's own rank and world size, with the place on the node that the launcher gave."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -184,11 +195,12 @@ def init_process(
         use_cpu: run on the CPU although an accelerator is there.
         timeout_seconds: how long a collective may wait, on any backend, the CPU's included. None is half an hour for a
             group that is made here, and leaves one that exists as it is.
-        backend: for `torch.distributed`, e.g. "nccl"; chosen for the device when None.
+        backend: for `torch.distributed`, e.g. "nccl"; None chooses one for the device, and takes that of a group that
+            exists.
 
     Raises:
         ProcessGroupError: the launcher's variables are incomplete, or the group cannot be formed.
-        ConfigError: the device cannot serve this rank.
+        ConfigError: the device cannot serve this rank, or the group that it is in has another backend.
     """
     global _current
     info = find_launch_info(environ)
@@ -202,6 +214,8 @@ def init_process(
         return _current
     if is_joined:
         _check_backend_carries(device)
+        if backend is not None:
+            _check_backend_is(backend, device)
         if timeout_seconds is not None:
             set_group_timeout(dist.distributed_c10d._get_default_group(), timeout_seconds)
     else:

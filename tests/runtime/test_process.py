@@ -250,6 +250,28 @@ def test_an_address_that_is_missing_is_named():
         init_process(environ, timeout_seconds=1)
 
 
+def ask_for_backends() -> list[str]:
+    """Make Accelerators that ask for backends in a job that has joined with gloo."""
+    from accel_trainer import Accelerator, InitProcessGroupKwargs
+
+    answers = []
+    for backend in ("gloo", "cpu:gloo,cuda:nccl", None, "nccl", "mpi"):
+        try:
+            answers.append(Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend=backend)]).backend)
+        except ConfigError as error:
+            answers.append(str(error))
+    return answers
+
+
+def test_another_backend_than_that_of_the_group_is_refused():
+    for *taken, nccl, mpi in run_ranks(ask_for_backends, 2):
+        assert taken == ["gloo"] * 3
+        assert nccl.startswith("backend='nccl' was asked for, and this process has joined a group with backend 'cpu:gl")
+        assert mpi.endswith(
+            "ask for it where the group is made, in the first Accelerator() or PartialState() of the process"
+        )
+
+
 def wrong_backend() -> None:
     torch.accelerator.is_available = lambda: True  # type: ignore[assignment]
     torch.accelerator.current_accelerator = lambda: torch.device("cuda")  # type: ignore[assignment]
