@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
 import runpy
 import subprocess
@@ -10,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import preload, run_ranks
+
 pytest.importorskip("sklearn")
+preload("accel_trainer.accelerator", "evaluate", "sklearn.datasets")
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "by_feature"
@@ -38,6 +44,13 @@ EXPECTED = {
     ),
     "tracking": (["--epochs", "1"], r"print: \{'epochs': 1.*\nprint: step 0: \{'train/loss': \d"),
     "uneven_data": (["--epochs", "1"], r"100 samples in 1 epochs, sum of weights \d+"),
+}
+
+# Two ranks take half as many steps, and each prints what it alone sees.
+EXPECTED_ON_TWO = {
+    "gradient_accumulation": (["--epochs", "1", "--steps", "5"], r"epoch 0: 10 updates, last loss \d"),
+    "gradient_clipping": (["--epochs", "1"], r"\d+ of 24 updates were clipped to a norm of 0\.5"),
+    "profiling": ([], r"ProfilerStep\* (.*\n)+.*aten::"),
 }
 
 
@@ -89,18 +102,40 @@ def test_profiling_writes_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert [path.name for path in tmp_path.glob("traces/*")] == ["profile_0.json"]
 
 
+def run_on_rank(script: str, arguments: list[str], folder: str) -> str:
+    """Run a script on this rank; return what it printed."""
+    os.chdir(folder)
+    sys.path.insert(0, str(FOLDER))  # as for a script
+    sys.argv = [str(FOLDER / f"{script}.py"), *arguments]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return printed.getvalue()
+
+
 @pytest.mark.multirank
-@pytest.mark.parametrize("script", ["distributed_evaluation", "uneven_data"])
-def test_a_script_runs_on_two_ranks(
-    script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_runs_on_two_ranks(script: str, tmp_path: Path):
+    arguments, expected = EXPECTED_ON_TWO.get(script, EXPECTED[script])
+    printed, other = run_ranks(run_on_rank, 2, script, ["--cpu", *arguments], str(tmp_path), timeout=100)
+    assert re.search(expected, printed)
+    assert other == ""
+
+
+@pytest.mark.multirank
+def test_the_launcher_starts_a_script_whose_numbers_do_not_depend_on_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    arguments, expected = EXPECTED[script]
+    arguments, expected = EXPECTED["uneven_data"]
     command = [sys.executable, "-m", "accel_trainer", "launch", "--cpu", "--num_processes", "2"]
     finished = subprocess.run(
-        [*command, str(FOLDER / f"{script}.py"), *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=110
+        [*command, str(FOLDER / "uneven_data.py"), *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
     )
     assert finished.returncode == 0, finished.stderr
     assert re.search(expected, finished.stdout)
-    if script == "uneven_data":
-        run(script, "--cpu", *arguments, monkeypatch=monkeypatch, folder=tmp_path)
-        assert capsys.readouterr().out.strip() in finished.stdout
+    run("uneven_data", "--cpu", *arguments, monkeypatch=monkeypatch, folder=tmp_path)
+    assert capsys.readouterr().out.strip() in finished.stdout
