@@ -10,8 +10,11 @@ from collections.abc import Iterable
 
 __all__ = [
     "AccelTrainerError",
+    "CheckpointLockedError",
     "CheckpointNotFoundError",
     "ConfigError",
+    "CorruptCheckpointError",
+    "DiskFullError",
     "IncompatibleCheckpointError",
     "MissingExtraError",
     "ProcessGroupError",
@@ -37,6 +40,18 @@ class CheckpointNotFoundError(AccelTrainerError, FileNotFoundError):
 
 class IncompatibleCheckpointError(AccelTrainerError, ValueError):
     """A checkpoint exists, and does not fit the model, the optimizer or the job."""
+
+
+class CorruptCheckpointError(IncompatibleCheckpointError):
+    """A checkpoint does not hold what was written: a file was changed, cut or added."""
+
+
+class CheckpointLockedError(AccelTrainerError, RuntimeError):
+    """Another run writes to the directory."""
+
+
+class DiskFullError(AccelTrainerError, OSError):
+    """A save does not fit on its disk; what was there before it is untouched."""
 
 
 class MissingExtraError(AccelTrainerError, ImportError):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.directory import publish_directory
+from accel_trainer.checkpoint.directory import open_checkpoint, publish_directory
 from accel_trainer.checkpoint.state import TrainState, load_train_state, save_train_state
 from accel_trainer.checkpoint.weights import save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError
@@ -190,5 +190,5 @@ class AcceleratorSaving:
             self.project_configuration.iteration = existing[-1][0] + 1
         else:
             source = Path(input_dir)
-        load_train_state(source, self._train_state(), self.process)
+        load_train_state(open_checkpoint(source, self.process), self._train_state(), self.process)
         logger.info("loaded %s", source)

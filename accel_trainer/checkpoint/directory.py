@@ -1,73 +1,228 @@
-"""A checkpoint directory appears under its name only when every rank has written its part."""
+"""A checkpoint directory appears under its name only when every rank has written its part, and all of it is on disk.
+
+The order of a save, each step on every rank before the next:
+
+1. rank 0 makes `.tmp-NAME-XXXXXXXX` beside the target and tells its name;
+2. each rank writes its files there, hashing while it writes, and brings each of them and its directory to the disk;
+3. the ranks vote: what each has written, or its error. An error removes the directory, and all ranks raise;
+4. rank 0 writes manifest.json, then COMMITTED with its sha256, and brings them and the directory to the disk;
+5. rank 0 renames the directory, and brings its parent to the disk;
+6. the ranks hear of it. Only then may anything that leads to the older checkpoint go.
+"""
 
 from __future__ import annotations
 
-import os
-import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from accel_trainer.runtime.health import shared_fate
+from accel_trainer import __version__
+from accel_trainer.checkpoint.disk import check_space, explain_full_disk, fsync_path, write_durably
+from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, FileEntry, Manifest, TensorEntry
+from accel_trainer.checkpoint.replacing import check_target, publish_name, recover_target, remove_tree
+from accel_trainer.checkpoint.staged import StagedDirectory
+from accel_trainer.checkpoint.stored import StoredCheckpoint, open_checkpoint
+from accel_trainer.checkpoint.verification import list_files
+from accel_trainer.errors import ConfigError, ProcessGroupError
+from accel_trainer.runtime.faults import fault_point
+from accel_trainer.runtime.health import gather_votes, shared_fate
 from accel_trainer.runtime.process import ProcessContext
 
-__all__ = ["publish_directory"]
+__all__ = ["Publication", "StagedDirectory", "StoredCheckpoint", "open_checkpoint", "publish_directory"]
 
 
-def _fsync_tree(directory: Path) -> None:
-    for folder, _, names in os.walk(directory):
-        for name in [*names, "."]:
-            descriptor = os.open(Path(folder, name), os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+class Publication:
+    """One save, from the temporary directory to the name. Its methods are collective; see the module for the order."""
 
+    def __init__(
+        self,
+        target: Path,
+        process: ProcessContext,
+        *,
+        step: int | None = None,
+        each_node: bool = False,
+        need_bytes: int = 0,
+        deferred: bool = False,
+    ) -> None:
+        """Say what is to be saved where; nothing happens yet.
 
-def _replace(staged: Path, target: Path) -> None:
-    """Rename `staged` to `target`, moving an older directory of that name out of the way first."""
-    trash = None
-    if target.exists():
-        trash = target.with_name(f".trash-{target.name}-{uuid.uuid4().hex[:8]}")
-        os.rename(target, trash)
-    os.rename(staged, target)
-    descriptor = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    if trash is not None:
-        shutil.rmtree(trash)
+        Args:
+            step: number of the checkpoint, for its manifest.
+            each_node: every node has a disk of its own, and commits what its ranks have written; rank 0's vote decides.
+            need_bytes: what this rank is about to write; the sum is compared with the room on the disk.
+            deferred: what is written is kept as a copy in host memory until `commit`; see StagedDirectory.
+        """
+        self.target = target
+        self.process = process
+        self.step = step
+        self.commits = process.is_local_main if each_node else process.is_main
+        self._first = process.rank - process.local_rank if each_node else 0
+        self._each_node = each_node
+        self._need_bytes = need_bytes
+        self._deferred = deferred
+        self._section = f"save of {target}"
+        self._leftover: Path | None = None
+        self.staged: StagedDirectory | None = None
+        self.num_bytes = 0
+        """Size of the checkpoint, once it is committed; of this node's part with `each_node`."""
+
+    def _ranks(self) -> range:
+        """The ranks whose files this one's directory holds."""
+        last = self._first + self.process.local_world_size if self._each_node else self.process.world_size
+        return range(self._first, min(last, self.process.world_size))
+
+    def begin(self) -> StagedDirectory:
+        """Make the temporary directory, and return it on every rank.
+
+        Raises:
+            ConfigError: the target is a file, or a directory that holds something else than a checkpoint.
+            DiskFullError: there is no room.
+            ProcessGroupError: another rank failed.
+        """
+        fault_point("save.begin", self.step)
+        needs = gather_votes(self.process, self._section, None, self._need_bytes)
+        error: BaseException | None = None
+        name = f".tmp-{self.target.name}-{uuid.uuid4().hex[:8]}"
+        try:
+            if self.commits:
+                recover_target(self.target)
+                check_target(self.target)
+                self.target.parent.mkdir(parents=True, exist_ok=True)
+                check_space(self.target.parent, sum(needs[rank] for rank in self._ranks()))
+                (self.target.parent / name).mkdir()
+        except Exception as raised:
+            error = raised
+        try:
+            names = gather_votes(self.process, self._section, error, name)
+        except BaseException:
+            remove_tree(self.target.parent / name)
+            raise
+        fault_point("save.tmp_made", self.step)
+        # The committing rank is the first of those whose files it commits.
+        path = self.target.parent / names[self._first]
+        self.staged = StagedDirectory(path, self.step, deferred=self._deferred)
+        return self.staged
+
+    def commit(self, error: BaseException | None = None, group: dist.ProcessGroup | None = None) -> None:
+        """Vote, and publish the directory under its name when all ranks have written their part.
+
+        Args:
+            error: what went wrong on this rank while it wrote; it is this rank's vote.
+            group: whose ranks vote; a group of its own where a thread calls this.
+
+        Raises:
+            ProcessGroupError: another rank failed; nothing was published, and what was there before is still there.
+        """
+        staged = self.staged
+        assert staged is not None
+        try:
+            if error is None:
+                error = self._finish_writing(staged)
+            votes = gather_votes(self.process, self._section, error, (staged.files, staged.tensors), group)
+            with shared_fate(self.process, f"publication of {self.target}", group):
+                fault_point("save.after_vote", self.step)
+                self._publish(staged, votes)
+        except BaseException:
+            self.abandon()
+            raise
+        if self._leftover is not None:
+            remove_tree(self._leftover)
+
+    def abandon(self) -> None:
+        """Remove the temporary directory."""
+        if self.commits and self.staged is not None:
+            remove_tree(self.staged.path)
+
+    def _finish_writing(self, staged: StagedDirectory) -> BaseException | None:
+        try:
+            staged.write_deferred()
+            staged.sync_directories()
+            fault_point("save.before_vote", self.step)
+        except (Exception, SystemExit) as raised:
+            return raised
+        return None
+
+    def _publish(self, staged: StagedDirectory, votes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        """Write the manifest and the marker, and rename; ranks that commit nothing pass the same points."""
+        if self.commits:
+            with explain_full_disk(staged.path):
+                self._write_manifest(staged, votes)
+        fault_point("save.manifest_written", self.step)
+        if self.commits:
+            fsync_path(staged.path)
+        fault_point("save.before_rename", self.step)
+        if self.commits:
+            self._leftover = publish_name(staged.path, self.target)
+        fault_point("save.after_rename", self.step)
+
+    def _write_manifest(self, staged: StagedDirectory, votes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        files: dict[str, FileEntry] = {}
+        tensors: dict[str, Mapping[str, TensorEntry]] = {}
+        for rank in self._ranks():
+            own_files, own_tensors = votes[rank]
+            twice = sorted(files.keys() & own_files.keys())
+            if twice:
+                raise ConfigError(f"rank {rank} and a lower one both wrote {twice[0]!r}; give each rank its own names")
+            files |= own_files
+            tensors |= own_tensors
+        present = set(list_files(staged.path))
+        missing = sorted(files.keys() - present)
+        if missing:
+            raise ProcessGroupError(
+                f"{missing[0]!r} was written and is not in {staged.path.absolute()} on rank {self.process.rank}: the "
+                "ranks do not see one disk. Save to a shared one, or set ProjectConfiguration(save_on_each_node=True)"
+            )
+        for name in sorted(present - files.keys()):
+            staged.adopt(name)
+            files[name] = staged.files[name]
+        staged.sync_directories()
+        manifest = Manifest(
+            world_size=self.process.world_size,
+            step=self.step,
+            files=files,
+            tensors=tensors,
+            metadata=staged.metadata,
+            versions={"accel_trainer": __version__, "torch": torch.__version__},
+        )
+        self.num_bytes = manifest.num_bytes
+        text = manifest.encode()
+        write_durably(staged.path / MANIFEST_NAME, text)
+        write_durably(staged.path / MARKER_NAME, manifest.digest(text))
 
 
 @contextmanager
-def publish_directory(target: Path, process: ProcessContext) -> Iterator[Path]:
-    """Yield a directory beside `target` to write into; rename it to `target` once every rank has left the block.
+def publish_directory(
+    target: Path,
+    process: ProcessContext,
+    *,
+    step: int | None = None,
+    each_node: bool = False,
+    need_bytes: int = 0,
+) -> Iterator[StagedDirectory]:
+    """Yield a directory beside `target` to write into; it becomes `target` once every rank has left the block.
 
     Collective: every rank enters it and writes its own files. When one rank raises, every rank raises, nothing appears
-    under `target`, and what was there before stays.
+    under `target`, and what was there before stays. For the arguments see `Publication`.
 
     Raises:
         ProcessGroupError: another rank failed.
+        ConfigError: `target` is a file, or holds something else than a checkpoint.
+        DiskFullError: there is no room.
     """
-    names = [f".tmp-{target.name}-{uuid.uuid4().hex[:8]}"]
-    if process.is_distributed:
-        dist.broadcast_object_list(names, src=0)
-    staged = target.parent / names[0]
+    publication = Publication(target, process, step=step, each_node=each_node, need_bytes=need_bytes)
+    staged = publication.begin()
+    error: BaseException | None = None
     try:
-        with shared_fate(process, f"save of {target}"):
-            # Every rank makes it: on node-local disks each node has its own.
-            staged.mkdir(parents=True, exist_ok=True)
-        with shared_fate(process, f"save of {target}"):
+        with explain_full_disk(staged.path, need_bytes or None):
             yield staged
-            if process.is_local_main:
-                _fsync_tree(staged)
-        with shared_fate(process, f"publication of {target}"):
-            if process.is_main:
-                _replace(staged, target)
+    except (Exception, SystemExit) as raised:
+        error = raised
     except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
+        publication.abandon()
         raise
+    publication.commit(error)

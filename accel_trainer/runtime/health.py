@@ -5,17 +5,54 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 
 from accel_trainer.errors import ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext
 
-__all__ = ["shared_fate"]
+__all__ = ["gather_votes", "shared_fate"]
+
+
+def gather_votes(
+    process: ProcessContext,
+    section: str,
+    error: BaseException | None,
+    value: Any = None,
+    group: dist.ProcessGroup | None = None,
+) -> list[Any]:
+    """Tell every rank how this one fared, and return what each has to say; raise on all ranks if one of them failed.
+
+    Collective: a rank that failed votes too, with its error.
+
+    Args:
+        section: what was done, for the message: "save", "load".
+        error: what went wrong on this rank; raised here, after the vote.
+        value: this rank's word to the others, picklable.
+        group: whose ranks vote; the whole job's when None. A thread votes over a group of its own.
+
+    Raises:
+        ProcessGroupError: another rank failed; the message has its number, the section and its error.
+    """
+    votes: list[Any] = [(None, value)]
+    if process.is_distributed:
+        votes = [None] * process.world_size
+        message = None if error is None else "".join(traceback.format_exception_only(error)).strip()
+        dist.all_gather_object(votes, (message, value if error is None else None), group=group)
+        failed = {rank: message for rank, (message, _) in enumerate(votes) if message is not None}
+        if failed and error is None:
+            lines = "; ".join(f"rank {rank} failed in {section}: {message}" for rank, message in failed.items())
+            raise ProcessGroupError(
+                f"{lines}. This rank ({process.rank}) stopped with it; nothing of {section} was published"
+            )
+    if error is not None:
+        raise error
+    return [said for _, said in votes]
 
 
 @contextmanager
-def shared_fate(process: ProcessContext, section: str) -> Iterator[None]:
+def shared_fate(process: ProcessContext, section: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a block on every rank, and raise on every rank if one of them raised.
 
     Collective: every rank enters it; at its end the ranks vote, and an error is a vote. Use it around work that is
@@ -23,6 +60,7 @@ def shared_fate(process: ProcessContext, section: str) -> Iterator[None]:
 
     Args:
         section: what is being done, for the message: "save", "load".
+        group: see `gather_votes`.
 
     Raises:
         ProcessGroupError: another rank failed; the message has its number, the section and its error.
@@ -32,15 +70,4 @@ def shared_fate(process: ProcessContext, section: str) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as raised:
         error = raised
-    if process.is_distributed:
-        votes: list[str | None] = [None] * process.world_size
-        vote = None if error is None else "".join(traceback.format_exception_only(error)).strip()
-        dist.all_gather_object(votes, vote)
-        failed = {rank: message for rank, message in enumerate(votes) if message is not None}
-        if failed and error is None:
-            lines = "; ".join(f"rank {rank} failed in {section}: {message}" for rank, message in failed.items())
-            raise ProcessGroupError(
-                f"{lines}. This rank ({process.rank}) stopped with it; nothing of {section} was published"
-            )
-    if error is not None:
-        raise error
+    gather_votes(process, section, error, group=group)

@@ -22,7 +22,7 @@ def test_nothing_is_seen_under_the_name_before_the_block_ends(tmp_path: Path):
     with publish_directory(target, ALONE) as staged:
         (staged / "file").write_text("x")
         assert not target.exists()
-        assert staged.parent == target.parent
+        assert staged.path.parent == target.parent
     assert (target / "file").read_text() == "x"
     assert list(target.parent.iterdir()) == [target]
 
@@ -48,7 +48,7 @@ def test_a_second_save_replaces_the_first(tmp_path: Path):
     for name in ("first", "second"):
         with publish_directory(target, ALONE) as staged:
             (staged / name).write_text("x")
-    assert [path.name for path in target.iterdir()] == ["second"]
+    assert sorted(path.name for path in target.iterdir()) == ["COMMITTED", "manifest.json", "second"]
     assert list(tmp_path.iterdir()) == [target]
 
 

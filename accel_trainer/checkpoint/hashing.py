@@ -1,0 +1,153 @@
+"""Checksums of files: while they are written, and in parallel when they are read.
+
+A file is hashed in blocks of 64 MiB, so that several cores can check one large file. A file of one block has the plain
+sha256 of its contents; a longer one the sha256 of its blocks' digests, one after the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from accel_trainer.checkpoint.manifest import FileEntry
+
+__all__ = ["BLOCK_BYTES", "HashingFile", "hash_blocks", "hash_file"]
+
+BLOCK_BYTES = 64 * 2**20
+_READ_BYTES = 4 * 2**20
+_WRITE_BYTES = 16 * 2**20
+
+
+class BlockHasher:
+    """Takes the bytes of a file in order."""
+
+    def __init__(self) -> None:
+        self._digests: list[bytes] = []
+        self._current = hashlib.sha256()
+        self._room = BLOCK_BYTES
+        self.num_bytes = 0
+
+    def update(self, data: memoryview) -> None:
+        """Take the next bytes."""
+        self.num_bytes += len(data)
+        while len(data):
+            if not self._room:
+                self._digests.append(self._current.digest())
+                self._current, self._room = hashlib.sha256(), BLOCK_BYTES
+            part = data[: self._room]
+            self._current.update(part)
+            self._room -= len(part)
+            data = data[len(part) :]
+
+    def entry(self) -> FileEntry:
+        """Return the size and the checksums of what was taken."""
+        return make_entry(self.num_bytes, [*self._digests, self._current.digest()])
+
+
+def make_entry(num_bytes: int, digests: list[bytes]) -> FileEntry:
+    """Return the entry of a file with these blocks."""
+    if len(digests) == 1:
+        return FileEntry(num_bytes, digests[0].hex())
+    root = hashlib.sha256(b"".join(digests)).hexdigest()
+    return FileEntry(num_bytes, root, tuple(digest.hex() for digest in digests))
+
+
+class HashingFile(io.RawIOBase):
+    """A new file that hashes what is written to it. Not seekable; `close` makes its contents durable.
+
+    The entry is known after `close`. A thread hashes a chunk while this one writes it.
+    """
+
+    def __init__(self, path: Path, on_chunk: Callable[[], None] = lambda: None) -> None:
+        """Create `path`.
+
+        Args:
+            on_chunk: called after each chunk that has reached the system.
+
+        Raises:
+            FileExistsError: it exists.
+        """
+        super().__init__()
+        self.path = path
+        self.entry: FileEntry | None = None
+        self._on_chunk = on_chunk
+        self._hasher = BlockHasher()
+        self._pool: ThreadPoolExecutor | None = None
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`, any contiguous buffer."""
+        view = memoryview(data).cast("B")
+        for begin in range(0, len(view), _WRITE_BYTES):
+            self._write_chunk(view[begin : begin + _WRITE_BYTES])
+        return len(view)
+
+    def _write_chunk(self, chunk: memoryview) -> None:
+        hashed: Future[None] | None = None
+        if len(chunk) < 2**20:
+            self._hasher.update(chunk)
+        else:
+            self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoint-hash")
+            hashed = self._pool.submit(self._hasher.update, chunk)
+        try:
+            left = chunk
+            while len(left):
+                left = left[os.write(self._descriptor, left) :]
+        finally:
+            if hashed is not None:
+                hashed.result()
+        self._on_chunk()
+
+    def close(self) -> None:
+        """Bring the file to the disk, and close it."""
+        if self.closed:
+            return
+        try:
+            os.fsync(self._descriptor)
+            self.entry = self._hasher.entry()
+        finally:
+            os.close(self._descriptor)
+            if self._pool is not None:
+                self._pool.shutdown()
+            super().close()
+
+
+def _hash_block(path: Path, index: int) -> bytes:
+    digest, left = hashlib.sha256(), BLOCK_BYTES
+    buffer = memoryview(bytearray(_READ_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        file.seek(index * BLOCK_BYTES)
+        while left and (count := file.readinto(buffer[:left])):
+            digest.update(buffer[:count])
+            left -= count
+    return digest.digest()
+
+
+def hash_blocks(tasks: Iterable[tuple[Path, int]], num_threads: int) -> list[bytes]:
+    """Return the sha256 of each block, given as a path and the block's index; one thread a core is the most useful."""
+    tasks = list(tasks)
+    if num_threads < 2 or len(tasks) < 2:
+        return [_hash_block(*task) for task in tasks]
+    with ThreadPoolExecutor(min(num_threads, len(tasks)), thread_name_prefix="checkpoint-hash") as pool:
+        return list(pool.map(lambda task: _hash_block(*task), tasks))
+
+
+def num_blocks(num_bytes: int) -> int:
+    """Return how many blocks a file of this size has; an empty file has one."""
+    return max(1, -(-num_bytes // BLOCK_BYTES))
+
+
+def hash_file(path: Path, num_threads: int = 1) -> FileEntry:
+    """Return size and checksums of a file by reading it."""
+    num_bytes = path.stat().st_size
+    digests = hash_blocks(((path, index) for index in range(num_blocks(num_bytes))), num_threads)
+    return make_entry(num_bytes, digests)

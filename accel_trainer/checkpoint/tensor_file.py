@@ -1,0 +1,159 @@
+"""Files of tensors in the safetensors format: a header with every tensor's place, then their bytes, one by one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, runtime_checkable
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from accel_trainer.errors import ConfigError, CorruptCheckpointError
+
+__all__ = ["LazyTensor", "StoredTensors", "dtype_name", "tensor_file_bytes", "write_tensor_file"]
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}
+_CHUNK_BYTES = 16 * 2**20
+
+
+@runtime_checkable
+class LazyTensor(Protocol):
+    """A tensor that is made when it is written: nobody holds it before or after."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __call__(self) -> Tensor:
+        """Return the tensor, of that dtype and shape, on any device."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return what safetensors calls a dtype.
+
+    Raises:
+        ConfigError: it has no name for it.
+    """
+    if dtype not in _DTYPES:
+        raise ConfigError(f"tensors of {dtype} cannot be saved: the safetensors format has no such type; convert them")
+    return _DTYPES[dtype]
+
+
+def _num_bytes(tensor: Tensor | LazyTensor) -> int:
+    count = 1
+    for length in tensor.shape:
+        count *= int(length)
+    return count * tensor.dtype.itemsize
+
+
+def _header(tensors: Mapping[str, Tensor | LazyTensor], order: Sequence[str], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    position = 0
+    for name in order:
+        tensor = tensors[name]
+        end = position + _num_bytes(tensor)
+        header[name] = {
+            "dtype": dtype_name(tensor.dtype),
+            "shape": [int(length) for length in tensor.shape],
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # Readers map the file into memory: the data begins where every type is aligned.
+    return text + b" " * (-len(text) % 8)
+
+
+def _order(tensors: Mapping[str, Tensor | LazyTensor]) -> list[str]:
+    """Large element types first, so that all are aligned without gaps, which the format forbids."""
+    return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+
+
+def tensor_file_bytes(tensors: Mapping[str, Tensor | LazyTensor]) -> int:
+    """Return how many bytes the tensors' data takes; the header is small beside it."""
+    return sum(_num_bytes(tensor) for tensor in tensors.values())
+
+
+def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor; of one on a device, a buffer at a time is copied to the host."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    for begin in range(0, flat.numel(), _CHUNK_BYTES):
+        yield flat[begin : begin + _CHUNK_BYTES].cpu().numpy().data
+
+
+def write_tensor_file(
+    file: BinaryIO, tensors: Mapping[str, Tensor | LazyTensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write `tensors` to an open file, one at a time. Lazy ones are made in the order of `tensors` by element size.
+
+    Raises:
+        ConfigError: a dtype is unknown to the format, or a lazy tensor is not what it said it would be.
+    """
+    order = _order(tensors)
+    header = _header(tensors, order, metadata or {})
+    file.write(len(header).to_bytes(8, "little") + header)
+    for name in order:
+        announced = tensors[name]
+        tensor = announced if isinstance(announced, Tensor) else announced()
+        if tensor.dtype != announced.dtype or tuple(tensor.shape) != tuple(announced.shape):
+            raise ConfigError(
+                f"tensor {name!r} was announced as {announced.dtype} {tuple(announced.shape)} and is {tensor.dtype} "
+                f"{tuple(tensor.shape)}"
+            )
+        for chunk in _chunks(tensor):
+            file.write(chunk)
+        del tensor
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a file by name, each read when it is asked for. The file is mapped, not loaded."""
+
+    def __init__(self, path: Path, device: str = "cpu") -> None:
+        """Open a safetensors file.
+
+        Raises:
+            CorruptCheckpointError: it is none, or its header does not fit its length.
+        """
+        self.path = path
+        try:
+            self._file: Any = safe_open(path, framework="pt", device=device)
+            self._names = list(self._file.keys())
+        except SafetensorError as error:
+            raise CorruptCheckpointError(f"{path.absolute()} is not a safetensors file: {error}") from error
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def slice(self, name: str, index: slice | tuple[slice, ...]) -> Tensor:
+        """Return a part of a tensor; only its bytes are read."""
+        part: Tensor = self._file.get_slice(name)[index]
+        return part
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
