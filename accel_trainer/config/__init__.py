@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from accel_trainer.config.dialects import Dialect
 from accel_trainer.config.environment import RESERVED_VARIABLES, variable_name
-from accel_trainer.config.files import FileConfig, packaged_names, read_file
+from accel_trainer.config.files import FileConfig, read_file
 from accel_trainer.config.fsdp_dialect import fsdp_options
+from accel_trainer.config.loading import packaged_names
 from accel_trainer.config.render import to_file_dict, to_yaml
 from accel_trainer.config.schema import (
     AccumulationConfig,

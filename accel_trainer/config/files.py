@@ -1,59 +1,18 @@
-"""Finding and reading one configuration: a path, a packaged name, JSON text, or a mapping."""
+"""One configuration file, read and checked before it is merged with the other sources."""
 
 from __future__ import annotations
 
-import errno
-import os
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from accel_trainer.config.dialects import Dialect, read_document
-from accel_trainer.config.document import Document, document_from_mapping
-from accel_trainer.config.json_reader import read_json
+from accel_trainer.config.loading import ConfigSource, FileProblemsError, load_document
 from accel_trainer.config.settings import Setting
-from accel_trainer.config.yaml_reader import read_yaml
-from accel_trainer.errors import ConfigError, did_you_mean
 
-__all__ = [
-    "MAX_BYTES",
-    "ConfigSource",
-    "FileConfig",
-    "FileProblemsError",
-    "packaged_names",
-    "problem_report",
-    "read_file",
-]
-
-ConfigSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any]"
-
-MAX_BYTES = 1_000_000
-"""Size that a configuration file may have."""
-
-_PACKAGED_FOLDER = Path(__file__).resolve().parents[1] / "fsdp_configs"
-_SUFFIXES = (".yaml", ".yml", ".json")
-
-
-class FileProblemsError(ConfigError):
-    """A configuration file that cannot be used; `problems` has one line for each thing that is wrong."""
-
-    def __init__(self, problems: list[str], name: str) -> None:
-        super().__init__(problem_report(problems, name))
-        self.problems = tuple(problems)
-        self.name = name
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (FileProblemsError, (list(self.problems), self.name))
-
-
-def problem_report(problems: list[str], name: str) -> str:
-    """Return the message of an error about one problem or several."""
-    if len(problems) == 1:
-        return problems[0]
-    return "\n  - ".join([f"{len(problems)} problems in {name}:", *problems])
+__all__ = ["FileConfig", "read_file"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +36,6 @@ class FileConfig:
     content: Mapping[str, Any]
 
 
-def packaged_names() -> tuple[str, ...]:
-    """Return the names of the ready-made configurations, sorted."""
-    return tuple(sorted(path.stem for path in _PACKAGED_FOLDER.iterdir() if path.suffix in _SUFFIXES))
-
-
 def read_file(source: ConfigSource) -> FileConfig:
     """Read one configuration and check everything in it.
 
@@ -92,7 +46,7 @@ def read_file(source: ConfigSource) -> FileConfig:
     Raises:
         FileProblemsError: a `ConfigError` with all problems of the file; also when it is missing or unreadable.
     """
-    name, path, document = _load(source)
+    name, path, document = load_document(source)
     dialect, layer = read_document(document)
     if layer.problems:
         raise FileProblemsError(sorted(layer.problems, key=lambda problem: _line_of(problem, name)), name)
@@ -103,95 +57,3 @@ def _line_of(problem: str, name: str) -> int:
     """Return the first line that a message names, so that problems can be listed in the order of the file."""
     found = re.search(rf"{re.escape(name)}:(\d+)", problem)
     return int(found.group(1)) if found else 0
-
-
-def _load(source: ConfigSource) -> tuple[str, Path | None, Document]:
-    path: Path | None = None
-    name = "the config dict"
-    try:
-        if isinstance(source, Mapping):
-            return name, path, document_from_mapping(source, name)
-        if isinstance(source, str) and source.lstrip().startswith("{"):
-            name = "the JSON text"
-            return name, path, read_json(source, name)
-        name, path = _locate(source)
-        text = _read_text(path)
-        suffix = path.suffix.lower()
-        is_json = suffix == ".json" or (suffix not in _SUFFIXES and text.lstrip().startswith("{"))
-        return name, path, (read_json if is_json else read_yaml)(text, name)
-    except ConfigError as error:
-        raise FileProblemsError([str(error)], name) from None
-
-
-def _locate(source: str | os.PathLike[str]) -> tuple[str, Path]:
-    """Return the display name and the absolute path of a configuration; an existing file wins over a packaged name."""
-    if not isinstance(source, str | os.PathLike) or not os.fspath(source):
-        raise ConfigError(
-            f"a configuration is {source!r}, of type {type(source).__name__}; "
-            "expected a path, a packaged name, JSON text or a mapping"
-        )
-    name = os.fspath(source)
-    if "\n" in name:
-        raise ConfigError(
-            f"a configuration is text of several lines that starts with {name.splitlines()[0]!r}; "
-            "expected a path, a packaged name, or the text of a JSON object: write YAML text to a file"
-        )
-    path = Path(os.path.abspath(os.path.expanduser(name)))
-    if _is_file(path):
-        return name, path
-    if Path(name).name == name and not path.suffix:
-        for suffix in _SUFFIXES:
-            packaged = _PACKAGED_FOLDER / f"{name}{suffix}"
-            if packaged.is_file():
-                return f"fsdp_configs/{packaged.name}", packaged
-    if path.is_dir():
-        raise ConfigError(f"config file {name!r} is a directory: {path}; give the file in it")
-    raise ConfigError(_missing(name, path))
-
-
-def _missing(name: str, path: Path) -> str:
-    names = packaged_names()
-    if Path(name).name == name and not path.suffix:
-        hint = did_you_mean(name, names)
-        return (
-            f"config file {name!r} not found: there is no file {path} and no packaged configuration of that name"
-            f"{hint or '.'} Packaged: {', '.join(names)}"
-        )
-    where = ""
-    siblings: list[str] = []
-    try:
-        siblings = [item.name for item in path.parent.iterdir()]
-    except FileNotFoundError:
-        where = f"; the directory {path.parent} does not exist either"
-    except OSError:
-        pass  # the names would only have been a help
-    return f"config file {name!r} not found: there is no file {path}{where}{did_you_mean(path.name, siblings)}"
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return False
-    except OSError as error:
-        raise ConfigError(_unreadable(path, error)) from None
-
-
-def _unreadable(path: Path, error: OSError) -> str:
-    return f"config file {path} cannot be read: {os.strerror(error.errno or errno.EIO)}"
-
-
-def _read_text(path: Path) -> str:
-    try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise ConfigError(
-                f"config file {path} has {size} bytes; expected at most {MAX_BYTES}. Is it a configuration?"
-            )
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ConfigError(_unreadable(path, error)) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"config file {path} is not UTF-8 text: byte {error.start} does not decode; save it as UTF-8"
-        ) from None
