@@ -33,10 +33,14 @@ _EXPORTS = {
     "Trainer": "accel_trainer.trainer",
     "TrainingArguments": "accel_trainer.trainer",
     "find_executable_batch_size": "accel_trainer.utils",
+    "init_empty_weights": "accel_trainer.utils",
+    "init_on_device": "accel_trainer.utils",
+    "load_checkpoint_and_dispatch": "accel_trainer.utils",
     "load_checkpoint_in_model": "accel_trainer.utils",
     "prepare_data_loader": "accel_trainer.data_loader",
     "set_seed": "accel_trainer.utils",
     "skip_first_batches": "accel_trainer.data_loader",
+    "synchronize_rng_states": "accel_trainer.utils",
 }
 
 __all__ = ["__version__", *_EXPORTS]

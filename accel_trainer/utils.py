@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from accel_trainer.checkpoint.loading import load_checkpoint_in_model
+from accel_trainer.checkpoint.empty import init_empty_weights, init_on_device
+from accel_trainer.checkpoint.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
 from accel_trainer.operations import (
     broadcast,
     broadcast_object_list,
@@ -10,6 +11,8 @@ from accel_trainer.operations import (
     gather_object,
     pad_across_processes,
     reduce,
+    synchronize_rng_states,
+    wait_for_everyone,
 )
 from accel_trainer.plugins import (
     AutocastKwargs,
@@ -60,6 +63,9 @@ __all__ = [
     "gather",
     "gather_object",
     "honor_type",
+    "init_empty_weights",
+    "init_on_device",
+    "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "pad_across_processes",
     "recursively_apply",
@@ -67,5 +73,7 @@ __all__ = [
     "release_memory",
     "send_to_device",
     "set_seed",
+    "synchronize_rng_states",
     "tqdm",
+    "wait_for_everyone",
 ]

@@ -3,120 +3,39 @@
 from __future__ import annotations
 
 import os
-import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.weights import BIN_INDEX_NAME, BIN_NAME, INDEX_NAME, WEIGHTS_NAME, read_index
-from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
+from accel_trainer.checkpoint.files import BroadcastFiles, WeightFiles
+from accel_trainer.checkpoint.initial import initialize_tensors
+from accel_trainer.checkpoint.layout import box_of, local_of, materialize
+from accel_trainer.checkpoint.slices import Box
+from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 
-__all__ = ["LoadReport", "WeightFiles", "load_checkpoint_in_model"]
+__all__ = ["LoadReport", "WeightFiles", "load_checkpoint_and_dispatch", "load_checkpoint_in_model"]
 
 logger = logging.get_logger(__name__)
 
-DeviceMap = Mapping[str, "int | str | torch.device"]
+Device = int | str | torch.device
+DeviceMap = Mapping[str, Device]
 
 
 class LoadReport(NamedTuple):
-    """What did not match, as `nn.Module.load_state_dict` reports it."""
+    """What did not match, as `nn.Module.load_state_dict` reports it, and what is left without values."""
 
     missing_keys: list[str]
     """Of the model, and not in the files. A tied tensor is there when one of its names is."""
     unexpected_keys: list[str]
     """In the files, and not of the model."""
-
-
-class WeightFiles(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name; one is read when it is asked for."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        """Open a directory, an index, or one file of weights.
-
-        In a directory, safetensors are taken before torch's own files, and an index before a single file: the file
-        that lies beside an index is older, for a save that needed no index would have removed it.
-
-        Raises:
-            CheckpointNotFoundError: there are no weights.
-            IncompatibleCheckpointError: a file cannot be read as weights.
-        """
-        path = _find(checkpoint) if checkpoint.is_dir() else checkpoint
-        if not path.is_file():
-            raise CheckpointNotFoundError(f"no file {path.absolute()}; expected a directory or a file of weights")
-        self.path = path
-        self._opened: tuple[str, Any] | None = None
-        if path.name.endswith(".index.json"):
-            self._files = read_index(path)
-        else:
-            names = list(self._open(path.name).keys())
-            self._files = dict.fromkeys(names, path.name)
-
-    def __getitem__(self, name: str) -> Tensor:
-        file = self._open(self._files[name])
-        tensor: Tensor = file[name] if isinstance(file, dict) else file.get_tensor(name)
-        return tensor
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor without reading its values."""
-        file = self._open(self._files[name])
-        return tuple(file[name].shape if isinstance(file, dict) else file.get_slice(name).get_shape())
-
-    def by_file(self) -> list[str]:
-        """Return all names, those of one file together, so that each file is opened once."""
-        return sorted(self._files, key=lambda name: self._files[name])
-
-    def _open(self, file: str) -> Any:
-        """Return a file's tensors: an open safetensors file, or a dict. One file is open at a time."""
-        if self._opened is None or self._opened[0] != file:
-            self._opened = (file, _read(self.path.parent / file))
-        return self._opened[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-
-def _find(directory: Path) -> Path:
-    known = (INDEX_NAME, WEIGHTS_NAME, BIN_INDEX_NAME, BIN_NAME)
-    found = next((directory / name for name in known if (directory / name).is_file()), None)
-    if found is None:
-        hint = ""
-        if (directory / "manifest.json").is_file():
-            hint = "; save_state() wrote this directory, and accelerator.load_state() reads it"
-        raise CheckpointNotFoundError(
-            f"no weights in {directory.absolute()}: expected one of {', '.join(known)}, as save_model() and "
-            f"save_pretrained() write them{hint}"
-        )
-    return found
-
-
-def _read(path: Path) -> Any:
-    try:
-        if path.suffix == ".safetensors":
-            return safe_open(path, framework="pt")
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError:
-        raise CheckpointNotFoundError(f"{path.absolute()} is missing") from None
-    except pickle.UnpicklingError as error:
-        raise IncompatibleCheckpointError(
-            f"{path} holds more than tensors, and loading it could run code that it contains; if you trust it, load it "
-            "with torch.load(path, weights_only=False) and save its tensors again"
-        ) from error
-    except Exception as error:  # safetensors and torch each have errors of their own for a damaged file
-        raise IncompatibleCheckpointError(
-            f"{path} cannot be read as weights ({type(error).__name__}: {error}); is it damaged, or of another format?"
-        ) from error
-    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise IncompatibleCheckpointError(f"{path} is not a mapping of names to tensors; expected a model's state dict")
-    return dict(state)
+    left_on_meta: list[str]
+    """Parameters and buffers of the model that have no values yet, those that no state dict names included."""
 
 
 def load_checkpoint_in_model(
@@ -125,46 +44,116 @@ def load_checkpoint_in_model(
     device_map: DeviceMap | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = False,
+    *,
+    init_missing: bool = False,
+    broadcast_from_rank0: bool = False,
 ) -> LoadReport:
-    """Load weights into a model, tensor by tensor. Every rank calls it; ranks do not communicate.
+    """Load weights into a model, tensor by tensor, each rank reading only what it holds. Every rank calls it.
 
     Works for a model on the meta device, whose tensors get their memory here, and for one that `prepare()` has
-    sharded, where each rank keeps its part and shards stay where they are. Tied weights stay tied.
+    sharded, where each rank keeps its part and shards stay where they are: both together load a model that no process
+    could hold. Parameters and buffers stay the objects they were, tied ones tied, so that an optimizer keeps them.
+    Buffers on the meta device that no file has (rotary frequencies, positions) are computed as the model computes them.
+    Ranks do not communicate, but for the two options that say so.
 
     Args:
         checkpoint: a directory with `model.safetensors` or `pytorch_model.bin`, whole or in shards with an index; an
             index; or one file.
         device_map: which device each module's tensors go to, by the start of their names; `{"": device}` is all of
-            them. None leaves them where they are; those on the meta device go to the CPU.
+            them. None leaves them where they are; those on the meta device go to the CPU, or the devices of their mesh.
         dtype: of floating-point tensors from now on; None keeps that of the model.
         strict: raise when names differ; otherwise they are logged as a warning, and returned.
+        init_missing: initialise meta parameters that the files lack as their modules do, equal on all ranks (rank 0
+            says from which seed: collective in a distributed job).
+        broadcast_from_rank0: only rank 0 sees the files; it sends one tensor at a time. Collective.
 
     Raises:
         CheckpointNotFoundError: there are no weights.
         IncompatibleCheckpointError: shapes differ, or names with `strict`; nothing was loaded then.
-        ConfigError: `device_map` does not say where a tensor goes.
+        ConfigError: `device_map` does not say where a tensor goes, or `dtype` is not that of a sharded model.
     """
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        model = model.module
-    model = getattr(model, "_orig_mod", model)  # what torch.compile(model) wraps has the names of the files
-    weights = WeightFiles(Path(checkpoint))
+    model = _users_own(model)
+    weights = _open(Path(checkpoint), broadcast_from_rank0)
     own = model.state_dict(keep_vars=True)
-    sources, report = _match(own, weights)
-    if strict and (report.missing_keys or report.unexpected_keys):
+    sources, missing, unexpected = _match(own, weights)
+    if strict and (missing or unexpected):
         raise IncompatibleCheckpointError(
-            f"{weights.path} {_describe(report, model)}; load with strict=False to accept"
+            f"{weights.path} {_describe(missing, unexpected, model)}; load with strict=False to accept"
         )
-    devices = {name: _device(name, device_map) for name in sources}
+    devices = {name: _device(name, device_map) for name in own}
+    dtypes = {name: _dtype(name, own[name], dtype) for name in sources}
     order = {name: position for position, name in enumerate(weights.by_file())}
     for name, stored in sorted(sources.items(), key=lambda pair: order[pair[1]]):
-        _fill(model, own, name, weights[stored], devices[name], dtype)
-    if report.missing_keys or report.unexpected_keys:
-        logger.warning("%s %s", weights.path, _describe(report, model))
-    return report
+        _fill(own[name], weights, stored, devices[name], dtypes[name])
+    left = _fill_what_no_file_has(model, missing, init_missing, device_map)
+    if missing or unexpected or left:
+        logger.warning("%s %s", weights.path, _describe(missing, unexpected, model, left))
+    return LoadReport(missing, unexpected, left)
 
 
-def _match(own: Mapping[str, Tensor], weights: WeightFiles) -> tuple[dict[str, str], LoadReport]:
-    """Return the stored name of each distinct tensor of the model, and what does not match."""
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: DeviceMap | Device | None = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = False,
+    *,
+    init_missing: bool = False,
+    broadcast_from_rank0: bool = False,
+) -> nn.Module:
+    """Load weights and return the model ready to run on one device: each process has one. Arguments as for loading.
+
+    Args:
+        device_map: a device, `{"": device}`, or "auto" for the first one that this process sees. Layers are not spread
+            over several devices of one process: `strategy="fsdp2"` spreads them over the processes.
+
+    Raises:
+        ConfigError: `device_map` names several devices, or none that can compute.
+        IncompatibleCheckpointError: parameters or buffers would be left without values.
+    """
+    device = _only_device(device_map)
+    report = load_checkpoint_in_model(
+        model,
+        checkpoint,
+        None if device is None else {"": device},
+        dtype,
+        strict,
+        init_missing=init_missing,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+    if report.left_on_meta:
+        raise IncompatibleCheckpointError(
+            f"{checkpoint} has no values for {_some(report.left_on_meta)} of {type(model).__name__}, which are on the "
+            "meta device; give init_missing=True to initialise new parameters, and build the model with "
+            "init_empty_weights(), which leaves computed buffers their values"
+        )
+    return model if device is None else model.to(device)
+
+
+def _users_own(model: nn.Module) -> nn.Module:
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        model = model.module
+    unwrapped: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile(model) wraps what has the files' names
+    return unwrapped
+
+
+def _open(checkpoint: Path, broadcast: bool) -> WeightFiles | BroadcastFiles:
+    if broadcast and dist.is_initialized() and dist.get_world_size() > 1:
+        return BroadcastFiles(checkpoint, _exchange_device())
+    return WeightFiles(checkpoint)
+
+
+def _exchange_device() -> torch.device:
+    """Return a device whose tensors the process group can exchange."""
+    if "cpu" in dist.get_backend_config():
+        return torch.device("cpu")
+    return torch.device(torch.accelerator.current_accelerator() or "cpu")
+
+
+def _match(
+    own: Mapping[str, Tensor], weights: WeightFiles | BroadcastFiles
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """Return the stored name of each distinct tensor of the model, what is missing and what is unexpected."""
     groups: dict[int, list[str]] = {}
     for name, tensor in own.items():
         groups.setdefault(id(tensor), []).append(name)
@@ -185,19 +174,21 @@ def _match(own: Mapping[str, Tensor], weights: WeightFiles) -> tuple[dict[str, s
         raise IncompatibleCheckpointError(
             f"{weights.path} does not fit the model: {'; '.join(shapes[:5])}{more}. Build the model that was saved"
         )
-    return sources, LoadReport(missing, [name for name in weights if name not in own])
+    return sources, missing, [name for name in weights if name not in own]
 
 
-def _describe(report: LoadReport, model: nn.Module) -> str:
-    own = model.state_dict(keep_vars=True)
-    empty = [name for name in report.missing_keys if own[name].is_meta]
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return f"{', '.join(map(repr, names[:10]))}{more}"
+
+
+def _describe(missing: list[str], unexpected: list[str], model: nn.Module, left: list[str] | None = None) -> str:
     parts = []
-    for what, names in (("lacks", report.missing_keys), ("has, and the model has not,", report.unexpected_keys)):
+    for what, names in (("lacks", missing), ("has, and the model has not,", unexpected)):
         if names:
-            more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-            parts.append(f"{what} {', '.join(map(repr, names[:10]))}{more}")
-    without = f" ({len(empty)} of them on the meta device, without values)" if empty else ""
-    return f"does not match {type(model).__name__}: it {' and '.join(parts)}{without}"
+            parts.append(f"{what} {_some(names)}")
+    text = f"does not match {type(model).__name__}: it {' and '.join(parts)}" if parts else "is loaded"
+    return f"{text}; {len(left)} tensor(s) are left on the meta device, without values: {_some(left)}" if left else text
 
 
 def _device(name: str, device_map: DeviceMap | None) -> torch.device | None:
@@ -217,33 +208,73 @@ def _device(name: str, device_map: DeviceMap | None) -> torch.device | None:
         ) from error
 
 
+def _only_device(device_map: DeviceMap | Device | None) -> torch.device | None:
+    """Return the one device that a model goes to, or None to leave it where it is.
+
+    Raises:
+        ConfigError: there are several, or none that can compute.
+    """
+    if device_map is None:
+        return None
+    if isinstance(device_map, str) and device_map == "auto":
+        return torch.device(torch.accelerator.current_accelerator() or "cpu")
+    values = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
+    try:
+        devices = {torch.device(value) for value in values}
+    except (RuntimeError, TypeError):
+        devices = set()
+    if len(devices) != 1 or torch.device("meta") in devices:
+        raise ConfigError(
+            f"device_map={device_map!r}: a process computes on one device; give that device, 'auto', or "
+            "{'': device}, and use strategy='fsdp2' for a model that does not fit on one"
+        )
+    return devices.pop()
+
+
+def _dtype(name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None or not tensor.is_floating_point() or dtype == tensor.dtype:
+        return tensor.dtype
+    if isinstance(tensor, DTensor):
+        raise ConfigError(
+            f"dtype={dtype}: {name!r} is sharded as {tensor.dtype}; change the model's dtype before prepare()"
+        )
+    return dtype
+
+
 def _fill(
-    model: nn.Module,
-    own: Mapping[str, Tensor],
-    name: str,
-    value: Tensor,
+    tensor: Tensor,
+    weights: WeightFiles | BroadcastFiles,
+    stored: str,
     device: torch.device | None,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype,
 ) -> None:
-    """Give one tensor of the model its values."""
-    tensor = own[name]
-    dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    """Give one tensor of the model its values; a sharded one stays where its shards are."""
+    if tensor.is_meta:
+        if device is not None and device.type == "meta":
+            return
+        materialize(tensor, device, dtype)
+    elif not isinstance(tensor, DTensor) and (
+        tensor.dtype != dtype or (device is not None and tensor.device != device)
+    ):
+        tensor.data = torch.empty(tensor.shape, dtype=dtype, device=device or tensor.device)
+    box = box_of(tensor)
+    value = weights.read(stored, box.within(Box.whole(tensor.shape)))
     with torch.no_grad():
-        if isinstance(tensor, DTensor):
-            # src_data_rank=None: each rank takes its part of what it has read, without communication.
-            tensor.copy_(distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None))
-        elif tensor.is_meta:
-            # copy=True: not a view of the file, which may be replaced while the model lives.
-            loaded = value.to(device or "cpu", dtype, copy=True)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            if is_parameter:
-                loaded = nn.Parameter(loaded, requires_grad=tensor.requires_grad)
-            for alias in [other for other, known in own.items() if known is tensor]:
-                owner, _, leaf = alias.rpartition(".")
-                module = model.get_submodule(owner)
-                held: dict[str, Any] = module._parameters if is_parameter else module._buffers
-                held[leaf] = loaded
-        elif tensor.dtype != dtype or (device is not None and tensor.device != device):
-            tensor.data = value.to(device or tensor.device, dtype, copy=True)
-        else:
-            tensor.copy_(value)
+        local_of(tensor).copy_(value)
+
+
+def _fill_what_no_file_has(
+    model: nn.Module, missing: list[str], init_missing: bool, device_map: DeviceMap | None
+) -> list[str]:
+    """Compute meta buffers that are in no state dict, and new parameters if asked; return what has no values."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    empty = [name for name, tensor in named.items() if tensor.is_meta]
+    stored = model.state_dict(keep_vars=True)
+    wanted = [name for name in empty if name not in stored or (init_missing and name in missing)]
+    seed = torch.initial_seed()
+    if init_missing and dist.is_initialized():
+        box = [seed]
+        dist.broadcast_object_list(box, src=0)
+        seed = box[0]
+    unknown = initialize_tensors(model, wanted, seed, lambda name: _device(name, device_map)) if wanted else []
+    return [name for name in empty if name in unknown or name not in wanted]

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["Box", "Read", "chunk_of", "local_box", "plan_reads", "share_out"]
+__all__ = ["Box", "Index", "Read", "chunk_of", "local_box", "plan_reads", "share_out"]
 
 Index = tuple[slice, ...]
+"""Of a part of a tensor, one slice a dimension; `()` of a scalar is all of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ def test_every_layout_of_files_is_loaded(tmp_path: Path, safe: bool, size: str):
     assert len(names) == (1 if size == "10GB" else 2)
     model = build(2)
     identities = [id(p) for p in model.parameters()]
-    assert load_checkpoint_in_model(model, tmp_path) == LoadReport([], [])
+    assert load_checkpoint_in_model(model, tmp_path) == LoadReport([], [], [])
     assert equal(model, build(1))
     assert [id(p) for p in model.parameters()] == identities
 
@@ -58,7 +58,7 @@ def test_every_layout_of_files_is_loaded(tmp_path: Path, safe: bool, size: str):
 def test_a_compiled_model_is_loaded_under_the_users_names(tmp_path: Path):
     save_weights(build(1).state_dict(), tmp_path)
     model = torch.compile(build(2), backend="eager")
-    assert load_checkpoint_in_model(model, tmp_path, strict=True) == ([], [])
+    assert load_checkpoint_in_model(model, tmp_path, strict=True) == LoadReport([], [], [])
     assert equal(model._orig_mod, build(1))
 
 
@@ -107,7 +107,7 @@ def test_d25_names_that_differ_are_told(tmp_path: Path, caplog: pytest.LogCaptur
     before = model[1].bias.detach().clone()
     with caplog.at_level(logging.WARNING):
         report = load_checkpoint_in_model(model, tmp_path)
-    assert report == (["1.bias"], ["2.weight"])
+    assert report == LoadReport(["1.bias"], ["2.weight"], [])
     assert "it lacks '1.bias' and has, and the model has not, '2.weight'" in caplog.text
     assert torch.equal(model[1].bias, before)
     with pytest.raises(IncompatibleCheckpointError, match=r"it lacks '1.bias'.*load with strict=False"):
@@ -133,7 +133,7 @@ def test_a_model_without_memory_gets_it_and_stays_tied(tmp_path: Path, safe: boo
         model = Tied()
     model.inner.weight.requires_grad_(False)
     report = load_checkpoint_in_model(model, tmp_path, device_map={"": torch.device("cpu")}, dtype=torch.bfloat16)
-    assert report == ([], [])
+    assert report == LoadReport([], [], [])
     assert model.outer.weight is model.inner.weight
     assert not model.inner.weight.requires_grad
     assert {t.dtype for t in model.state_dict().values()} == {torch.bfloat16}
@@ -148,7 +148,7 @@ def test_tensors_left_without_values_are_told(tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.WARNING):
         report = load_checkpoint_in_model(model, tmp_path)
     assert report.missing_keys == ["0.bias", "1.weight", "1.bias"]
-    assert "3 of them on the meta device, without values" in caplog.text
+    assert "3 tensor(s) are left on the meta device, without values: '0.bias'" in caplog.text
 
 
 def test_a_device_map_goes_by_the_longest_name_that_fits(tmp_path: Path):

@@ -1,0 +1,72 @@
+"""Models without memory: built on the meta device, to be laid out and loaded afterwards."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["init_empty_weights", "init_on_device"]
+
+
+class _Contexts(threading.local):
+    """The contexts that this thread is in; the innermost one counts."""
+
+    def __init__(self) -> None:
+        self.stack: list[RemovableHandle] = []
+
+
+_contexts = _Contexts()
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
+    """Build modules whose parameters take no memory: their shapes and dtypes are there, on the meta device.
+
+        with init_empty_weights():
+            model = MyModel(config)
+        load_checkpoint_in_model(model, "weights")
+
+    Args:
+        include_buffers: buffers too. Those that are computed when the model is built (rotary frequencies, positions)
+            have no values then; those of transformers are computed again when weights are loaded.
+    """
+    with init_on_device(torch.device("meta"), include_buffers):
+        yield
+
+
+@contextmanager
+def init_on_device(device: int | str | torch.device, include_buffers: bool = False) -> Iterator[None]:
+    """Build modules whose parameters are on `device` from the start. Of this thread; the context may be nested.
+
+    Args:
+        include_buffers: buffers too, and every other tensor that is made in the context without naming a device.
+    """
+    device = torch.device(device)
+    if include_buffers:
+        with device:
+            yield
+        return
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or isinstance(parameter, nn.UninitializedParameter) or _contexts.stack[-1:] != [hook]:
+            return None
+        # One that is there already stays the same object: modules may share it.
+        if parameter.device == device:
+            return None
+        moved = torch.Tensor._make_subclass(type(parameter), parameter.detach().to(device), parameter.requires_grad)
+        moved.__dict__.update(parameter.__dict__)
+        return moved
+
+    hook = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]  # may return a parameter
+    _contexts.stack.append(hook)
+    try:
+        yield
+    finally:
+        _contexts.stack.remove(hook)
+        hook.remove()
