@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
+from accel_trainer.errors import ConfigError
+
 if TYPE_CHECKING:
     from accel_trainer.units import PreparedUnit
 
-__all__ = ["AcceleratedOptimizer"]
+__all__ = ["AcceleratedOptimizer", "describe_models"]
+
+
+def describe_models(prepared: Sequence[PreparedUnit]) -> str:
+    """Return the class names of the units' models."""
+    return " and ".join(type(each.unit.module).__name__ for each in prepared)
 
 
 class AcceleratedOptimizer(Optimizer):
     """Wraps the user's optimizer; `step` and `zero_grad` may be called on every micro-batch.
 
     Inside `accumulate()` they act on the last micro-batch of the window only. State, groups and hooks are those of the
-    wrapped optimizer, found under `.optimizer`.
+    wrapped optimizer, found under `.optimizer`. It may hold parameters of several models, whose windows are one then.
     """
 
-    def __init__(self, optimizer: Optimizer, prepared: PreparedUnit) -> None:
+    def __init__(self, optimizer: Optimizer, prepared: Sequence[PreparedUnit]) -> None:
         # Optimizer.__init__ is not called: the wrapped optimizer holds the groups and the state.
         self.optimizer = optimizer
-        self._prepared = prepared
+        self.prepared = tuple(prepared)
         self._step_was_skipped = False
 
     @property
@@ -62,20 +69,26 @@ class AcceleratedOptimizer(Optimizer):
     @property
     def ends_window(self) -> bool:
         """Whether `step` acts now: the current micro-batch is the last of its accumulation window."""
-        return self._prepared.window.is_last
+        return all(prepared.window.is_last for prepared in self.prepared)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters at the end of an accumulation window; do nothing before it. See the unit's `step`.
 
         Returns:
             What the first call of `closure` returned, as torch's own optimizers do; None without one.
+
+        Raises:
+            ConfigError: it holds parameters of several models, and only some of their windows end.
         """
-        prepared = self._prepared
-        if not prepared.window.is_last:
+        if not self.ends_window:
+            self._require_one_window()
             return None
-        prepared.finish_window()
+        for prepared in self.prepared:
+            prepared.finish_window()
+        # One step, whichever of the units it is asked of.
+        unit = self.prepared[0].unit
         if closure is None:
-            self._step_was_skipped = not prepared.unit.step().applied
+            self._step_was_skipped = not unit.step(optimizer=self.optimizer).applied
             return None
         returned: list[Any] = []
 
@@ -83,18 +96,26 @@ class AcceleratedOptimizer(Optimizer):
             returned.append(closure())
             return returned[-1]
 
-        self._step_was_skipped = not prepared.unit.step(recorded).applied
+        self._step_was_skipped = not unit.step(recorded, optimizer=self.optimizer).applied
         return returned[0] if returned else None
+
+    def _require_one_window(self) -> None:
+        if any(prepared.window.is_last for prepared in self.prepared):
+            raise ConfigError(
+                f"{type(self.optimizer).__name__} steps {describe_models(self.prepared)} together, and the "
+                "accumulation window of some ends here while that of others goes on; pass all of them to accumulate(), "
+                "or each to set_gradient_sync()"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients before a window's first backward or after its last; keep them in between."""
-        if self._prepared.may_drop_gradients:
-            if self._prepared.tokens is not None:
-                self._prepared.tokens.drop()
-            self._prepared.unit.zero_grad(set_to_none)
+        if all(prepared.may_drop_gradients for prepared in self.prepared):
+            for prepared in self.prepared:
+                prepared.drop_tokens()
+            self.prepared[0].unit.zero_grad(set_to_none, optimizer=self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters of the prepared model."""
+        """Add a group of parameters of the prepared models."""
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class AcceleratorSaving:
     def _train_state(self) -> TrainState:
         return TrainState(
             units=[prepared.unit.checkpoint_io() for prepared in self._prepared],
-            has_optimizer=[prepared.unit.optimizer is not None for prepared in self._prepared],
+            has_optimizer=[bool(prepared.unit.optimizers) for prepared in self._prepared],
             schedulers=self._schedulers,
             loaders=self._dataloaders,
             objects=self._custom_objects,

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from accel_trainer import logging
 from accel_trainer.data.sampler import ShardedBatchSampler
 from accel_trainer.errors import ConfigError
+from accel_trainer.optimizer import AcceleratedOptimizer, describe_models
 from accel_trainer.plugins import AutocastKwargs
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.process import ProcessContext
@@ -68,6 +69,7 @@ class AcceleratorStepping:
     gradient_state: GradientState
     _prepared: list[PreparedUnit]
     _current: list[PreparedUnit]
+    _optimizers: list[AcceleratedOptimizer]
     _dataloaders: list[Any]
     _last_grad_norm: Tensor
 
@@ -89,8 +91,18 @@ class AcceleratorStepping:
 
         A window is `gradient_accumulation_steps` micro-batches, or what the loader still has. Without a model, all
         prepared models are meant.
+
+        Raises:
+            ConfigError: a model is not prepared, or shares its optimizer with one that is not given.
         """
         prepared = [prepared_of(self._prepared, model) for model in models] if models else self._prepared
+        for optimizer in self._optimizers:
+            together = optimizer.prepared
+            if len(together) > 1 and 0 < sum(each in prepared for each in together) < len(together):
+                raise ConfigError(
+                    f"accumulate() was given {describe_models(prepared)}, and {type(optimizer.optimizer).__name__} "
+                    f"steps {describe_models(together)} together; pass all of them: accumulate(a, b)"
+                )
         if not prepared:
             raise ConfigError("accumulate() was called before a model was prepared; pass the model to prepare() first")
         return _Accumulate(self, prepared)
@@ -281,15 +293,13 @@ class AcceleratorStepping:
                 )
         for prepared in touched:
             prepared.finish_window()
-            prepared.unit.unscale_gradients()
         return touched[0].unit
 
     def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Take the fp16 loss scale out of the gradients, once per step; nothing in other precisions."""
-        units = (
-            [prepared_of(self._prepared, optimizer).unit]
-            if optimizer is not None
-            else [prepared.unit for prepared in self._prepared]
-        )
-        for unit in units:
-            unit.unscale_gradients()
+        if optimizer is None:
+            for prepared in self._prepared:
+                prepared.unit.unscale_gradients()
+            return
+        unit = prepared_of(self._prepared, optimizer).unit
+        unit.unscale_gradients(getattr(optimizer, "optimizer", optimizer))

@@ -43,6 +43,16 @@ class PreparedUnit:
             return True
         return window.is_last if self.took_backward else window.held == 1
 
+    def drop_tokens(self) -> None:
+        """Forget the tokens of gradients that one of the optimizers is about to drop.
+
+        The other optimizers of the model may still step with theirs, which are brought to the mean before.
+        """
+        if self.tokens is not None:
+            if self.tokens.is_open and len(self.unit.optimizers) > 1:
+                self.finish_window()
+            self.tokens.drop()
+
     def finish_window(self) -> None:
         """Bring the gradients to the mean over what the window held; once, before they are used.
 
@@ -61,7 +71,7 @@ def find_prepared(units: Iterable[PreparedUnit], item: Any) -> PreparedUnit | No
     """Return what was prepared from a model or optimizer: the wrapped object and the user's own both lead there."""
     for prepared in units:
         unit = prepared.unit
-        if item is unit.model or item is unit.module or (unit.optimizer is not None and item is unit.optimizer):
+        if item is unit.model or item is unit.module or any(item is optimizer for optimizer in unit.optimizers):
             return prepared
     return None
 

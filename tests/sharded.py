@@ -70,7 +70,7 @@ def prepare(model: nn.Module, precision: str = "no", scaler: Any = None, train: 
     options.setdefault("wrap_classes", ("Block",))
     explicit = {"strategy": "fsdp2"} | {f"fsdp.{name}": value for name, value in options.items()}
     resolved = resolve(explicit=explicit, environ={})
-    job = TrainJob(model, adamw(model) if train else None, resolved, wrap_policy=policy, scaler=scaler)
+    job = TrainJob(model, [adamw(model)] if train else [], resolved, wrap_policy=policy, scaler=scaler)
     return FSDP2Strategy().prepare(job, build_precision(precision, process.device), process)
 
 

@@ -281,13 +281,6 @@ def test_an_optimizer_without_its_model_is_an_error():
         Accelerator(cpu=True).prepare(optimizer)
 
 
-def test_an_optimizer_over_two_models_is_an_error():
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
-    with pytest.raises(ConfigError, match="do not pair one to one; give each model one optimizer"):
-        Accelerator(cpu=True).prepare(first, second, optimizer)
-
-
 def test_an_optimizer_may_be_prepared_after_its_model():
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(3, 1))

@@ -7,11 +7,16 @@ optimizer step, on every rank and in this order:
     unit.set_gradient_sync(True);  loss = unit.model(...); unit.backward(loss)      # the last one
     unit.clip_grad_norm(max_norm)                                                  # optional
     outcome = unit.step()
+
+A unit may have several optimizers, and an optimizer several units, where `Capabilities.joint_optimizers` says so; the
+facade refuses both before `prepare` where it does not. With several optimizers, `step(optimizer=...)` is called for
+each of them. An optimizer of several units is bound to each, and stepped through the first of them, once, when the
+windows of all have ended. Its state is saved with the units: each saves that of its own parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -42,6 +47,8 @@ class Capabilities:
     """Whether `set_gradient_sync(False)` saves communication."""
     shards_parameters: bool = False
     """Whether a rank holds only its part of each parameter; a forward is then collective, in evaluation too."""
+    joint_optimizers: bool = True
+    """Whether a model may have several optimizers, and an optimizer the parameters of several models."""
     distributed_type: str = "NO"
     """The member of DistributedType that users compare with; `MULTI` stands for MULTI_CPU, MULTI_GPU, ... by device."""
 
@@ -51,8 +58,8 @@ class TrainJob:
     """What a strategy lays out, and how it was asked to."""
 
     model: nn.Module
-    optimizer: Optimizer | None
-    """None: evaluation only, or an optimizer that is bound later."""
+    optimizers: Sequence[Optimizer]
+    """Those that hold parameters of the model; other models' too, maybe. Empty: evaluation only, or bound later."""
     resolved: Resolved
     device_placement: bool = True
     """False leaves the model where the user put it."""
@@ -93,13 +100,16 @@ class CheckpointIO(Protocol):
         """Load what `full_model_state` returned. Rank 0's mapping is what counts; other ranks may pass an empty one."""
 
     def full_optimizer_state(self) -> dict[str, Any]:
-        """Return `{"state": {name: ...}, "param_groups": [{"params": [name, ...], ...}]}` on rank 0, `{}` elsewhere."""
+        """Return `{"state": {name: ...}, "param_groups": [{"params": [name, ...], ...}]}` on rank 0, `{}` elsewhere.
+
+        Of this unit's parameters, which one or several optimizers hold: the groups of all, one after the other.
+        """
 
     def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """Load what `full_optimizer_state` returned. Rank 0's mapping is what counts."""
 
     def save_sharded_optimizer(self, path: Path) -> None:
-        """Write the optimizer's state, each rank its own part, to a torch.distributed.checkpoint directory."""
+        """Write the optimizers' state, each rank its own part, to a torch.distributed.checkpoint directory."""
 
     def load_sharded_optimizer(self, path: Path) -> None:
         """Read what `save_sharded_optimizer` wrote, on any number of ranks."""
@@ -113,7 +123,14 @@ class TrainUnit(Protocol):
     """What the user calls; possibly a wrapper such as DistributedDataParallel."""
     module: nn.Module
     """The user's own module, with the user's class and parameter names."""
-    optimizer: Optimizer | None
+    optimizers: Sequence[Optimizer]
+    """The user's own, in the order in which they were bound."""
+
+    def known_parameters(self) -> dict[int, nn.Parameter]:
+        """Return the module's parameters by the id of every tensor that stands for one.
+
+        The parameters themselves, and those that layout has replaced, as long as somebody holds them.
+        """
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Say whether the next backward exchanges gradients. Called before the forward of a micro-batch."""
@@ -134,20 +151,36 @@ class TrainUnit(Protocol):
     def clip_grad_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> StepOutcome:
-        """Update the parameters. Collective where the engine exchanges something in its step."""
+    def step(self, closure: Callable[[], Any] | None = None, *, optimizer: Optimizer | None = None) -> StepOutcome:
+        """Update the parameters of an optimizer. Collective where the engine exchanges something in its step.
 
-    def unscale_gradients(self) -> None:
-        """Take the fp16 loss scale out of the gradients, once per step; nothing in other precisions."""
+        Args:
+            optimizer: which; None where the unit has one only.
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the optimizer's parameters."""
+        Raises:
+            ConfigError: the unit has no optimizer, or several and none is named.
+        """
+
+    def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """Take the fp16 loss scale out of the gradients of an optimizer, None for all, once per step.
+
+        Nothing in other precisions.
+        """
+
+    def zero_grad(self, set_to_none: bool = True, *, optimizer: Optimizer | None = None) -> None:
+        """Drop the gradients of an optimizer's parameters; None for all of the unit's optimizers."""
 
     def bind_optimizer(self, optimizer: Optimizer) -> None:
-        """Take an optimizer built before or after layout; one built before is re-bound by parameter name."""
+        """Take an optimizer built before or after layout; one built before is re-bound by parameter name.
+
+        Parameters that are not this module's are left as they are: they belong to another unit.
+
+        Raises:
+            ConfigError: none of its parameters is this module's, or another optimizer has one of them.
+        """
 
     def checkpoint_io(self) -> CheckpointIO:
-        """Return the reader and writer of this unit's state."""
+        """Return the reader and writer of this unit's state: the model's, and that of the optimizers for it."""
 
 
 class Strategy(Protocol):
@@ -156,9 +189,18 @@ class Strategy(Protocol):
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
 
-    def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> TrainUnit:
-        """Lay out the job's model and optimizer. Collective: every rank calls it with the same job.
+    def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
+        """Refuse a job that cannot be laid out as asked. Not collective; changes nothing.
+
+        The facade checks every job of one call before it lays out the first.
 
         Raises:
-            ConfigError: the job cannot be laid out as asked; raised before any collective and on every rank alike.
+            ConfigError: an option, the model or an optimizer; on every rank alike.
+        """
+
+    def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> TrainUnit:
+        """Lay out the job's model and optimizers. Collective: every rank calls it with the same job.
+
+        Raises:
+            ConfigError: what `check` refuses, before any collective.
         """

@@ -13,7 +13,7 @@ from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Capabilities, TrainJob
 from accel_trainer.strategies.compile import apply_compile
-from accel_trainer.strategies.native import NativeUnit, place
+from accel_trainer.strategies.native import NativeUnit, check_optimizers, place, require_values
 from accel_trainer.strategies.sync import broadcast_module_states
 
 __all__ = ["DDPStrategy", "DDPUnit"]
@@ -61,12 +61,18 @@ class DDPStrategy:
     name: ClassVar[str] = "ddp"
     capabilities: ClassVar[Capabilities] = Capabilities(min_world_size=1, distributed_type="MULTI")
 
+    def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
+        """Refuse a model without values, and optimizers of something else."""
+        require_values(job.model)
+        check_optimizers(job)
+
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> DDPUnit:
         """Place, autocast and wrap the model. Collective: DDP broadcasts rank 0's parameters and buffers.
 
         A model without trainable parameters has no gradients to average, and one process without a group has nobody to
         average them with: it is placed and returned unwrapped.
         """
+        self.check(job, precision, process)
         # A model that the user has wrapped is taken as it is; wrapping it twice would average gradients twice.
         wrapped = job.model if isinstance(job.model, DistributedDataParallel) else None
         module = wrapped.module if wrapped is not None else job.model
@@ -80,6 +86,6 @@ class DDPStrategy:
         elif wrapped is None and process.is_distributed:
             broadcast_module_states(module, process.device)
         unit = DDPUnit(model, module, job.scaler)
-        if job.optimizer is not None:
-            unit.bind_optimizer(job.optimizer)
+        for optimizer in job.optimizers:
+            unit.bind_optimizer(optimizer)
         return unit

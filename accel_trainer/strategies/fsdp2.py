@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -23,12 +24,13 @@ from accel_trainer.runtime.mesh import build_mesh_shape, init_mesh
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Capabilities, CheckpointIO, TrainJob
 from accel_trainer.strategies.compile import apply_compile
-from accel_trainer.strategies.native import NativeUnit, check_optimizer_covers, place, require_values
+from accel_trainer.strategies.native import NativeUnit, check_optimizers, place, require_values
+from accel_trainer.strategies.ownership import parameters_of
 from accel_trainer.strategies.recompute import apply_activation_checkpointing
 from accel_trainer.strategies.sync import broadcast_module_states
 from accel_trainer.strategies.whole_gradients import WholeGradients
 from accel_trainer.strategies.whole_weights import exchange_whole_weights
-from accel_trainer.strategies.wrapping import find_blocks, find_ignored_modules
+from accel_trainer.strategies.wrapping import find_blocks, find_ignored_modules, warn_of_one_unit
 from accel_trainer.tree import leaves
 
 __all__ = ["FSDP2Strategy", "FSDP2Unit"]
@@ -59,22 +61,25 @@ class FSDP2Unit(NativeUnit):
         self._whole.sync = enabled
         self._root.set_requires_gradient_sync(enabled)
 
+    def known_parameters(self) -> dict[int, nn.Parameter]:
+        """Return the sharded parameters, by their id and by that of what they have replaced."""
+        sharded = dict(self.module.named_parameters(remove_duplicate=False))
+        replaced = {id(p): sharded[name] for name, reference in self._originals if (p := reference()) is not None}
+        return replaced | super().known_parameters()
+
     def bind_optimizer(self, optimizer: Optimizer) -> None:
         """Take the optimizer; one built before sharding is pointed to the sharded parameters by name.
 
         Raises:
-            ConfigError: it already holds state, which belongs to tensors that are gone, or parameters of another model.
+            ConfigError: it already holds state, which belongs to tensors that are gone, holds none of this model's
+                parameters, or another optimizer has one of them.
         """
-        sharded = dict(self.module.named_parameters(remove_duplicate=False))
-        replaced = {id(p): sharded[name] for name, reference in self._originals if (p := reference()) is not None}
-        check_optimizer_covers(optimizer, self.module, extra=replaced)
-        self._check_is_only(optimizer)
-        if any(id(p) in replaced for group in optimizer.param_groups for p in group["params"]):
-            check_optimizer_is_new(optimizer)
+        known = self.known_parameters()
+        if any(known.get(id(p), p) is not p for p in parameters_of(optimizer)):
+            check_optimizer_is_new(optimizer, known)
+        super().bind_optimizer(optimizer)
         for group in optimizer.param_groups:
-            group["params"] = [replaced.get(id(p), p) for p in group["params"]]
-        self.optimizer = optimizer
-        self._originals = ()
+            group["params"] = [known.get(id(p), p) for p in group["params"]]
 
     def checkpoint_io(self) -> CheckpointIO:
         """Return the reader and writer of this unit's state."""
@@ -85,15 +90,19 @@ class FSDP2Unit(NativeUnit):
         return super().checkpoint_io()
 
 
-def check_optimizer_is_new(optimizer: Optimizer) -> None:
+def check_optimizer_is_new(optimizer: Optimizer, known: Mapping[int, nn.Parameter]) -> None:
     """Refuse an optimizer whose state belongs to tensors that sharding replaces.
 
+    Args:
+        known: the model's parameters, by the id of every tensor that stands for one.
+
     Raises:
-        ConfigError: the optimizer already holds state.
+        ConfigError: the optimizer already holds state for some of them.
     """
-    if optimizer.state:
+    held = sum(id(parameter) in known for parameter in optimizer.state)
+    if held:
         raise ConfigError(
-            f"{type(optimizer).__name__} already holds state for {len(optimizer.state)} parameter(s) and was "
+            f"{type(optimizer).__name__} already holds state for {held} parameter(s) and was "
             "built before prepare(); its state belongs to unsharded tensors. Call prepare() before step() and "
             "load_state_dict(), or build the optimizer after the model is prepared and prepare it then"
         )
@@ -197,30 +206,34 @@ class FSDP2Strategy:
         min_world_size=2, shards_parameters=True, distributed_type="FSDP"
     )
 
+    def __init__(self) -> None:
+        self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
+
+    def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
+        """Refuse options that do not fit the model or each other, and optimizers that cannot follow."""
+        if not isinstance(job.model, FSDPModule):
+            _choose_modules(job, precision, process)
+            for optimizer in job.optimizers:
+                check_optimizer_is_new(optimizer, {id(p): p for p in job.model.parameters()})
+        check_optimizers(job)
+
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> NativeUnit:
         """Shard the model in place. Collective: meshes are created and rank 0's values are broadcast.
 
         The model keeps its class (torch adds FSDPModule to its bases), its parameter names and its tied weights.
         """
-        if isinstance(job.model, FSDPModule):
-            return _bind(FSDP2Unit(job.model, (), job.scaler), job)
+        self.check(job, precision, process)
         model, config = job.model, job.config.fsdp
-        _require_autocast(precision)
-        require_values(model)
+        if isinstance(model, FSDPModule):
+            _say_what_is_left_out(job, precision)
+            return _bind(FSDP2Unit(model, (), job.scaler), job)
         if next(model.parameters(), None) is None:  # a loss, say: nothing to shard
             place(model, job, process)
             return _bind(NativeUnit(model, model, job.scaler), job)
-        layers = find_blocks(model, job.resolved, job.wrap_policy)
+        layers, ignored_modules, whole = _choose_modules(job, precision, process)
+        if job.wrap_policy is None:
+            warn_of_one_unit(model, layers, job.resolved)
         blocks = _drop_blocks_with_outside_ties(model, layers)
-        ignored_modules = find_ignored_modules(model, job.resolved)
-        # fully_shard cuts along rows, and a scalar has none.
-        whole = {p for p in model.parameters() if p.ndim == 0}
-        whole.update(p for module in ignored_modules for p in module.parameters())
-        _check_combination(job, layers, whole)
-        shape = build_mesh_shape(process.world_size, _count_replicas(config, process))
-        if job.optimizer is not None:
-            check_optimizer_covers(job.optimizer, model)
-            check_optimizer_is_new(job.optimizer)
         tied = _tied_names(model)
         # Weak: an optimizer that is bound later keeps alive what it holds, and nothing else need be.
         originals = [(name, weakref.ref(p)) for name, p in model.named_parameters()]
@@ -236,7 +249,7 @@ class FSDP2Strategy:
         if config.activation_checkpointing:
             apply_activation_checkpointing(layers)
         apply_compile(model, job.config.compile, job.compile_options)
-        mesh = init_mesh(process, shape, job.config.timeout_seconds)
+        mesh = self._mesh(process, job)
         offload = (
             CPUOffloadPolicy(pin_memory=process.device.type == "cuda") if config.offload_params else OffloadPolicy()
         )
@@ -260,11 +273,54 @@ class FSDP2Strategy:
         model._is_fsdp_managed_module = True  # type: ignore[assignment]  # read by transformers' generate()
         return _bind(FSDP2Unit(root, originals, job.scaler), job)
 
+    def _mesh(self, process: ProcessContext, job: TrainJob) -> DeviceMesh:
+        """Return the mesh of all models of this shape: one optimizer may hold the parameters of several. Collective."""
+        shape = build_mesh_shape(process.world_size, _count_replicas(job.config.fsdp, process))
+        if shape not in self._meshes:
+            self._meshes[shape] = init_mesh(process, shape, job.config.timeout_seconds)
+        return self._meshes[shape]
+
 
 def _bind(unit: NativeUnit, job: TrainJob) -> NativeUnit:
-    if job.optimizer is not None:
-        unit.bind_optimizer(job.optimizer)
+    for optimizer in job.optimizers:
+        unit.bind_optimizer(optimizer)
     return unit
+
+
+def _choose_modules(
+    job: TrainJob, precision: PrecisionPolicy, process: ProcessContext
+) -> tuple[list[nn.Module], list[nn.Module], set[nn.Parameter]]:
+    """Return the model's layers, the modules that are ignored, and the parameters that stay whole. Changes nothing.
+
+    Raises:
+        ConfigError: the options do not fit the model, or each other.
+    """
+    model = job.model
+    _require_autocast(precision)
+    require_values(model)
+    if next(model.parameters(), None) is None:
+        return [], [], set()
+    layers = find_blocks(model, job.resolved, job.wrap_policy)
+    ignored_modules = find_ignored_modules(model, job.resolved)
+    # fully_shard cuts along rows, and a scalar has none.
+    whole = {p for p in model.parameters() if p.ndim == 0}
+    whole.update(p for module in ignored_modules for p in module.parameters())
+    _check_combination(job, layers, whole)
+    build_mesh_shape(process.world_size, _count_replicas(job.config.fsdp, process))
+    return layers, ignored_modules, whole
+
+
+def _say_what_is_left_out(job: TrainJob, precision: PrecisionPolicy) -> None:
+    """Name the options that a model, sharded by the user, is not given."""
+    config, default = job.config.fsdp, FSDPConfig()
+    set_here = [f"fsdp.{f.name}" for f in fields(config) if getattr(config, f.name) != getattr(default, f.name)]
+    set_here += ["mixed_precision"] if precision.compute is not None else []
+    set_here += ["compile.backend"] if job.config.compile.backend != "no" else []
+    logger.info(
+        "%s is sharded already and is taken as it is; not applied: %s",
+        type(job.model).__name__,
+        ", ".join(job.resolved.describe(name) for name in set_here) or "no option is set",
+    )
 
 
 def _set_prefetch(model: nn.Module, blocks: list[nn.Module], config: FSDPConfig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +15,11 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies import gradients
 from accel_trainer.strategies.api import Capabilities, CheckpointIO, StepOutcome, TrainJob
 from accel_trainer.strategies.compile import apply_compile
+from accel_trainer.strategies.loss_scale import LossScale
+from accel_trainer.strategies.ownership import check_disjoint, check_optimizer_belongs
 from accel_trainer.strategies.torch_state import TorchCheckpointIO
 
-__all__ = ["NativeUnit", "SingleStrategy", "check_optimizer_covers", "place", "require_values"]
+__all__ = ["NativeUnit", "SingleStrategy", "check_optimizers", "place", "require_values"]
 
 
 def require_values(model: nn.Module) -> None:
@@ -38,54 +39,47 @@ def require_values(model: nn.Module) -> None:
 
 def place(model: nn.Module, job: TrainJob, process: ProcessContext) -> None:
     """Move the model to this rank's device, tied weights staying tied; nothing moves when it is there already."""
-    require_values(model)
     if job.device_placement:
         model.to(process.device)
 
 
-def check_optimizer_covers(optimizer: Optimizer, module: nn.Module, extra: Iterable[int] = ()) -> None:
-    """Refuse an optimizer with parameters that are not the module's.
-
-    Args:
-        extra: ids of further tensors that stand for parameters of the module.
+def check_optimizers(job: TrainJob) -> None:
+    """Refuse optimizers that are not the model's, or share parameters of it.
 
     Raises:
-        ConfigError: some of its parameters belong to something else.
+        ConfigError: see `ownership`.
     """
-    own = {*extra, *(id(parameter) for parameter in module.parameters())}
-    foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
-    if foreign:
-        total = sum(len(group["params"]) for group in optimizer.param_groups)
-        raise ConfigError(
-            f"{foreign} of {total} parameters of the optimizer do not belong to {type(module).__name__}; "
-            "build the optimizer from that model's parameters, and pass both to one prepare() call"
-        )
+    known = {id(parameter): parameter for parameter in job.model.parameters()}
+    for optimizer in job.optimizers:
+        check_optimizer_belongs(optimizer, job.model, known)
+    check_disjoint(job.optimizers, known)
 
 
 class NativeUnit:
-    """A module and its torch optimizer in one process."""
+    """A module and its torch optimizers in one process."""
 
     def __init__(self, model: nn.Module, module: nn.Module, scaler: torch.amp.GradScaler | None = None) -> None:
         self.model = model
         self.module = module
-        self.optimizer: Optimizer | None = None
-        self.scaler = scaler
-        self._unscaled = False
-        if scaler is not None:
-            _SHARING_A_SCALE.setdefault(scaler, WeakSet()).add(self)
+        self.optimizers: list[Optimizer] = []
+        self._scale = None if scaler is None else LossScale.of(scaler, self)
+
+    def known_parameters(self) -> dict[int, nn.Parameter]:
+        """Return the module's parameters by their id."""
+        return {id(parameter): parameter for parameter in self.module.parameters()}
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Nothing to exchange."""
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate gradients of `loss`, scaled where fp16 asks for it."""
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward(**kwargs)
+        (loss if self._scale is None else self._scale.scale(loss)).backward(**kwargs)
 
-    def unscale_gradients(self) -> None:
+    def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Take the fp16 loss scale out of the gradients, once per step."""
-        if self.scaler is not None and self.optimizer is not None and not self._unscaled:
-            self.scaler.unscale_(self.optimizer)
-            self._unscaled = True
+        if self._scale is not None:
+            for each in self.optimizers if optimizer is None else (optimizer,):
+                self._scale.unscale(each)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the accumulated gradients by `factor`."""
@@ -93,84 +87,70 @@ class NativeUnit:
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Bound the global gradient norm; return it as it was before. See `gradients.clip_grad_norm`."""
-        self.unscale_gradients()
-        return gradients.clip_grad_norm(parameters, max_norm, norm_type)
+        return gradients.clip_grad_norm(self._unscaled(parameters), max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element."""
-        self.unscale_gradients()
-        gradients.clip_grad_value(parameters, clip_value)
+        gradients.clip_grad_value(self._unscaled(parameters), clip_value)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> StepOutcome:
-        """Update the parameters; skipped, and reported so, when fp16 gradients overflowed."""
-        if self.optimizer is None:
+    def _unscaled(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
+        """Return the parameters, whose gradients are unscaled now; other units' may be among them."""
+        if self._scale is None:
+            return parameters
+        given = list(parameters)
+        self._scale.unscale_holders(given)
+        return given
+
+    def _only_optimizer(self) -> Optimizer:
+        if not self.optimizers:
             raise ConfigError(f"{type(self.module).__name__} was prepared without an optimizer; pass one to prepare()")
-        if self.scaler is None:
+        if len(self.optimizers) > 1:
+            names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+            raise ConfigError(f"{type(self.module).__name__} has several optimizers ({names}); name the one that steps")
+        return self.optimizers[0]
+
+    def step(self, closure: Callable[[], Any] | None = None, *, optimizer: Optimizer | None = None) -> StepOutcome:
+        """Update the parameters; skipped, and reported so, when fp16 gradients overflowed."""
+        stepping = optimizer or self._only_optimizer()
+        if self._scale is None:
             if closure is None:
-                self.optimizer.step()
+                stepping.step()
             else:
-                self.optimizer.step(closure)
+                stepping.step(closure)
             return _APPLIED
         if closure is not None:
             raise ConfigError(
-                f"{type(self.optimizer).__name__}.step(closure) cannot be combined with fp16, whose losses are scaled: "
+                f"{type(stepping).__name__}.step(closure) cannot be combined with fp16, whose losses are scaled: "
                 "the closure's gradients would be used as they are; use bf16, or an optimizer that needs no closure"
             )
-        self.scaler.step(self.optimizer)
-        overflows = self.scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
-        applied = not any(overflow.item() for overflow in overflows.values())
-        self._update_scale()
-        return StepOutcome(applied=applied)
+        return StepOutcome(applied=self._scale.step(stepping))
 
-    def _update_scale(self) -> None:
-        """Let the scale follow what this unit's gradients were like; the other units' gradients follow the scale."""
-        assert self.scaler is not None
-        others = [unit for unit in _SHARING_A_SCALE[self.scaler] if unit is not self and unit.optimizer is not None]
-        # update() forgets which optimizers are unscaled already, and would count their overflows twice.
-        states = self.scaler._per_optimizer_states
-        kept = {id(unit.optimizer): states.pop(id(unit.optimizer)) for unit in others if unit._unscaled}
-        before = self.scaler.get_scale()
-        self.scaler.update()
-        self.scaler._per_optimizer_states.update(kept)
-        self._unscaled = False
-        if (factor := self.scaler.get_scale() / before) != 1.0:
-            for unit in others:
-                if not unit._unscaled:
-                    unit.scale_gradients(factor)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the optimizer's parameters."""
-        if self.optimizer is not None:
-            if self.scaler is not None and self._unscaled:
-                self._update_scale()  # they are dropped instead of a step
-            self.optimizer.zero_grad(set_to_none)
+    def zero_grad(self, set_to_none: bool = True, *, optimizer: Optimizer | None = None) -> None:
+        """Drop the gradients of an optimizer's parameters."""
+        for each in self.optimizers if optimizer is None else (optimizer,):
+            if self._scale is not None:
+                self._scale.drop(each)
+            each.zero_grad(set_to_none)
 
     def bind_optimizer(self, optimizer: Optimizer) -> None:
-        """Take the optimizer of this module.
+        """Take an optimizer that holds parameters of this module.
 
         Raises:
-            ConfigError: it holds parameters that are not this module's, or there is another one.
+            ConfigError: it holds none, or another optimizer has one of them.
         """
-        check_optimizer_covers(optimizer, self.module)
-        self._check_is_only(optimizer)
-        self.optimizer = optimizer
-
-    def _check_is_only(self, optimizer: Optimizer) -> None:
-        if self.optimizer is not None and self.optimizer is not optimizer:
-            raise ConfigError(
-                f"{type(self.module).__name__} has an optimizer already ({type(self.optimizer).__name__}); give it "
-                "one optimizer with a parameter group for each part that needs other options"
-            )
+        if optimizer in self.optimizers:
+            return
+        known = self.known_parameters()
+        check_optimizer_belongs(optimizer, self.module, known)
+        check_disjoint([*self.optimizers, optimizer], known)
+        self.optimizers.append(optimizer)
 
     def checkpoint_io(self) -> CheckpointIO:
         """Return the reader and writer of this unit's state."""
-        return TorchCheckpointIO(self.module, self.optimizer)
+        return TorchCheckpointIO(self.module, self.optimizers)
 
 
 _APPLIED = StepOutcome(applied=True)
-
-_SHARING_A_SCALE: WeakKeyDictionary[torch.amp.GradScaler, WeakSet[NativeUnit]] = WeakKeyDictionary()
-"""The units that each loss scale serves: one loss may reach several models, and has one scale."""
 
 
 class SingleStrategy:
@@ -179,12 +159,18 @@ class SingleStrategy:
     name: ClassVar[str] = "single"
     capabilities: ClassVar[Capabilities] = Capabilities(max_world_size=1)
 
+    def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
+        """Refuse a model without values, and optimizers of something else."""
+        require_values(job.model)
+        check_optimizers(job)
+
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> NativeUnit:
         """Place the model and put autocast on it; the returned unit's model is the user's own object."""
+        self.check(job, precision, process)
         place(job.model, job, process)
         apply_autocast(job.model, precision)
         apply_compile(job.model, job.config.compile, job.compile_options)
         unit = NativeUnit(job.model, job.model, job.scaler)
-        if job.optimizer is not None:
-            unit.bind_optimizer(job.optimizer)
+        for optimizer in job.optimizers:
+            unit.bind_optimizer(optimizer)
         return unit

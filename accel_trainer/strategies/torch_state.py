@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,9 @@ def _own_name(name: str) -> str:
 class TorchCheckpointIO:
     """Implements `strategies.api.CheckpointIO` for plain modules, DDP's inner module and FSDP2 modules."""
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer | None) -> None:
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
         self.module = module
-        self.optimizer = optimizer
+        self.optimizers = tuple(optimizers)
 
     def full_model_state(self) -> dict[str, Tensor]:
         """Return all parameters and persistent buffers as CPU tensors on rank 0, `{}` elsewhere. Collective.
@@ -144,62 +144,92 @@ class TorchCheckpointIO:
             )
         return plan
 
-    def _optimizer_or_raise(self) -> Optimizer:
-        if self.optimizer is None:
+    def _require_optimizer(self) -> None:
+        if not self.optimizers:
             raise ConfigError(f"{type(self.module).__name__} has no optimizer to save or load; pass one to prepare()")
-        return self.optimizer
 
-    def _parameter_names(self) -> dict[int, str]:
-        return {id(parameter): _own_name(name) for name, parameter in self.module.named_parameters()}
+    def _named_groups(self) -> list[tuple[dict[str, Any], dict[str, nn.Parameter], Optimizer]]:
+        """Return the groups of all optimizers: each with its parameters of this module by name, and its optimizer.
+
+        An optimizer of several models has groups that are not of this one.
+        """
+        self._require_optimizer()
+        names = {id(parameter): _own_name(name) for name, parameter in self.module.named_parameters()}
+        found = []
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                own = {names[id(p)]: p for p in group["params"] if id(p) in names}
+                if own or not group["params"]:
+                    found.append((group, own, optimizer))
+        return found
 
     def full_optimizer_state(self) -> dict[str, Any]:
-        """Return the optimizer's state keyed by parameter name on rank 0, `{}` elsewhere. Collective."""
-        optimizer, names, keep = self._optimizer_or_raise(), self._parameter_names(), _rank() == 0
+        """Return the optimizers' state keyed by parameter name on rank 0, `{}` elsewhere. Collective."""
+        keep, groups = _rank() == 0, self._named_groups()
         state: dict[str, Any] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
+        for _, own, optimizer in groups:
+            for name, parameter in own.items():
                 entry = {
                     key: _to_full_cpu(value, keep) if isinstance(value, Tensor) else value
                     for key, value in optimizer.state.get(parameter, {}).items()
                 }
                 if entry:
-                    state[names[id(parameter)]] = entry
-        groups = [
-            {
-                **{key: value for key, value in group.items() if key != "params"},
-                "params": [names[id(p)] for p in group["params"]],
-            }
-            for group in optimizer.param_groups
+                    state[name] = entry
+        outlines = [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": list(own)}
+            for group, own, _ in groups
         ]
-        return {"state": state, "param_groups": groups} if keep else {}
+        return {"state": state, "param_groups": outlines} if keep else {}
 
     def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """Load a full optimizer state; rank 0's mapping is what counts. Collective.
 
+        Groups are found by their parameters: in which optimizer they are, and in what order, may have changed.
+
         Raises:
             IncompatibleCheckpointError: it was saved for other parameters or groups; every rank raises.
         """
-        optimizer, names = self._optimizer_or_raise(), self._parameter_names()
-        own_groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        groups = self._named_groups()
+        own_groups = [list(own) for _, own, _ in groups]
         outline = _broadcast_object(_outline_optimizer(state, own_groups) if _rank() == 0 else None)
         if isinstance(outline, str):
             raise IncompatibleCheckpointError(outline)
-        for group, stored in zip(optimizer.param_groups, outline["param_groups"], strict=True):
+        holders: dict[str, tuple[nn.Parameter, Optimizer]] = {}
+        for (group, own, optimizer), stored in zip(groups, outline["param_groups"], strict=True):
             group.update({key: value for key, value in stored.items() if key != "params"})
-        parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+            holders.update({name: (parameter, optimizer) for name, parameter in own.items()})
         for name, entry in outline["state"].items():
-            own: dict[str, Any] = {}
+            parameter, optimizer = holders[name]
+            loaded: dict[str, Any] = {}
             for key, value in entry.items():
                 source = state["state"][name][key] if _rank() == 0 and isinstance(value, _TensorOutline) else None
-                own[key] = value.build(parameters[name], source) if isinstance(value, _TensorOutline) else value
-            optimizer.state[parameters[name]] = own
+                loaded[key] = value.build(parameter, source) if isinstance(value, _TensorOutline) else value
+            optimizer.state[parameter] = loaded
+
+    def _own_optimizers(self) -> tuple[Optimizer, ...]:
+        """Return the optimizers, as torch's own functions want them: of this module alone.
+
+        Raises:
+            ConfigError: there is none, or one of several models.
+        """
+        self._require_optimizer()
+        own = {id(parameter) for parameter in self.module.parameters()}
+        for optimizer in self.optimizers:
+            foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+            if foreign:
+                raise ConfigError(
+                    f"{foreign} parameter(s) of {type(optimizer).__name__} are another model's, and torch writes "
+                    f"shards of one model's optimizer; save the whole state, or give {type(self.module).__name__} an "
+                    "optimizer of its own"
+                )
+        return self.optimizers
 
     def save_sharded_optimizer(self, path: Path) -> None:
         """Write the optimizer's state as a torch.distributed.checkpoint directory, each rank its part. Collective."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        state = get_optimizer_state_dict(self.module, self._optimizer_or_raise())
+        state = get_optimizer_state_dict(self.module, self._own_optimizers())
         dcp.save({"optimizer": state}, storage_writer=dcp.FileSystemWriter(path))
 
     def load_sharded_optimizer(self, path: Path) -> None:
@@ -207,10 +237,10 @@ class TorchCheckpointIO:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-        optimizer = self._optimizer_or_raise()
-        state = {"optimizer": get_optimizer_state_dict(self.module, optimizer)}
+        optimizers = self._own_optimizers()
+        state = {"optimizer": get_optimizer_state_dict(self.module, optimizers)}
         dcp.load(state, storage_reader=dcp.FileSystemReader(path))
-        set_optimizer_state_dict(self.module, optimizer, state["optimizer"])
+        set_optimizer_state_dict(self.module, optimizers, state["optimizer"])
 
 
 class _TensorOutline:
@@ -237,9 +267,12 @@ class _TensorOutline:
 
 
 def _outline_optimizer(state: Mapping[str, Any], own_groups: list[list[str]]) -> dict[str, Any] | str:
-    """Return rank 0's optimizer state with tensors replaced by outlines, or the message of what does not fit."""
+    """Return rank 0's optimizer state with tensors replaced by outlines, or the message of what does not fit.
+
+    The groups come in the order of `own_groups`.
+    """
     stored_groups = [list(group["params"]) for group in state.get("param_groups", [])]
-    if stored_groups != own_groups:
+    if sorted(stored_groups) != sorted(own_groups):
         stored_names = {name for group in stored_groups for name in group}
         own_names = {name for group in own_groups for name in group}
         missing, unexpected = sorted(own_names - stored_names), sorted(stored_names - own_names)
@@ -255,4 +288,8 @@ def _outline_optimizer(state: Mapping[str, Any], own_groups: list[list[str]]) ->
         name: {key: _TensorOutline(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
         for name, entry in state["state"].items()
     }
-    return {"state": outlined, "param_groups": state["param_groups"]}
+    ordered, remaining = [], list(state["param_groups"])
+    for names in own_groups:
+        index = next(i for i, group in enumerate(remaining) if list(group["params"]) == names)
+        ordered.append(remaining.pop(index))
+    return {"state": outlined, "param_groups": ordered}

@@ -52,7 +52,7 @@ class SavePretrained:
                 f"{type(self.model).__name__} is sharded, and its save_pretrained() has no `state_dict` argument for "
                 "the gathered weights; use accelerator.save_model(model, directory)"
             )
-        call.arguments["state_dict"] = TorchCheckpointIO(self.model, None).full_model_state()
+        call.arguments["state_dict"] = TorchCheckpointIO(self.model).full_model_state()
         if "is_main_process" in self.__signature__.parameters:
             call.arguments["is_main_process"] = self.process.is_main and call.arguments.get("is_main_process", True)
         # Also the barrier behind which every rank may read what was written.

@@ -12,7 +12,7 @@ from accel_trainer.config import Resolved, WrapPolicy
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.strategies.api import WrapPolicyFunction
 
-__all__ = ["find_blocks", "find_ignored_modules"]
+__all__ = ["find_blocks", "find_ignored_modules", "warn_of_one_unit"]
 
 logger = logging.get_logger(__name__)
 
@@ -80,12 +80,6 @@ def find_blocks(model: nn.Module, resolved: Resolved, policy: WrapPolicyFunction
         chosen = _blocks_by_class(model, config.wrap_classes, resolved.describe("fsdp.wrap_classes"))
     else:
         chosen = _blocks_by_class(model, _declared_blocks(model), "model._no_split_modules")
-        if not chosen:
-            logger.warning(
-                "%s declares no _no_split_modules and fsdp.wrap_classes is empty: the whole model is one unit of "
-                "sharding. Name its block classes in fsdp.wrap_classes to gather less memory at once",
-                type(model).__name__,
-            )
     picked = {id(module) for module in chosen}
     # ModuleList and ModuleDict have no forward, so a unit made of one would never gather its parameters.
     return [
@@ -93,6 +87,17 @@ def find_blocks(model: nn.Module, resolved: Resolved, policy: WrapPolicyFunction
         for module in model.modules()
         if id(module) in picked and module is not model and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
     ]
+
+
+def warn_of_one_unit(model: nn.Module, blocks: list[nn.Module], resolved: Resolved) -> None:
+    """Say that nothing told which blocks to shard on their own, where the configuration left it to the model."""
+    config = resolved.config.fsdp
+    if not blocks and config.wrap_policy == WrapPolicy.TRANSFORMER and not config.wrap_classes:
+        logger.warning(
+            "%s declares no _no_split_modules and fsdp.wrap_classes is empty: the whole model is one unit of "
+            "sharding. Name its block classes in fsdp.wrap_classes to gather less memory at once",
+            type(model).__name__,
+        )
 
 
 def find_ignored_modules(model: nn.Module, resolved: Resolved) -> list[nn.Module]:

@@ -75,7 +75,7 @@ def prepare(model: nn.Module, optimizer: Any = None, precision: str = "no", job:
 
     process = init_process(read_environment(), timeout_seconds=60)
     explicit = {"strategy": "ddp"} | {f"ddp.{name}": value for name, value in options.items()}
-    job = TrainJob(model, optimizer, resolve(explicit=explicit, environ={}), **(job or {}))
+    job = TrainJob(model, [optimizer] if optimizer else [], resolve(explicit=explicit, environ={}), **(job or {}))
     return DDPStrategy().prepare(job, build_precision(precision, process.device), process)
 
 

@@ -39,7 +39,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def prepare(model: nn.Module, optimizer: Any = None, scaler: Any = None, **explicit: Any) -> NativeUnit:
     process = init_process({}, use_cpu=True)
-    job = TrainJob(model, optimizer, resolve(explicit=explicit, environ={}), scaler=scaler)
+    job = TrainJob(model, [optimizer] if optimizer else [], resolve(explicit=explicit, environ={}), scaler=scaler)
     return SingleStrategy().prepare(job, build_precision("no", process.device), process)
 
 
@@ -68,7 +68,7 @@ def test_the_unit_holds_the_users_own_objects():
     unit = prepare(model, optimizer)
     assert isinstance(unit, TrainUnit)
     assert unit.model is unit.module is model
-    assert unit.optimizer is optimizer
+    assert unit.optimizers == [optimizer]
     assert list(vars(model)) == list(vars(Net()))
 
 
@@ -117,31 +117,27 @@ def test_an_optimizer_of_another_model_is_refused():
         prepare(Net(), sgd(Net()))
 
 
-def test_a_second_optimizer_for_a_model_is_refused():
+def test_a_second_optimizer_of_the_same_parameters_is_refused():
     model = Net()
     unit = prepare(model, sgd(model))
-    with pytest.raises(ConfigError, match=r"Net has an optimizer already \(SGD\).*optimizer with a parameter group"):
+    with pytest.raises(ConfigError, match=r"2 parameter\(s\) are in two optimizers, SGD and SGD, .*to one of them"):
         unit.bind_optimizer(sgd(model))
-    unit.bind_optimizer(unit.optimizer)  # the same one again is no second
+    unit.bind_optimizer(unit.optimizers[0])  # the same one again is no second
+    assert len(unit.optimizers) == 1
+
+
+def test_a_step_of_several_optimizers_wants_to_know_which():
+    model = Net()
+    unit = prepare(model)
+    for parameter in model.parameters():
+        unit.bind_optimizer(torch.optim.SGD([parameter], lr=0.1))
+    with pytest.raises(ConfigError, match=r"Net has several optimizers \(SGD, SGD\); name the one that steps"):
+        unit.step()
 
 
 def test_a_step_without_an_optimizer_is_refused():
     with pytest.raises(ConfigError, match=r"Net was prepared without an optimizer; pass one to prepare\(\)"):
         prepare(Net()).step()
-
-
-def test_several_optimizers_for_one_model_are_refused_by_prepare():
-    accelerator, model = Accelerator(cpu=True), Net()
-    weights, biases = (torch.optim.SGD([p], lr=0.1) for p in model.parameters())
-    with pytest.raises(ConfigError, match=r"SGD and Net do not pair one to one; give each model one optimizer"):
-        accelerator.prepare(model, weights, biases)
-
-
-def test_a_second_optimizer_later_says_what_is_wrong():
-    accelerator, model = Accelerator(cpu=True), Net()
-    model, _ = accelerator.prepare(model, sgd(model))
-    with pytest.raises(ConfigError, match=r"Net has an optimizer already"):
-        accelerator.prepare(sgd(model))
 
 
 # --- fp16's loss scale ---------------------------------------------------------------------------------------------

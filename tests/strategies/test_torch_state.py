@@ -52,7 +52,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def test_a_models_state_is_its_own_state_dict_apart_from_the_model():
     model = Tied()
-    state = TorchCheckpointIO(model, None).full_model_state()
+    state = TorchCheckpointIO(model).full_model_state()
     assert_same(state, dict(model.state_dict()))
     assert state["embed.weight"] is state["head.weight"]
     with torch.no_grad():
@@ -62,9 +62,9 @@ def test_a_models_state_is_its_own_state_dict_apart_from_the_model():
 
 def test_a_tied_parameter_may_be_stored_under_one_name():
     model, other = Tied(), Tied()
-    state = TorchCheckpointIO(model, None).full_model_state()
+    state = TorchCheckpointIO(model).full_model_state()
     del state["head.weight"]
-    TorchCheckpointIO(other, None).load_full_model_state(state)
+    TorchCheckpointIO(other).load_full_model_state(state)
     assert other.head.weight is other.embed.weight
     assert torch.equal(other.head.weight, model.embed.weight)
 
@@ -82,17 +82,17 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_is_loaded(change: dict
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = {name: value + 1 for name, value in before.items()} | change
     with pytest.raises(IncompatibleCheckpointError, match=message):
-        TorchCheckpointIO(model, None).load_full_model_state({k: v for k, v in state.items() if v is not None})
+        TorchCheckpointIO(model).load_full_model_state({k: v for k, v in state.items() if v is not None})
     assert_same(dict(model.state_dict()), before)
 
 
 def test_names_may_differ_when_loading_is_not_strict():
     model = Tied()
     state = {"steps": torch.tensor(9), "extra": torch.ones(1)}
-    TorchCheckpointIO(model, None).load_full_model_state(state, strict=False)
+    TorchCheckpointIO(model).load_full_model_state(state, strict=False)
     assert model.steps == 9
     with pytest.raises(IncompatibleCheckpointError, match=r"steps is \(3,\) in the checkpoint"):
-        TorchCheckpointIO(model, None).load_full_model_state({"steps": torch.ones(3)}, strict=False)
+        TorchCheckpointIO(model).load_full_model_state({"steps": torch.ones(3)}, strict=False)
 
 
 # --- optimizers ----------------------------------------------------------------------------------------------------
@@ -101,10 +101,10 @@ def test_names_may_differ_when_loading_is_not_strict():
 def test_an_optimizers_state_is_keyed_by_name_and_continues_another():
     model, other = build(), build()
     optimizer, fresh = stepped(model), adamw(other)
-    state = TorchCheckpointIO(model, optimizer).full_optimizer_state()
+    state = TorchCheckpointIO(model, [optimizer]).full_optimizer_state()
     assert list(state["state"]) == state["param_groups"][0]["params"] == [name for name, _ in model.named_parameters()]
-    TorchCheckpointIO(other, None).load_full_model_state(TorchCheckpointIO(model, None).full_model_state())
-    TorchCheckpointIO(other, fresh).load_full_optimizer_state(state)
+    TorchCheckpointIO(other).load_full_model_state(TorchCheckpointIO(model).full_model_state())
+    TorchCheckpointIO(other, [fresh]).load_full_optimizer_state(state)
     stepped(model, optimizer)
     stepped(other, fresh)
     assert_same(dict(other.state_dict()), dict(model.state_dict()))
@@ -112,10 +112,10 @@ def test_an_optimizers_state_is_keyed_by_name_and_continues_another():
 
 def refuse_for(groups: list[list[nn.Parameter]], other: nn.Module, message: str) -> None:
     model = build()
-    state = TorchCheckpointIO(model, stepped(model)).full_optimizer_state()
+    state = TorchCheckpointIO(model, [stepped(model)]).full_optimizer_state()
     optimizer = torch.optim.AdamW([{"params": group} for group in groups])
     with pytest.raises(IncompatibleCheckpointError, match=message):
-        TorchCheckpointIO(other, optimizer).load_full_optimizer_state(state)
+        TorchCheckpointIO(other, [optimizer]).load_full_optimizer_state(state)
     assert not optimizer.state
 
 
@@ -128,7 +128,7 @@ def test_an_optimizer_of_other_parameters_or_groups_is_refused():
 
 def test_without_an_optimizer_there_is_no_state_of_one():
     with pytest.raises(ConfigError, match=r"Net has no optimizer to save or load; pass one to prepare\(\)"):
-        TorchCheckpointIO(build(), None).full_optimizer_state()
+        TorchCheckpointIO(build()).full_optimizer_state()
 
 
 # --- names ---------------------------------------------------------------------------------------------------------
@@ -137,12 +137,12 @@ def test_without_an_optimizer_there_is_no_state_of_one():
 def test_a_model_that_was_compiled_keeps_the_names_it_had():
     plain = build()
     optimizer = stepped(plain)
-    expected = TorchCheckpointIO(plain, optimizer)
+    expected = TorchCheckpointIO(plain, [optimizer])
     inner = build()
     inner.blocks[0] = torch.compile(inner.blocks[0], backend="eager")
     whole = torch.compile(inner, backend="eager")
     for module in (inner, whole):
-        io = TorchCheckpointIO(module, adamw(module))
+        io = TorchCheckpointIO(module, [adamw(module)])
         assert list(io.full_model_state()) == list(plain.state_dict())
         io.load_full_model_state(expected.full_model_state())
         io.load_full_optimizer_state(expected.full_optimizer_state())
@@ -179,7 +179,7 @@ def test_shards_are_written_as_a_whole_and_read_again(tmp_path: Path):
     first, second = run_ranks(exchange, 2, str(tmp_path / "optimizer"))
     model = build()
     optimizer = stepped(model)
-    expected = TorchCheckpointIO(model, optimizer)
+    expected = TorchCheckpointIO(model, [optimizer])
     for name, value in expected.full_model_state().items():
         torch.testing.assert_close(first["states"]["model"][name], value)
     for name, entry in expected.full_optimizer_state()["state"].items():

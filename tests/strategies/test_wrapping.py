@@ -10,7 +10,7 @@ from torch import nn
 
 from accel_trainer.config import Resolved, resolve
 from accel_trainer.errors import ConfigError
-from accel_trainer.strategies.wrapping import find_blocks, find_ignored_modules
+from accel_trainer.strategies.wrapping import find_blocks, find_ignored_modules, warn_of_one_unit
 
 
 def configured(**fsdp: Any) -> Resolved:
@@ -112,8 +112,14 @@ def test_the_blocks_are_found_in_a_module_that_holds_a_model():
 
 
 def test_a_model_without_declared_blocks_is_one_unit_and_says_so(caplog: pytest.LogCaptureFixture):
+    model = Model()
     with caplog.at_level(logging.WARNING):
-        assert blocks_of(Model()) == []
+        assert blocks_of(model) == []
+        warn_of_one_unit(model, [], configured(wrap_policy="none"))
+        warn_of_one_unit(model, list(model.blocks), configured())
+    assert not caplog.text
+    with caplog.at_level(logging.WARNING):
+        warn_of_one_unit(model, [], configured())
     assert "Model declares no _no_split_modules" in caplog.text
     assert "fsdp.wrap_classes" in caplog.text
 

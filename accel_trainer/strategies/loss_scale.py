@@ -1,0 +1,113 @@
+"""fp16's loss scale: one for all units and optimizers that a loss may reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accel_trainer.strategies.gradients import scale_gradients
+from accel_trainer.strategies.ownership import parameters_of
+
+if TYPE_CHECKING:
+    from accel_trainer.strategies.native import NativeUnit
+
+__all__ = ["LossScale"]
+
+_SHARED: WeakValueDictionary[int, LossScale] = WeakValueDictionary()
+"""By the id of the scaler, which the value keeps alive."""
+
+
+class LossScale:
+    """A GradScaler with what it has to know of the optimizers that share it.
+
+    A window's gradients are unscaled once for each optimizer. The scale follows them when all optimizers of the units
+    that one of them belongs to have stepped; at the latest when the next loss is scaled. Gradients of other optimizers
+    that still carry the scale are brought to the new one.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self.scaler = scaler
+        # A list: unscaling shards is collective, so every rank has to go through them in one order.
+        self._references: list[ref[NativeUnit]] = []
+        self._unscaled: set[Optimizer] = set()
+        self._done: set[Optimizer] = set()
+        """Stepped, or their gradients dropped, since the scale was updated; unscaled all of them."""
+
+    @staticmethod
+    def of(scaler: torch.amp.GradScaler, unit: NativeUnit) -> LossScale:
+        """Return the one of `scaler`, which serves `unit`, too, from now on."""
+        shared = _SHARED.get(id(scaler)) or LossScale(scaler)
+        _SHARED[id(scaler)] = shared
+        shared._references.append(ref(unit))
+        return shared
+
+    @property
+    def _units(self) -> list[NativeUnit]:
+        return [unit for reference in self._references if (unit := reference()) is not None]
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss, scaled."""
+        if self._done:
+            self._follow()
+        scaled: Tensor = self.scaler.scale(loss)
+        return scaled
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Take the scale out of the gradients of an optimizer, once per step."""
+        if optimizer not in self._unscaled:
+            self.scaler.unscale_(optimizer)
+            self._unscaled.add(optimizer)
+
+    def unscale_holders(self, parameters: Iterable[Tensor]) -> None:
+        """Unscale the gradients of every optimizer that holds one of the parameters."""
+        wanted = {id(parameter) for parameter in parameters}
+        for optimizer in self._optimizers():
+            if any(id(parameter) in wanted for parameter in parameters_of(optimizer)):
+                self.unscale(optimizer)
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Step the optimizer unless its gradients overflowed; return whether it stepped."""
+        self.scaler.step(optimizer)
+        self._unscaled.add(optimizer)
+        overflows = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        applied = not any(overflow.item() for overflow in overflows.values())
+        self._finish(optimizer)
+        return applied
+
+    def drop(self, optimizer: Optimizer) -> None:
+        """Note that the gradients of an optimizer are dropped: instead of a step, or after it."""
+        if optimizer in self._unscaled and optimizer not in self._done:
+            self._finish(optimizer)
+
+    def _optimizers(self) -> list[Optimizer]:
+        return list(dict.fromkeys(optimizer for unit in self._units for optimizer in unit.optimizers))
+
+    def _finish(self, optimizer: Optimizer) -> None:
+        self._done.add(optimizer)
+        siblings = {
+            other for unit in self._units if not self._done.isdisjoint(unit.optimizers) for other in unit.optimizers
+        }
+        if siblings <= self._done:
+            self._follow()
+
+    def _follow(self) -> None:
+        """Let the scale follow what the gradients were like; the other optimizers' gradients follow the scale."""
+        others = [optimizer for optimizer in self._optimizers() if optimizer not in self._done]
+        # update() forgets which optimizers are unscaled already, and would count their overflows twice.
+        states = self.scaler._per_optimizer_states
+        kept = {id(optimizer): states.pop(id(optimizer)) for optimizer in others if optimizer in self._unscaled}
+        before = self.scaler.get_scale()
+        self.scaler.update()
+        states = self.scaler._per_optimizer_states
+        states.update(kept)
+        self._unscaled -= self._done
+        self._done = set()
+        if (factor := self.scaler.get_scale() / before) != 1.0:
+            for optimizer in others:
+                if optimizer not in self._unscaled:
+                    scale_gradients(parameters_of(optimizer), factor)

@@ -1,0 +1,56 @@
+"""Which optimizer may have which parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accel_trainer.errors import ConfigError
+
+__all__ = ["check_disjoint", "check_optimizer_belongs", "parameters_of"]
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups, in their order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def check_optimizer_belongs(optimizer: Optimizer, module: nn.Module, known: Mapping[int, nn.Parameter]) -> None:
+    """Refuse an optimizer that has nothing to do with a module. One of several models has other parameters, too.
+
+    Args:
+        known: the module's parameters, by the id of every tensor that stands for one.
+
+    Raises:
+        ConfigError: all of its parameters belong to something else.
+    """
+    parameters = parameters_of(optimizer)
+    if parameters and not any(id(parameter) in known for parameter in parameters):
+        raise ConfigError(
+            f"{len(parameters)} of {len(parameters)} parameters of the optimizer do not belong to "
+            f"{type(module).__name__}; build the optimizer from that model's parameters, and pass both to one "
+            "prepare() call"
+        )
+
+
+def check_disjoint(optimizers: Iterable[Optimizer], known: Mapping[int, nn.Parameter]) -> None:
+    """Refuse two optimizers that would both update a parameter.
+
+    Args:
+        known: parameters, by the id of every tensor that stands for one.
+
+    Raises:
+        ConfigError: a parameter is in two of them.
+    """
+    taken: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        own = {id(known.get(id(parameter), parameter)) for parameter in parameters_of(optimizer)}
+        for other in dict.fromkeys(taken[key] for key in own if key in taken):
+            shared = sum(taken.get(key) is other for key in own)
+            raise ConfigError(
+                f"{shared} parameter(s) are in two optimizers, {type(other).__name__} and {type(optimizer).__name__}, "
+                "and would be updated by both; give each parameter to one of them"
+            )
+        taken.update(dict.fromkeys(own, optimizer))
