@@ -24,23 +24,58 @@ class AcceleratorExchange:
     gradient_state: GradientState
     _is_triggered = False
 
-    def gather(self, tensor: Any) -> Any:
-        """Concatenate the tensors of all ranks along dim 0, in a structure of the same shape. Collective."""
-        return collectives.gather(tensor, self.process, debug=self.config.debug)
+    def gather(self, tensor: Any, *, pad_index: float | None = None, as_samples: bool = False) -> Any:
+        """Concatenate the tensors of all ranks along dim 0, in a structure of the same shape. Collective.
+
+        Args:
+            pad_index: fill other dimensions than the first with this value, up to the largest size over the ranks.
+            as_samples: return a list in the place of each tensor: its rows over all ranks, each in the shape it had.
+
+        Raises:
+            ConfigError: both are given, or a leaf is no tensor.
+            ProcessGroupError: with `debug`, the ranks' shapes differ and neither is given.
+        """
+        return collectives.gather(
+            tensor, self.process, debug=self.config.debug, pad_index=pad_index, as_samples=as_samples
+        )
 
     def gather_object(self, item: Any) -> Any:
         """Collect any picklable object from all ranks. Collective."""
         return collectives.gather_object(item, self.process)
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(
+        self,
+        input_data: Any,
+        use_gather_object: bool = False,
+        *,
+        pad_index: float | None = None,
+        as_samples: bool = False,
+    ) -> Any:
         """Collect what all ranks computed for their current batch, every sample exactly once. Collective.
 
         Which rows are padding is known to the prepared loader that is being iterated; outside of a loop everything is
-        kept.
+        kept. Tensors of unequal shapes, logits of sequences of different lengths for instance, have to be declared by
+        one of the last two arguments; it costs an exchange of shapes.
+
+        Args:
+            use_gather_object: take lists and mappings of any picklable values, one for each sample.
+            pad_index: fill other dimensions than the first with this value, up to the largest size over the ranks.
+            as_samples: return a list in the place of each tensor: one tensor for each sample, in the shape it had.
+
+        Raises:
+            ConfigError: arguments that exclude each other, or a tensor without the rows of an uneven step.
+            ProcessGroupError: with `debug`, the ranks' shapes differ and nothing declares that they may.
         """
         loader = self.gradient_state.active_dataloader
-        rows = loader.rows if loader is not None else None
-        return trim_gathered(input_data, rows, self.process, use_objects=use_gather_object, debug=self.config.debug)
+        return trim_gathered(
+            input_data,
+            loader.rows if loader is not None else None,
+            self.process,
+            use_objects=use_gather_object,
+            debug=self.config.debug,
+            pad_index=pad_index,
+            as_samples=as_samples,
+        )
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pad the tensors of all ranks to the largest size along `dim`. Collective."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, cat
 
 from accel_trainer.data.plan import BatchRows
+from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.collectives import gather, gather_object, gather_ragged
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.ragged import check_ragged
 from accel_trainer.tree import leaves, map_leaves
 
 __all__ = ["drop_padding", "keep_valid", "trim_gathered"]
@@ -37,7 +39,14 @@ def keep_valid(data: Any, rows: BatchRows) -> Any:
 
 
 def trim_gathered(
-    data: Any, rows: BatchRows | None, process: ProcessContext, *, use_objects: bool = False, debug: bool = False
+    data: Any,
+    rows: BatchRows | None,
+    process: ProcessContext,
+    *,
+    use_objects: bool = False,
+    debug: bool = False,
+    pad_index: float | None = None,
+    as_samples: bool = False,
 ) -> Any:
     """Gather from every rank the rows that are no padding, in the order of the samples.
 
@@ -45,11 +54,27 @@ def trim_gathered(
 
     Args:
         data: tensors of equal shapes but for their first dimension, lists of other values (strings) with one entry for
-            each sample, or nestings of them.
+            each sample, or nestings of them. `pad_index` or `as_samples` let other dimensions differ between ranks.
         rows: what the loader says of its present batch; None gathers everything.
         use_objects: take `data` as picklable objects: a list with one entry for each sample gives one list over all
             ranks, a mapping of such lists one mapping for each rank.
+        debug: compare shapes over the ranks before any data moves.
+        pad_index: fill other dimensions than the first with this value, up to the largest size over the ranks. One
+            exchange of shapes more.
+        as_samples: return a list in the place of each tensor: its rows over all ranks, each in the shape it had. One
+            exchange of shapes more.
+
+    Raises:
+        ConfigError: `pad_index` or `as_samples` is given with the other one or with `use_objects`, or a tensor has not
+            the rows of an uneven step.
+        ProcessGroupError: with `debug`, the ranks' tensors do not fit together.
     """
+    is_ragged = check_ragged(pad_index, as_samples)
+    if is_ragged and use_objects:
+        raise ConfigError(
+            f"use_gather_object=True sends objects as they are, and pad_index={pad_index}, as_samples={as_samples} are "
+            "for tensors; leave one of them out"
+        )
     if rows is not None and len(rows.rows) != process.world_size:
         rows = None  # the sampler shards by rank itself: nobody can say what is padding
     if use_objects:
@@ -57,27 +82,29 @@ def trim_gathered(
             data = _keep_own(data, rows, process.rank)
         return gather_object(data, process)
     if not process.is_distributed:
-        return (
-            gather(data, process)
-            if isinstance(data, Tensor)
-            else map_leaves(lambda leaf: _alone(leaf, process), data, is_leaf=_is_column)
-        )
-    columns = iter(_gather_columns(list(leaves(data, is_leaf=_is_column)), rows, process, debug))
-    return map_leaves(lambda _: next(columns), data, is_leaf=_is_column)
+        return map_leaves(lambda leaf: _alone(leaf, process, as_samples), data, is_leaf=_is_column)
+    columns = list(leaves(data, is_leaf=_is_column))
+    tensors = [column for column in columns if isinstance(column, Tensor)]
+    if is_ragged:
+        gathered = gather(tensors, process, pad_index=pad_index, as_samples=as_samples)
+    elif rows is None or rows.is_even:
+        gathered = gather(tensors, process, debug=debug)
+    else:
+        gathered = gather_ragged(tensors, rows.sizes, process, debug=debug)
+    merged = iter(_merge_columns(columns, iter(gathered), rows, process))
+    return map_leaves(lambda _: next(merged), data, is_leaf=_is_column)
 
 
-def _alone(leaf: Any, process: ProcessContext) -> Any:
+def _alone(leaf: Any, process: ProcessContext, as_samples: bool) -> Any:
     if isinstance(leaf, Tensor):
-        return gather(leaf, process)
+        return gather(leaf, process, as_samples=as_samples)
     return leaf if leaf is None or isinstance(leaf, list) else [leaf]
 
 
-def _gather_columns(columns: list[Any], rows: BatchRows | None, process: ProcessContext, debug: bool) -> list[Any]:
-    tensors = [column for column in columns if isinstance(column, Tensor)]
-    if rows is None or rows.is_even:
-        gathered = iter(gather(tensors, process, debug=debug))
-    else:
-        gathered = iter([_gather_uneven(tensor, rows, process) for tensor in tensors])
+def _merge_columns(
+    columns: list[Any], gathered: Iterator[Any], rows: BatchRows | None, process: ProcessContext
+) -> list[Any]:
+    """Return the valid rows of every column over all ranks. The tensors among them have been gathered."""
     others = [column for column in columns if not isinstance(column, Tensor) and column is not None]
     if rows is not None:
         others = [_keep_own(column, rows, process.rank) for column in others]
@@ -96,10 +123,6 @@ def _gather_columns(columns: list[Any], rows: BatchRows | None, process: Process
             results.append([entry for part in parts for entry in part] if is_list else parts)
             position += 1
     return results
-
-
-def _gather_uneven(tensor: Tensor, rows: BatchRows, process: ProcessContext) -> Tensor:
-    return gather(tensor, process) if tensor.ndim == 0 else gather_ragged(tensor, rows.sizes, process)
 
 
 def _is_column(node: Any) -> bool:

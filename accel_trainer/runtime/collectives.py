@@ -14,10 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_trainer.errors import ConfigError, ProcessGroupError, did_you_mean
+from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.runtime.agreement import RAGGED_WAY_OUT, agree, describe
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.structures import concatenate, find_batch_size, recursively_apply, send_to_device
-from accel_trainer.tree import leaves, map_leaves
+from accel_trainer.runtime.ragged import check_ragged, gather_ragged, gather_unequal
+from accel_trainer.runtime.structures import (
+    concatenate,
+    find_batch_size,
+    is_tensor,
+    recursively_apply,
+    send_to_device,
+)
+from accel_trainer.runtime.wire import CARRIED, all_gather, as_carried, carries_cpu, gather_tensor, map_tensors, to_wire
+from accel_trainer.tree import leaves
 
 __all__ = [
     "ReduceOp",
@@ -37,24 +46,6 @@ __all__ = [
     "send_to_device",
 ]
 
-# torch 2.13 renamed it; the old name warns there, the new one is missing before.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-# What gloo carries. Other dtypes (int16, float8, uint32 ...) travel as their bytes.
-_CARRIED = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    }
-)
-
 
 class ReduceOp(StrEnum):
     """How values of several ranks become one."""
@@ -69,42 +60,39 @@ class ReduceOp(StrEnum):
     """No reduction and no communication: each rank keeps its own value."""
 
 
-def gather(data: Any, process: ProcessContext, *, debug: bool = False) -> Any:
+def gather(
+    data: Any,
+    process: ProcessContext,
+    *,
+    debug: bool = False,
+    pad_index: float | None = None,
+    as_samples: bool = False,
+) -> Any:
     """Concatenate each tensor over the ranks, along dimension 0, in the order of the ranks.
 
-    Collective: every rank calls it, with tensors of the same shapes and dtypes.
+    Collective: every rank calls it, with tensors of the same shapes and dtypes. Where shapes may differ between ranks,
+    `pad_index` or `as_samples` says so, and shapes are exchanged first.
 
     Args:
         data: a tensor or a nesting of tensors; None stays None. A 0-d tensor counts as one of shape (1,).
         debug: compare shapes and dtypes over the ranks before any data moves.
+        pad_index: fill other dimensions than the first with this value, up to the largest size over the ranks.
+        as_samples: return a list in the place of each tensor: its rows over all ranks, each in the shape it had.
 
     Returns:
         The same nesting; shape (world_size * n, ...) for a tensor of shape (n, ...).
 
     Raises:
-        ConfigError: a leaf is no tensor; `gather_object` takes anything.
-        ProcessGroupError: with `debug`, the ranks do not have the same shapes.
+        ConfigError: a leaf is no tensor (`gather_object` takes anything), or both `pad_index` and `as_samples` are
+            given.
+        ProcessGroupError: with `debug`, the ranks do not have the same shapes; with `pad_index` or `as_samples`, not
+            the same dtypes and numbers of dimensions.
     """
+    if check_ragged(pad_index, as_samples):
+        return gather_unequal(data, process, pad_index=pad_index)
     if debug:
-        _agree("gather", data, process)
-    return _map_tensors("gather", lambda tensor: _gather_tensor(tensor, process), data)
-
-
-def gather_ragged(data: Any, sizes: Sequence[int], process: ProcessContext) -> Any:
-    """Concatenate tensors whose first dimension differs between ranks in a way that all ranks know beforehand.
-
-    Collective: every rank calls it, with the same `sizes`. No sizes are exchanged.
-
-    Args:
-        sizes: the first dimension on each rank. A tensor whose first dimension is a multiple of it has that many rows
-            for each.
-
-    Raises:
-        ConfigError: a tensor does not have the rows that `sizes` promises.
-    """
-    if len(sizes) != process.world_size:
-        raise ConfigError(f"got {len(sizes)} sizes for {process.world_size} ranks; give one for each rank")
-    return _map_tensors("gather_ragged", lambda tensor: _gather_ragged_tensor(tensor, sizes, process), data)
+        agree("gather", describe(data), process, way_out=RAGGED_WAY_OUT)
+    return map_tensors("gather", lambda tensor: gather_tensor(tensor, process), data)
 
 
 def gather_object(data: Any, process: ProcessContext) -> list[Any]:
@@ -154,13 +142,13 @@ def reduce(
             f"unknown reduction {reduction!r}, expected one of {', '.join(known)}{did_you_mean(str(reduction), known)}"
         ) from None
     if debug:
-        _agree(f"reduce({op.value})", data, process)
+        agree(f"reduce({op.value})", describe(data), process)
 
     def apply(tensor: Tensor) -> Tensor:
         reduced = tensor if op is ReduceOp.NONE else _reduce_tensor(tensor, process, op)
         return reduced if scale == 1.0 else reduced * scale
 
-    return _map_tensors("reduce", apply, data)
+    return map_tensors("reduce", apply, data)
 
 
 def broadcast(data: Any, process: ProcessContext, from_process: int = 0, *, debug: bool = False) -> Any:
@@ -173,16 +161,16 @@ def broadcast(data: Any, process: ProcessContext, from_process: int = 0, *, debu
         ProcessGroupError: with `debug`, the ranks do not have the same shapes.
     """
     if debug:
-        _agree("broadcast", data, process)
+        agree("broadcast", describe(data), process)
 
     def apply(tensor: Tensor) -> Tensor:
         if not process.is_distributed:
             return tensor
-        wire = _to_wire(tensor, process).clone(memory_format=torch.contiguous_format)
-        dist.broadcast(_as_carried(wire), src=from_process)
+        wire = to_wire(tensor, process).clone(memory_format=torch.contiguous_format)
+        dist.broadcast(as_carried(wire), src=from_process)
         return wire.to(tensor.device)
 
-    return _map_tensors("broadcast", apply, data)
+    return map_tensors("broadcast", apply, data)
 
 
 def broadcast_object_list(objects: list[Any], process: ProcessContext, from_process: int = 0) -> list[Any]:
@@ -223,9 +211,9 @@ def exchange_integers(values: Sequence[int], process: ProcessContext) -> Callabl
     """
     if not process.is_distributed:
         return lambda: [list(values)]
-    mine = torch.tensor(values, dtype=torch.int64, device=None if _carries_cpu() else process.device)
+    mine = torch.tensor(values, dtype=torch.int64, device=None if carries_cpu() else process.device)
     everyone = mine.new_empty((process.world_size * len(values),))
-    work = _all_gather(everyone, mine, async_op=True)
+    work = all_gather(everyone, mine, async_op=True)
 
     def wait() -> list[list[int]]:
         work.wait()
@@ -246,82 +234,14 @@ def pad_across_processes(
         pad_index: the value to pad with.
         pad_first: pad at the beginning instead of the end.
     """
-    tensors = [leaf for leaf in leaves(data, is_leaf=_is_tensor) if _is_tensor(leaf)]
+    tensors = [leaf for leaf in leaves(data, is_leaf=is_tensor) if is_tensor(leaf)]
     if not process.is_distributed or not tensors:
         return data
     sizes = torch.tensor([tensor.shape[dim] if _has_dim(tensor, dim) else 0 for tensor in tensors])
-    largest = _to_wire(sizes, process).clone()
+    largest = to_wire(sizes, process).clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     targets = iter(largest.tolist())
-    return _map_tensors("pad_across_processes", lambda t: _pad(t, dim, next(targets), pad_index, pad_first), data)
-
-
-def _is_tensor(node: Any) -> bool:
-    return isinstance(node, Tensor)
-
-
-def _map_tensors(name: str, function: Callable[[Tensor], Tensor], data: Any) -> Any:
-    if isinstance(data, Tensor):
-        return function(data)
-
-    def apply(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return function(leaf)
-        if leaf is None:
-            return None
-        raise ConfigError(
-            f"{name} takes tensors and nestings of tensors, and got a {type(leaf).__name__}; "
-            "use gather_object or broadcast_object_list for other values"
-        )
-
-    return map_leaves(apply, data, is_leaf=_is_tensor)
-
-
-def _to_wire(tensor: Tensor, process: ProcessContext) -> Tensor:
-    """The tensor, detached, contiguous, and on a device that the process group can carry."""
-    tensor = tensor.detach()
-    if tensor.device.type == "cpu" and process.device.type != "cpu" and not _carries_cpu():
-        tensor = tensor.to(process.device)
-    return tensor.contiguous()
-
-
-def _carries_cpu() -> bool:
-    return "cpu" in dist.get_backend_config()
-
-
-def _as_carried(tensor: Tensor) -> Tensor:
-    """A view of a contiguous tensor in a dtype that every backend carries."""
-    return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
-
-
-def _gather_tensor(tensor: Tensor, process: ProcessContext) -> Tensor:
-    if tensor.ndim == 0:
-        tensor = tensor[None]
-    if not process.is_distributed:
-        return tensor
-    wire = _to_wire(tensor, process)
-    out = wire.new_empty((process.world_size * wire.shape[0], *wire.shape[1:]))
-    _all_gather(_as_carried(out), _as_carried(wire))
-    return out if out.device == tensor.device else out.to(tensor.device)
-
-
-def _gather_ragged_tensor(tensor: Tensor, sizes: Sequence[int], process: ProcessContext) -> Tensor:
-    if tensor.ndim == 0:
-        tensor = tensor[None]
-    if not process.is_distributed:
-        return tensor
-    expected = sizes[process.rank]
-    per_row, remainder = divmod(tensor.shape[0], expected) if expected else (1, tensor.shape[0])
-    if remainder or per_row == 0:
-        raise ConfigError(
-            f"a tensor of shape {tuple(tensor.shape)} cannot be gathered: rank {process.rank} has {expected} rows in "
-            "this step; give tensors with one row (or the same number of rows) for each sample of the batch"
-        )
-    largest = max(sizes) * per_row
-    padded = tensor.new_zeros((largest, *tensor.shape[1:]))
-    padded[: tensor.shape[0]] = tensor.detach()
-    blocks = _gather_tensor(padded, process).split(largest)
-    return torch.cat([block[: size * per_row] for block, size in zip(blocks, sizes, strict=True)])
+    return map_tensors("pad_across_processes", lambda t: _pad(t, dim, next(targets), pad_index, pad_first), data)
 
 
 _TORCH_OPS = {
@@ -340,8 +260,8 @@ def _reduce_tensor(tensor: Tensor, process: ProcessContext, op: ReduceOp) -> Ten
         dtype = torch.int64
     reduced = tensor.detach()
     if process.is_distributed:
-        carried = dtype if dtype in _CARRIED - {torch.bool} or tensor.is_complex() else _wider(dtype)
-        wire = _to_wire(reduced.to(carried), process).clone(memory_format=torch.contiguous_format)
+        carried = dtype if dtype in CARRIED - {torch.bool} or tensor.is_complex() else _wider(dtype)
+        wire = to_wire(reduced.to(carried), process).clone(memory_format=torch.contiguous_format)
         dist.all_reduce(wire, op=_TORCH_OPS[op])
         reduced = wire.to(tensor.device)
     if op is ReduceOp.MEAN:
@@ -366,34 +286,3 @@ def _pad(tensor: Tensor, dim: int, target: int, pad_index: float, pad_first: boo
     padded = tensor.new_full(shape, pad_index)
     padded.narrow(dim, target - size if pad_first else 0, size).copy_(tensor)
     return padded
-
-
-def _agree(name: str, data: Any, process: ProcessContext) -> None:
-    """Raise on every rank unless all ranks are about to do the same with tensors of the same shapes and dtypes."""
-    if not process.is_distributed:
-        return
-    mine = [name, *(_describe(leaf) for leaf in leaves(data, is_leaf=_is_tensor))]
-    everyone: list[list[str]] = [[]] * process.world_size
-    dist.all_gather_object(everyone, mine)
-    for rank, other in enumerate(everyone):
-        if other == everyone[0]:
-            continue
-        position = next(
-            (i for i, pair in enumerate(zip(everyone[0], other, strict=False)) if pair[0] != pair[1]),
-            min(len(everyone[0]), len(other)),
-        )
-        sides = [
-            f"rank {number} {entries[position] if position < len(entries) else 'nothing'}"
-            for number, entries in ((0, everyone[0]), (rank, other))
-        ]
-        what = "the operation" if position == 0 else f"leaf {position - 1} of {name}"
-        raise ProcessGroupError(
-            f"the ranks do not agree on {what}: {sides[0]}, {sides[1]}. Nothing was sent; make the shapes equal "
-            "(pad_across_processes does) or call the same collective on every rank"
-        )
-
-
-def _describe(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return f"has {str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape) or (1,)}"
-    return f"has a {type(leaf).__name__}"

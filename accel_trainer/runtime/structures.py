@@ -57,8 +57,12 @@ def find_batch_size(data: Any) -> int | None:
     return None
 
 
-def concatenate(parts: Sequence[Any], dim: int = 0) -> Any:
+def concatenate(parts: Sequence[Any], dim: int = 0, *, pad_index: float | None = None) -> Any:
     """Concatenate structures of the same nesting, leaf by leaf: tensors along `dim`, lists of other values end to end.
+
+    Args:
+        pad_index: fill dimensions in which the parts differ, other than `dim`, with this value up to the largest size:
+            for what several steps gathered.
 
     Raises:
         ConfigError: there is nothing to concatenate.
@@ -66,7 +70,7 @@ def concatenate(parts: Sequence[Any], dim: int = 0) -> Any:
     if not parts:
         raise ConfigError("concatenate got no parts; give at least one")
     columns = [list(leaves(part, is_leaf=_is_column)) for part in parts]
-    joined = iter([_concatenate_leaves(column, dim) for column in zip(*columns, strict=True)])
+    joined = iter([_concatenate_leaves(column, dim, pad_index) for column in zip(*columns, strict=True)])
     return map_leaves(lambda _: next(joined), parts[0], is_leaf=_is_column)
 
 
@@ -101,10 +105,26 @@ def _is_column(node: Any) -> bool:
     )
 
 
-def _concatenate_leaves(column: Sequence[Any], dim: int) -> Any:
+def _concatenate_leaves(column: Sequence[Any], dim: int, pad_index: float | None) -> Any:
     head = column[0]
     if isinstance(head, Tensor):
-        return torch.cat([part[None] if part.ndim == 0 else part for part in column], dim=dim)
+        tensors = [part[None] if part.ndim == 0 else part for part in column]
+        return torch.cat(tensors if pad_index is None else _fill(tensors, dim, pad_index), dim=dim)
     if isinstance(head, list):
         return [item for part in column for item in part]
     return list(column)
+
+
+def _fill(tensors: list[Tensor], dim: int, pad_index: float) -> list[Tensor]:
+    """Bring all dimensions but one to their largest size over the tensors."""
+    largest = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
+    filled = []
+    for tensor in tensors:
+        shape = list(largest)
+        shape[dim] = tensor.shape[dim]
+        if list(tensor.shape) != shape:
+            padded = tensor.new_full(shape, pad_index)
+            padded[tuple(map(slice, tensor.shape))] = tensor
+            tensor = padded
+        filled.append(tensor)
+    return filled

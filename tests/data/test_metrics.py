@@ -26,7 +26,7 @@ from accel_trainer.data import (
     skip_first_batches,
     trim_gathered,
 )
-from accel_trainer.errors import ConfigError
+from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
 from tests.ranks import run_ranks
 
@@ -230,6 +230,11 @@ def gather_kinds() -> dict[str, Any]:
         "objects": trim_gathered([{"boxes": torch.ones(rank)}, {"boxes": None}], padded, process, use_objects=True),
         "columns": trim_gathered({"text": [f"{rank}x", f"{rank}y"]}, padded, process, use_objects=True),
         "empty last": trim_gathered(torch.full((2,), rank), BatchRows((2, 0), (2, 2)), process),
+        "filled": trim_gathered(torch.full((2, 1 + rank), rank), padded, process, pad_index=-1),
+        "filled uneven": trim_gathered(
+            (torch.full((size, 1 + rank), rank), ["x"] * size), ragged, process, pad_index=9
+        ),
+        "samples": trim_gathered({"a": torch.full((2, 1 + rank), rank)}, padded, process, as_samples=True),
     }
     return {
         name: torch.utils._pytree.tree_map(lambda x: x.tolist() if isinstance(x, torch.Tensor) else x, value)
@@ -249,17 +254,42 @@ def test_d11_structures_strings_and_objects_are_gathered_whole() -> None:
         assert result["objects"] == [{"boxes": []}, {"boxes": None}, {"boxes": [1.0]}]
         assert result["columns"] == [{"text": ["0x", "0y"]}, {"text": ["1x"]}]
         assert result["empty last"] == [0, 0]
+        assert result["filled"] == [[0, -1], [0, -1], [1, 1]]
+        assert result["filled uneven"] == ([[0, 9], [0, 9], [1, 1]], ["x"] * 3)
+        assert result["samples"] == {"a": [[0], [0], [1, 1]]}
 
 
-def gather_wrong_rows() -> str:
+def test_ragged_tensors_of_one_process_come_as_on_many() -> None:
+    process = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
+    rows = BatchRows((2,), (2,))
+
+    samples = trim_gathered({"a": torch.ones(2, 3), "b": ["x", "y"]}, rows, process, as_samples=True)
+
+    assert [row.shape for row in samples["a"]] == [(3,), (3,)]
+    assert samples["b"] == ["x", "y"]
+    assert trim_gathered(torch.ones(2, 3), rows, process, pad_index=0).shape == (2, 3)
+
+
+def test_what_is_sent_as_objects_is_not_filled() -> None:
+    process = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
+    with pytest.raises(ConfigError, match=r"use_gather_object=True sends objects as they are, and pad_index=0"):
+        trim_gathered(["x"], None, process, use_objects=True, pad_index=0)
+
+
+def gather_wrong_rows() -> tuple[str, str]:
     process = init_process(read_environment(), use_cpu=True, timeout_seconds=30)
     with pytest.raises(ConfigError) as caught:
         trim_gathered(torch.ones(5), BatchRows((3, 2), (3, 2)), process)
-    return str(caught.value)
+    tensor = torch.ones(3 - process.rank, 3 + process.rank)
+    with pytest.raises(ProcessGroupError) as differing:
+        trim_gathered(tensor, BatchRows((3, 2), (3, 2)), process, debug=True)
+    return str(caught.value), str(differing.value)
 
 
 @pytest.mark.multirank
 def test_d36_rows_that_do_not_fit_an_uneven_step_are_refused() -> None:
-    first, second = run_ranks(gather_wrong_rows, 2)
+    (first, both), (second, again) = run_ranks(gather_wrong_rows, 2)
+    assert both == again
+    assert "leaf 0 of gather: rank 0 has float32 with 1 row(s) of (3,) for each sample, rank 1 has float32" in both
     assert "a tensor of shape (5,) cannot be gathered: rank 0 has 3 rows in this step" in first
     assert "rank 1 has 2 rows" in second

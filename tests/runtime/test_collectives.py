@@ -99,6 +99,32 @@ def test_concatenate_joins_leaf_by_leaf() -> None:
         collectives.concatenate([])
 
 
+def test_concatenate_fills_parts_of_different_lengths() -> None:
+    short, long = {"x": torch.ones(1, 2, dtype=torch.int64)}, {"x": torch.ones(2, 3, dtype=torch.int64)}
+
+    joined = collectives.concatenate([short, long], pad_index=-100)
+
+    assert joined["x"].tolist() == [[1, 1, -100], [1, 1, 1], [1, 1, 1]]
+    assert collectives.concatenate([torch.ones(2, 1), torch.ones(3, 2)], dim=1, pad_index=0).tolist()[2] == [0, 1, 1]
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        collectives.concatenate([short, long])
+
+
+def test_samples_of_one_process_are_a_list_as_on_many() -> None:
+    rows = collectives.gather({"x": torch.arange(4).view(2, 2), "loss": torch.tensor(3.0)}, ALONE, as_samples=True)
+
+    assert [row.tolist() for row in rows["x"]] == [[0, 1], [2, 3]]
+    assert [row.tolist() for row in rows["loss"]] == [3.0]
+    assert collectives.gather(torch.ones(2, 3), ALONE, pad_index=0).shape == (2, 3)
+    with pytest.raises(ConfigError, match="got pad_index=0 and as_samples=True; give pad_index to fill"):
+        collectives.gather(torch.ones(2), ALONE, pad_index=0, as_samples=True)
+
+
+def test_a_filling_value_that_the_dtype_cannot_hold_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"pad_index=-100 does not fit a tensor of torch.uint8, which holds 0 to 255"):
+        collectives.gather(torch.ones(1, dtype=torch.uint8), ALONE, pad_index=-100)
+
+
 def test_send_to_device_moves_everything_but_skipped_keys() -> None:
     class Own:
         def to(self, device: Any) -> str:
@@ -266,6 +292,40 @@ def test_padding_and_ragged_gathering() -> None:
     assert results[0]["ragged"] == results[1]["ragged"] == [0, 0, 1, 1, 1, 1]
 
 
+def gather_unequal() -> dict[str, Any]:
+    process = join()
+    rank = process.rank
+    logits = torch.arange(2 * (2 + rank)).view(2, 2 + rank) + 100 * rank
+    boxes = torch.full((3 * rank, 4), rank, dtype=torch.int16)
+    data = {"logits": logits, "boxes": boxes, "flag": torch.tensor([rank == 0, True]), "loss": torch.tensor(rank + 0.5)}
+    padded = collectives.gather(data, process, pad_index=-1)
+    samples = collectives.gather((data, None), process, as_samples=True)[0]
+    return {
+        "padded": {name: tensor.tolist() for name, tensor in padded.items()},
+        "dtypes": [str(tensor.dtype) for tensor in padded.values()],
+        "samples": {name: [row.tolist() for row in rows] for name, rows in samples.items()},
+        "same": collectives.gather(torch.full((1, 2), rank), process, pad_index=0).tolist(),
+        "empty": collectives.gather(torch.ones(0, 1 + rank), process, pad_index=0).shape,
+    }
+
+
+@pytest.mark.multirank
+def test_ragged_dimensions_are_filled_or_come_as_samples() -> None:
+    for result in run_ranks(gather_unequal, 2):
+        assert result["padded"] == {
+            "logits": [[0, 1, -1], [2, 3, -1], [100, 101, 102], [103, 104, 105]],
+            "boxes": [[1] * 4] * 3,
+            "flag": [True, True, False, True],
+            "loss": [0.5, 1.5],
+        }
+        assert result["dtypes"] == ["torch.int64", "torch.int16", "torch.bool", "torch.float32"]
+        assert result["samples"]["logits"] == [[0, 1], [2, 3], [100, 101, 102], [103, 104, 105]]
+        assert result["samples"]["boxes"] == [[1] * 4] * 3
+        assert result["samples"]["loss"] == [0.5, 1.5]
+        assert result["same"] == [[0, 0], [1, 1]]
+        assert result["empty"] == (0, 2)
+
+
 def disagree(kind: str) -> str:
     process = join()
     rank = process.rank
@@ -276,6 +336,9 @@ def disagree(kind: str) -> str:
         ),
         "operator": lambda: collectives.reduce(torch.ones(1), process, "sum" if rank else "max", debug=True),
         "number": lambda: collectives.gather([torch.ones(1)] * (1 + rank), process, debug=True),
+        "dimensions": lambda: collectives.gather(torch.ones((2,) * (1 + rank)), process, pad_index=0),
+        "uneven": lambda: collectives.gather_ragged(torch.ones(2 - rank, 3 + rank), [2, 1], process, debug=True),
+        "rows": lambda: collectives.gather_ragged(torch.ones(2 - rank + 3 * rank, 1), [2, 3], process, debug=True),
     }
     with pytest.raises(ProcessGroupError) as caught:
         calls[kind]()
@@ -294,6 +357,10 @@ def disagree(kind: str) -> str:
         ("dtype", "leaf 0 of broadcast: rank 0 has float32 (2,), rank 1 has int64 (2,)"),
         ("operator", "the operation: rank 0 reduce(max), rank 1 reduce(sum)"),
         ("number", "leaf 1 of gather: rank 0 nothing, rank 1 has float32 (1,)"),
+        ("shape", "pass pad_index= or as_samples=True where they may differ"),
+        ("dimensions", "rank 0 has float32 with 1 dimension(s), rank 1 has float32 with 2 dimension(s)"),
+        ("uneven", "has float32 with 1 row(s) of (3,) for each sample, rank 1 has float32 with 1 row(s) of (4,) for"),
+        ("rows", "with 1 row(s) of (1,) for each sample, rank 1 has float32 with 4 row(s) of (1,) for 3 samples"),
     ],
 )
 def test_debug_names_both_sides_on_every_rank_before_data_moves(kind: str, message: str) -> None:

@@ -1,0 +1,120 @@
+"""Gathering tensors whose shapes differ between ranks: in the first dimension, or in any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.agreement import RAGGED_WAY_OUT, agree, describe_rows
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.structures import is_tensor
+from accel_trainer.runtime.wire import gather_tensor, map_tensors
+from accel_trainer.tree import leaves
+
+__all__ = ["check_ragged", "gather_ragged", "gather_unequal"]
+
+
+def check_ragged(pad_index: float | None, as_samples: bool) -> bool:
+    """Return whether tensors were declared to differ between ranks in shape.
+
+    Raises:
+        ConfigError: both ways to return them were asked for.
+    """
+    if pad_index is not None and as_samples:
+        raise ConfigError(
+            f"got pad_index={pad_index} and as_samples=True; give pad_index to fill tensors up to one shape, or "
+            "as_samples to get a list of tensors in their own shapes"
+        )
+    return as_samples or pad_index is not None
+
+
+def gather_ragged(data: Any, sizes: Sequence[int], process: ProcessContext, *, debug: bool = False) -> Any:
+    """Concatenate tensors whose first dimension differs between ranks in a way that all ranks know beforehand.
+
+    Collective: every rank calls it, with the same `sizes`. No sizes are exchanged.
+
+    Args:
+        sizes: the first dimension on each rank. A tensor whose first dimension is a multiple of it has that many rows
+            for each. A 0-d tensor counts as one row of its rank.
+        debug: compare the other dimensions, the dtypes and the rows for each sample before any data moves.
+
+    Raises:
+        ConfigError: a tensor does not have the rows that `sizes` promises.
+        ProcessGroupError: with `debug`, the ranks' tensors do not fit together.
+    """
+    if len(sizes) != process.world_size:
+        raise ConfigError(f"got {len(sizes)} sizes for {process.world_size} ranks; give one for each rank")
+    if debug:
+        agree("gather", describe_rows(data, sizes[process.rank]), process, way_out=RAGGED_WAY_OUT)
+    return map_tensors("gather_ragged", lambda tensor: _gather_rows(tensor, sizes, process), data)
+
+
+def gather_unequal(data: Any, process: ProcessContext, *, pad_index: float | None) -> Any:
+    """Concatenate tensors that may differ between ranks in the size of any dimension.
+
+    Collective: every rank calls it, with tensors of the same dtypes and numbers of dimensions. The shapes of the whole
+    nesting are exchanged first, as one object.
+
+    Args:
+        pad_index: what fills all dimensions but the first up to the largest size over the ranks. None fills nothing:
+            a tensor becomes a list with each of its rows over all ranks, in the shape that it had.
+
+    Raises:
+        ConfigError: a leaf is no tensor, or an integer dtype cannot hold `pad_index`.
+        ProcessGroupError: the ranks' tensors differ in number, dtype or number of dimensions.
+    """
+    tensors = [leaf for leaf in leaves(data, is_leaf=is_tensor) if is_tensor(leaf)]
+    for tensor in tensors:
+        _check_fits(pad_index or 0, tensor.dtype)
+    mine = [tuple(tensor.shape) or (1,) for tensor in tensors]
+    shapes = iter(zip(*agree("gather", describe_rows(tensors, None), process, value=mine), strict=True))
+    return map_tensors("gather", lambda tensor: _gather_shapes(tensor, next(shapes), process, pad_index), data)
+
+
+def _check_fits(pad_index: float, dtype: torch.dtype) -> None:
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        return
+    limits = torch.iinfo(dtype)
+    if not limits.min <= pad_index <= limits.max:
+        raise ConfigError(
+            f"pad_index={pad_index} does not fit a tensor of {dtype}, which holds {limits.min} to {limits.max}; give "
+            "another value, or gather a tensor of a wider dtype"
+        )
+
+
+def _gather_rows(tensor: Tensor, sizes: Sequence[int], process: ProcessContext) -> Tensor:
+    if tensor.ndim == 0 or not process.is_distributed:
+        return gather_tensor(tensor, process)
+    expected = sizes[process.rank]
+    per_row, remainder = divmod(tensor.shape[0], expected) if expected else (1, tensor.shape[0])
+    if remainder or per_row == 0:
+        raise ConfigError(
+            f"a tensor of shape {tuple(tensor.shape)} cannot be gathered: rank {process.rank} has {expected} rows in "
+            "this step; give tensors with one row (or the same number of rows) for each sample of the batch"
+        )
+    largest = max(sizes) * per_row
+    padded = tensor.new_zeros((largest, *tensor.shape[1:]))
+    padded[: tensor.shape[0]] = tensor.detach()
+    blocks = gather_tensor(padded, process).split(largest)
+    return torch.cat([block[: size * per_row] for block, size in zip(blocks, sizes, strict=True)])
+
+
+def _gather_shapes(
+    tensor: Tensor, shapes: Sequence[tuple[int, ...]], process: ProcessContext, pad_index: float | None
+) -> Any:
+    """Gather a tensor that has `shapes[r]` on rank r."""
+    if tensor.ndim == 0:
+        tensor = tensor[None]
+    largest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
+    if any(shape != largest for shape in shapes):
+        padded = tensor.new_full(largest, 0 if pad_index is None else pad_index)
+        padded[tuple(map(slice, tensor.shape))] = tensor.detach()
+        tensor = padded
+    blocks = gather_tensor(tensor, process).unflatten(0, (len(shapes), largest[0]))
+    if pad_index is None:
+        return [row for block, shape in zip(blocks, shapes, strict=True) for row in block[tuple(map(slice, shape))]]
+    return torch.cat([block[: shape[0]] for block, shape in zip(blocks, shapes, strict=True)])
