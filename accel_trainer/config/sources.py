@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_trainer.config.environment import read_environment_layer, read_launch_variable
-from accel_trainer.config.files import ConfigSource, FileConfig, FileProblemsError, problem_report, read_file
+from accel_trainer.config.files import FileConfig, read_file
+from accel_trainer.config.loading import ConfigSource, FileProblemsError, problem_report
 from accel_trainer.config.schema import FrozenDict, RunConfig, field_specs, get_value
 from accel_trainer.config.settings import Layer, Setting, Source, SourceKind
 from accel_trainer.config.validation import cross_problems, show, unused_notes
