@@ -16,6 +16,9 @@ from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 
 __all__ = ["TorchCheckpointIO"]
 
+_EXTRA_STATE = "_extra_state"
+"""What torch calls the state that a module makes itself, with get_extra_state(); of any shape."""
+
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
@@ -95,7 +98,21 @@ class TorchCheckpointIO:
         return state
 
     def _model_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return ((_own_name(name), tensor) for name, tensor in self.module.state_dict(keep_vars=True).items())
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):
+                raise ConfigError(
+                    f"{name} of {type(self.module).__name__} is a {type(value).__name__}, and a model's state holds "
+                    "tensors; return one from get_extra_state(): torch.frombuffer(bytearray(data), dtype=torch.uint8)"
+                )
+            yield _own_name(name), value
+
+    def _with_extra_state(self) -> dict[str, nn.Module]:
+        """Return the modules that keep a state of their own making, by its name."""
+        return {
+            _own_name(f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE): module
+            for prefix, module in self.module.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
 
     def load_full_model_state(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Load a full state; rank 0's mapping is what counts. Collective.
@@ -109,8 +126,12 @@ class TorchCheckpointIO:
         plan = _broadcast_object(self._plan_model_load(own, state, strict) if _rank() == 0 else None)
         if isinstance(plan, str):
             raise IncompatibleCheckpointError(plan)
+        extra = self._with_extra_state()
         for name, stored_name in plan:
-            _copy_from_rank_zero(own[name], state[stored_name] if _rank() == 0 else None)
+            if name in extra:
+                extra[name].set_extra_state(_broadcast_object(state[stored_name] if _rank() == 0 else None))
+            else:
+                _copy_from_rank_zero(own[name], state[stored_name] if _rank() == 0 else None)
 
     def _plan_model_load(
         self, own: Mapping[str, Tensor], state: Mapping[str, Tensor], strict: bool
@@ -130,7 +151,7 @@ class TorchCheckpointIO:
         shapes = [
             f"{name} is {tuple(state[stored].shape)} in the checkpoint and {tuple(own[name].shape)} in the model"
             for name, stored in plan
-            if tuple(state[stored].shape) != tuple(own[name].shape)
+            if tuple(state[stored].shape) != tuple(own[name].shape) and name.rpartition(".")[2] != _EXTRA_STATE
         ]
         problems = shapes[:10]
         if strict and missing:

@@ -95,6 +95,35 @@ def test_names_may_differ_when_loading_is_not_strict():
         TorchCheckpointIO(model).load_full_model_state({"steps": torch.ones(3)}, strict=False)
 
 
+class Counting(nn.Linear):
+    """Keeps a history of any length beside its parameters."""
+
+    def __init__(self, history: Any) -> None:
+        super().__init__(2, 2)
+        self.history = history
+
+    def get_extra_state(self) -> Any:
+        return self.history
+
+    def set_extra_state(self, state: Any) -> None:
+        self.history = state
+
+
+def test_a_state_of_the_modules_own_making_is_saved_and_given_back():
+    saved, other = (nn.Sequential(Counting(torch.arange(length))) for length in (5, 2))
+    TorchCheckpointIO(other).load_full_model_state(TorchCheckpointIO(saved).full_model_state())
+    assert other[0].history.tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(other[0].weight, saved[0].weight)
+
+
+def test_a_state_of_the_modules_own_making_has_to_be_a_tensor():
+    model = nn.Sequential(Counting({"seen": 3}))
+    with pytest.raises(
+        ConfigError, match=r"0\._extra_state of Sequential is a dict, and .*get_extra_state"
+    ):
+        TorchCheckpointIO(model).full_model_state()
+
+
 # --- optimizers ----------------------------------------------------------------------------------------------------
 
 
@@ -124,6 +153,51 @@ def test_an_optimizer_of_other_parameters_or_groups_is_refused():
     own = list(model.parameters())
     refuse_for([own[:2]], model, r"saved for 1 .* of 10 .* has 1 group\(s\) of 2; not in this optimizer: 'blocks\.0")
     refuse_for([own[:5], own[5:]], model, r"2 group\(s\) of 10; they are the same, in other groups or another order\.")
+
+
+def two_of(model: nn.Module, *, swapped: bool = False) -> list[torch.optim.Optimizer]:
+    """Return an optimizer for the weights and one for the biases."""
+    weights = torch.optim.AdamW([p for p in model.parameters() if p.ndim > 1], lr=0.01)
+    biases = torch.optim.SGD([p for p in model.parameters() if p.ndim == 1], lr=0.1, momentum=0.9)
+    return [biases, weights] if swapped else [weights, biases]
+
+
+def test_states_of_several_optimizers_are_merged_by_name_in_whatever_order_they_came():
+    model, other = build(), build()
+    optimizers, fresh = two_of(model), two_of(other, swapped=True)
+    for optimizer in optimizers:
+        stepped(model, optimizer)
+    state = TorchCheckpointIO(model, optimizers).full_optimizer_state()
+    assert {name: sorted(entry) for name, entry in state["state"].items() if "blocks" not in name} == {
+        f"{layer}.{kind}": ["exp_avg", "exp_avg_sq", "step"] if kind == "weight" else ["momentum_buffer"]
+        for layer in ("stem", "head")
+        for kind in ("weight", "bias")
+    }
+    TorchCheckpointIO(other, fresh).load_full_optimizer_state(state)
+    assert [type(optimizer).__name__ for optimizer in fresh] == ["SGD", "AdamW"]
+    assert [optimizer.param_groups[0]["lr"] for optimizer in fresh] == [0.1, 0.01]
+    assert_same(TorchCheckpointIO(other, fresh).full_optimizer_state()["state"], state["state"])
+
+
+def test_the_state_of_a_shared_optimizer_is_saved_with_each_model():
+    models = [build(), build()]
+    optimizer = torch.optim.AdamW(
+        [{"params": list(models[0].parameters())}, {"params": list(models[1].parameters()), "lr": 0.5}]
+    )
+    for model in models:
+        model(batch()).backward()
+    optimizer.step()
+    ios = [TorchCheckpointIO(model, [optimizer]) for model in models]
+    states = [io.full_optimizer_state() for io in ios]
+    assert [[group["lr"] for group in state["param_groups"]] for state in states] == [[0.001], [0.5]]
+    assert [list(state["state"]) for state in states] == [[name for name, _ in build().named_parameters()]] * 2
+    again = torch.optim.AdamW([{"params": list(model.parameters())} for model in models])
+    for model, state in zip(models, states, strict=True):
+        TorchCheckpointIO(model, [again]).load_full_optimizer_state(state)
+    assert again.state_dict()["param_groups"][1]["lr"] == 0.5
+    assert_same(again.state_dict()["state"][12], optimizer.state_dict()["state"][12])
+    with pytest.raises(ConfigError, match=r"10 parameter\(s\) of AdamW are another model's, and torch writes shards"):
+        ios[0].save_sharded_optimizer(Path("nowhere"))
 
 
 def test_without_an_optimizer_there_is_no_state_of_one():
