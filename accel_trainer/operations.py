@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import torch.distributed as dist
 
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.collectives import ReduceOp
 from accel_trainer.runtime.process import current_process
+from accel_trainer.runtime.rng import check_rng_types, synchronize_rng
 
 __all__ = [
     "broadcast",
@@ -15,6 +19,8 @@ __all__ = [
     "gather_object",
     "pad_across_processes",
     "reduce",
+    "synchronize_rng_states",
+    "wait_for_everyone",
 ]
 
 
@@ -48,3 +54,21 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     return collectives.pad_across_processes(
         tensor, current_process(), dim=dim, pad_index=pad_index, pad_first=pad_first
     )
+
+
+def synchronize_rng_states(rng_types: Sequence[str]) -> None:
+    """Set random streams of this process to those of rank 0: "torch" (the CPU's), or a kind of device. Collective.
+
+    Raises:
+        ConfigError: a stream is none that the ranks have.
+    """
+    process = current_process()
+    names = check_rng_types(rng_types, process.device)
+    if process.is_distributed:
+        synchronize_rng(names, process)
+
+
+def wait_for_everyone() -> None:
+    """Wait until every rank is here. Collective; returns at once on one process."""
+    if current_process().is_distributed:
+        dist.barrier()

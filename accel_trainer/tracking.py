@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.logging import current_rank
-from accel_trainer.registry import register_tracker
+from accel_trainer.registry import load_tracker, register_tracker
 
 __all__ = [
     "BlankTracker",
@@ -32,6 +32,21 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+# The trackers that come along, under the names of their classes: imported when somebody asks for one.
+_COMING_ALONG = {
+    "MLflowTracker": "mlflow",
+    "TensorBoardTracker": "tensorboard",
+    "TrackioTracker": "trackio",
+    "WandBTracker": "wandb",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _COMING_ALONG:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return load_tracker(_COMING_ALONG[name])
 
 
 class GeneralTracker(ABC):

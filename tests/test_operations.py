@@ -27,7 +27,11 @@ def exchange() -> dict[str, Any]:
     names = utils.broadcast_object_list([f"rank {rank}"], from_process=1)
     padded = utils.pad_across_processes(torch.ones(rank + 1), pad_index=-1)
     set_seed(5, device_specific=True)
+    seed = torch.initial_seed()
+    utils.synchronize_rng_states(["torch"])
+    utils.wait_for_everyone()
     return {
+        "drawn": torch.rand(2).tolist(),
         "before": before,
         "gather": utils.gather({"x": value})["x"].tolist(),
         "object": utils.gather_object({"rank": rank}),
@@ -37,7 +41,7 @@ def exchange() -> dict[str, Any]:
         "broadcast": utils.broadcast(value, from_process=1).item(),
         "names": names,
         "padded": padded.tolist(),
-        "seed": torch.initial_seed(),
+        "seed": seed,
     }
 
 
@@ -57,6 +61,7 @@ def test_functions_speak_for_the_job_that_was_joined():
         assert {key: result[key] for key in shared} == shared
     assert [first["padded"], second["padded"]] == [[1.0, -1.0], [1.0, 1.0]]
     assert [first["seed"], second["seed"]] == [5, 6]
+    assert first["drawn"] == second["drawn"]
 
 
 def test_without_a_launcher_they_speak_for_a_process_alone():
@@ -64,6 +69,12 @@ def test_without_a_launcher_they_speak_for_a_process_alone():
     assert (current_process().rank, current_process().world_size) == (0, 1)
     assert utils.gather(torch.tensor(3.0)).tolist() == [3.0]
     assert utils.reduce(torch.tensor([2, 4]), "mean").tolist() == [2.0, 4.0]
+    utils.wait_for_everyone()
+    before = torch.get_rng_state()
+    utils.synchronize_rng_states(["torch"])
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(ConfigError, match="rng_types has 'numpy'; expected some of 'torch', 'generator'"):
+        utils.synchronize_rng_states(["numpy"])
     with pytest.raises(ConfigError, match="unknown reduction 'minimum', expected one of sum, mean, min"):
         utils.reduce(torch.zeros(1), "minimum")
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
 
-from accel_trainer import logging
-from accel_trainer.errors import ConfigError
+from accel_trainer import logging, tracking
+from accel_trainer.errors import ConfigError, MissingExtraError
 from accel_trainer.tracking import BlankTracker, GeneralTracker, mask_secrets, on_main_process, redact, secrets_of
 
 
@@ -84,3 +85,15 @@ def test_a_blank_tracker_takes_everything():
     blank.log_table("table", columns=["a"], data=[[1]])
     blank.finish()
     assert blank.tracker is None
+
+
+def test_trackers_that_come_along_are_found_under_their_names():
+    kinds = {"TensorBoardTracker": "tensorboard", "MLflowTracker": "mlflow", "WandBTracker": "wandb"}
+    for name, kind in kinds.items():
+        if importlib.util.find_spec(kind) is not None:
+            assert getattr(tracking, name).name == kind
+            continue
+        with pytest.raises(MissingExtraError, match=rf"pip install 'accel-trainer\[{kind}\]'"):
+            getattr(tracking, name)
+    with pytest.raises(AttributeError, match=r"module 'accel_trainer.tracking' has no attribute 'AimTracker'"):
+        tracking.AimTracker  # noqa: B018
