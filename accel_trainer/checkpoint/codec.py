@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
+from accel_trainer.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
 
 __all__ = ["decode", "encode"]
 
@@ -18,7 +18,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def encode(value: Any, tensors: dict[str, Tensor], path: str = "state") -> Any:
-    """Return `value` as JSON data; its tensors are put into `tensors` under their paths.
+    """Return `value` as JSON data; its tensors are put into `tensors` under their paths, as they are.
 
     Holds None, booleans, numbers, strings, lists, tuples, sets of those, dicts with string or number keys, tensors and
     NumPy arrays and scalars.
@@ -27,11 +27,9 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str = "state") -> Any:
         ConfigError: something else is in it; the message names where.
     """
     if isinstance(value, Tensor):
-        tensors[path] = value.detach().cpu().contiguous()
-        return {"$tensor": path}
+        return {"$tensor": _put(value.detach(), tensors, path)}
     if isinstance(value, np.ndarray):
-        tensors[path] = torch.from_numpy(np.ascontiguousarray(value))
-        return {"$array": path}
+        return {"$array": _put(torch.from_numpy(np.ascontiguousarray(value)), tensors, path)}
     if isinstance(value, np.generic):
         return encode(value.item(), tensors, path)
     if isinstance(value, float) and not math.isfinite(value):
@@ -55,14 +53,34 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str = "state") -> Any:
     )
 
 
+def _put(tensor: Tensor, tensors: dict[str, Tensor], path: str) -> str:
+    """Keep a tensor under its path. Keys with dots can make two paths one: the second gets a number."""
+    name, number = path, 1
+    while name in tensors:
+        number += 1
+        name = f"{path}#{number}"
+    tensors[name] = tensor
+    return name
+
+
 def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return what `encode` was given.
 
     Raises:
         IncompatibleCheckpointError: a tensor that the JSON names is not there.
+        CorruptCheckpointError: it is not what `encode` makes.
     """
+    try:
+        return _decode(data, tensors)
+    except (TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, IncompatibleCheckpointError):
+            raise
+        raise CorruptCheckpointError(f"the JSON of a state holds what no state has: {error}") from error
+
+
+def _decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(data, list):
-        return [decode(item, tensors) for item in data]
+        return [_decode(item, tensors) for item in data]
     if not isinstance(data, dict):
         return data
     if len(data) == 1:
@@ -74,9 +92,9 @@ def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
         if tag == "$float":
             return float(content)
         if tag == "$tuple":
-            return tuple(decode(item, tensors) for item in content)
+            return tuple(_decode(item, tensors) for item in content)
         if tag == "$set":
-            return {decode(item, tensors) for item in content}
+            return {_decode(item, tensors) for item in content}
         if tag == "$pairs":
-            return {decode(key, tensors): decode(item, tensors) for key, item in content}
-    return {key: decode(item, tensors) for key, item in data.items()}
+            return {_decode(key, tensors): _decode(item, tensors) for key, item in content}
+    return {key: _decode(item, tensors) for key, item in data.items()}

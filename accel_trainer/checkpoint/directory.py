@@ -105,7 +105,9 @@ class Publication:
         fault_point("save.tmp_made", self.step)
         # The committing rank is the first of those whose files it commits.
         path = self.target.parent / names[self._first]
-        self.staged = StagedDirectory(path, self.step, deferred=self._deferred)
+        self.staged = StagedDirectory(
+            path, self.step, commits=self.commits, deferred=self._deferred, ranks=self._ranks()
+        )
         return self.staged
 
     def commit(self, error: BaseException | None = None, group: dist.ProcessGroup | None = None) -> None:

@@ -35,8 +35,20 @@ class StagedDirectory(os.PathLike[str]):
     on any thread. The other methods act at once.
     """
 
-    def __init__(self, path: Path, step: int | None = None, *, deferred: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        step: int | None = None,
+        *,
+        commits: bool = True,
+        deferred: bool = False,
+        ranks: Sequence[int] = (0,),
+    ) -> None:
         self.path = path
+        self.ranks = ranks
+        """Those that write into it."""
+        self.commits = commits
+        """Whether this rank commits the directory: it writes what is the same on every rank."""
         self.step = step
         self.files: dict[str, FileEntry] = {}
         self.tensors: dict[str, dict[str, TensorEntry]] = {}

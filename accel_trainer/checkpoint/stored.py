@@ -50,6 +50,11 @@ class StoredCheckpoint:
         if verify != "off":
             find_extra(path, self.manifest)
 
+    @property
+    def process(self) -> ProcessContext:
+        """The rank that reads."""
+        return self._process
+
     def __contains__(self, name: object) -> bool:
         return name in self.manifest.files if self.manifest.has_checksums else (self.path / str(name)).is_file()
 

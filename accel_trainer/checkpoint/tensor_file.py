@@ -13,7 +13,15 @@ from torch import Tensor
 
 from accel_trainer.errors import ConfigError, CorruptCheckpointError
 
-__all__ = ["LazyTensor", "StoredTensors", "dtype_name", "tensor_file_bytes", "write_tensor_file"]
+__all__ = [
+    "LazyTensor",
+    "StoredTensors",
+    "dtype_name",
+    "dtype_of",
+    "tensor_file_bytes",
+    "write_order",
+    "write_tensor_file",
+]
 
 _DTYPES = {
     torch.float64: "F64",
@@ -60,6 +68,26 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPES[dtype]
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype that safetensors calls `name`.
+
+    Raises:
+        CorruptCheckpointError: there is none.
+    """
+    found = next((dtype for dtype, known in _DTYPES.items() if known == name), None)
+    if found is None:
+        raise CorruptCheckpointError(f"{name!r} is no type of safetensors; load another checkpoint")
+    return found
+
+
+def write_order(tensors: Mapping[str, Tensor | LazyTensor]) -> list[str]:
+    """Return the order in which a file has its tensors, and in which lazy ones are made.
+
+    Large element types first, so that all are aligned without gaps, which the format forbids.
+    """
+    return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+
+
 def _num_bytes(tensor: Tensor | LazyTensor) -> int:
     count = 1
     for length in tensor.shape:
@@ -84,11 +112,6 @@ def _header(tensors: Mapping[str, Tensor | LazyTensor], order: Sequence[str], me
     return text + b" " * (-len(text) % 8)
 
 
-def _order(tensors: Mapping[str, Tensor | LazyTensor]) -> list[str]:
-    """Large element types first, so that all are aligned without gaps, which the format forbids."""
-    return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
-
-
 def tensor_file_bytes(tensors: Mapping[str, Tensor | LazyTensor]) -> int:
     """Return how many bytes the tensors' data takes; the header is small beside it."""
     return sum(_num_bytes(tensor) for tensor in tensors.values())
@@ -109,7 +132,7 @@ def write_tensor_file(
     Raises:
         ConfigError: a dtype is unknown to the format, or a lazy tensor is not what it said it would be.
     """
-    order = _order(tensors)
+    order = write_order(tensors)
     header = _header(tensors, order, metadata or {})
     file.write(len(header).to_bytes(8, "little") + header)
     for name in order:

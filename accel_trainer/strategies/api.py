@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accel_trainer.checkpoint.directory import StagedDirectory, StoredCheckpoint
 from accel_trainer.config import Resolved, RunConfig
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.process import ProcessContext
@@ -107,6 +108,21 @@ class CheckpointIO(Protocol):
 
     def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """Load what `full_optimizer_state` returned. Rank 0's mapping is what counts."""
+
+    def save(self, staged: StagedDirectory, prefix: str) -> None:
+        """Write model and optimizers into a checkpoint, each rank its part, under names that begin with `prefix`.
+
+        `PREFIX.json` has an entry "engine": who wrote the rest, and can read it. Those of torch's own layouts are
+        "torch", and load on any number of ranks and any native strategy.
+        """
+
+    def load(self, stored: StoredCheckpoint, prefix: str) -> None:
+        """Read what `save` wrote, each rank what it holds. Nothing is changed when it does not fit.
+
+        Raises:
+            IncompatibleCheckpointError: another engine wrote it; or names, shapes or parameter groups differ.
+            CorruptCheckpointError: a file was changed.
+        """
 
     def save_sharded_optimizer(self, path: Path) -> None:
         """Write the optimizers' state, each rank its own part, to a torch.distributed.checkpoint directory."""

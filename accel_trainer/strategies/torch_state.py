@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from accel_trainer.checkpoint.directory import StagedDirectory, StoredCheckpoint
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
+from accel_trainer.strategies.elastic_state import load_unit, save_unit
 
-__all__ = ["TorchCheckpointIO"]
+__all__ = ["TorchCheckpointIO", "outline_optimizer"]
 
 _EXTRA_STATE = "_extra_state"
 """What torch calls the state that a module makes itself, with get_extra_state(); of any shape."""
@@ -89,7 +91,7 @@ class TorchCheckpointIO:
         keep = _rank() == 0
         state: dict[str, Tensor] = {}
         gathered: dict[int, Tensor | None] = {}
-        for name, tensor in self._model_tensors():
+        for name, tensor in self.model_tensors():
             if id(tensor) not in gathered:
                 gathered[id(tensor)] = _to_full_cpu(tensor, keep)
             full = gathered[id(tensor)]
@@ -97,7 +99,8 @@ class TorchCheckpointIO:
                 state[name] = full
         return state
 
-    def _model_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def model_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield parameters and persistent buffers as they are laid out, tied ones under every name they have."""
         for name, value in self.module.state_dict(keep_vars=True).items():
             if not isinstance(value, Tensor):
                 raise ConfigError(
@@ -106,7 +109,7 @@ class TorchCheckpointIO:
                 )
             yield _own_name(name), value
 
-    def _with_extra_state(self) -> dict[str, nn.Module]:
+    def with_extra_state(self) -> dict[str, nn.Module]:
         """Return the modules that keep a state of their own making, by its name."""
         return {
             _own_name(f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE): module
@@ -122,18 +125,18 @@ class TorchCheckpointIO:
         Raises:
             IncompatibleCheckpointError: names or shapes differ; every rank raises, and nothing was loaded.
         """
-        own = dict(self._model_tensors())
-        plan = _broadcast_object(self._plan_model_load(own, state, strict) if _rank() == 0 else None)
+        own = dict(self.model_tensors())
+        plan = _broadcast_object(self.plan_model_load(own, state, strict) if _rank() == 0 else None)
         if isinstance(plan, str):
             raise IncompatibleCheckpointError(plan)
-        extra = self._with_extra_state()
+        extra = self.with_extra_state()
         for name, stored_name in plan:
             if name in extra:
                 extra[name].set_extra_state(_broadcast_object(state[stored_name] if _rank() == 0 else None))
             else:
                 _copy_from_rank_zero(own[name], state[stored_name] if _rank() == 0 else None)
 
-    def _plan_model_load(
+    def plan_model_load(
         self, own: Mapping[str, Tensor], state: Mapping[str, Tensor], strict: bool
     ) -> list[tuple[str, str]] | str:
         """Return (own name, stored name) for each distinct tensor to load, or the message of what does not fit."""
@@ -169,7 +172,7 @@ class TorchCheckpointIO:
         if not self.optimizers:
             raise ConfigError(f"{type(self.module).__name__} has no optimizer to save or load; pass one to prepare()")
 
-    def _named_groups(self) -> list[tuple[dict[str, Any], dict[str, nn.Parameter], Optimizer]]:
+    def named_groups(self) -> list[tuple[dict[str, Any], dict[str, nn.Parameter], Optimizer]]:
         """Return the groups of all optimizers: each with its parameters of this module by name, and its optimizer.
 
         An optimizer of several models has groups that are not of this one.
@@ -186,7 +189,7 @@ class TorchCheckpointIO:
 
     def full_optimizer_state(self) -> dict[str, Any]:
         """Return the optimizers' state keyed by parameter name on rank 0, `{}` elsewhere. Collective."""
-        keep, groups = _rank() == 0, self._named_groups()
+        keep, groups = _rank() == 0, self.named_groups()
         state: dict[str, Any] = {}
         for _, own, optimizer in groups:
             for name, parameter in own.items():
@@ -210,9 +213,9 @@ class TorchCheckpointIO:
         Raises:
             IncompatibleCheckpointError: it was saved for other parameters or groups; every rank raises.
         """
-        groups = self._named_groups()
+        groups = self.named_groups()
         own_groups = [list(own) for _, own, _ in groups]
-        outline = _broadcast_object(_outline_optimizer(state, own_groups) if _rank() == 0 else None)
+        outline = _broadcast_object(outline_optimizer(state, own_groups) if _rank() == 0 else None)
         if isinstance(outline, str):
             raise IncompatibleCheckpointError(outline)
         holders: dict[str, tuple[nn.Parameter, Optimizer]] = {}
@@ -244,6 +247,14 @@ class TorchCheckpointIO:
                     "optimizer of its own"
                 )
         return self.optimizers
+
+    def save(self, staged: StagedDirectory, prefix: str) -> None:
+        """Write this rank's part of model and optimizers; see `CheckpointIO.save`."""
+        save_unit(self, staged, prefix, _rank())
+
+    def load(self, stored: StoredCheckpoint, prefix: str) -> None:
+        """Read this rank's part of what any number of ranks wrote; see `CheckpointIO.load`."""
+        load_unit(self, stored, prefix)
 
     def save_sharded_optimizer(self, path: Path) -> None:
         """Write the optimizer's state as a torch.distributed.checkpoint directory, each rank its part. Collective."""
@@ -287,7 +298,7 @@ class _TensorOutline:
         return parameter.device if on_group else torch.device("cpu")
 
 
-def _outline_optimizer(state: Mapping[str, Any], own_groups: list[list[str]]) -> dict[str, Any] | str:
+def outline_optimizer(state: Mapping[str, Any], own_groups: list[list[str]]) -> dict[str, Any] | str:
     """Return rank 0's optimizer state with tensors replaced by outlines, or the message of what does not fit.
 
     The groups come in the order of `own_groups`.

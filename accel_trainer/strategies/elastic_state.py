@@ -1,0 +1,257 @@
+"""A unit's state in parts: written by any number of ranks under any native strategy, read by any other.
+
+    PREFIX.json                            engine, tied names, the optimizers' state with tensors by name
+    PREFIX.model.RRRRR.safetensors         rank R's parts of parameters and persistent buffers
+    PREFIX.optimizer.RRRRR.safetensors     rank R's parts of the tensors in the optimizers' state
+
+Everything is keyed by parameter name, and each rank reads only the parts that it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from accel_trainer.checkpoint.codec import decode, encode
+from accel_trainer.checkpoint.directory import StagedDirectory, StoredCheckpoint
+from accel_trainer.checkpoint.layout import box_of, is_cut
+from accel_trainer.checkpoint.parts import StoredParts, write_parts
+from accel_trainer.errors import IncompatibleCheckpointError
+from accel_trainer.runtime.health import shared_fate
+
+if TYPE_CHECKING:
+    from accel_trainer.strategies.torch_state import TorchCheckpointIO
+
+__all__ = ["load_unit", "save_unit"]
+
+ENGINE = "torch"
+
+
+def _writable(tensor: Tensor) -> Tensor:
+    """Return a tensor whose parts have places; one that is laid out in another way is made whole. Collective then."""
+    if isinstance(tensor, DTensor) and not is_cut(tensor):
+        full: Tensor = tensor.full_tensor().detach()
+        return full
+    return tensor
+
+
+def save_unit(io: TorchCheckpointIO, staged: StagedDirectory, prefix: str, rank: int) -> None:
+    """Write what this rank holds of a module and its optimizers; see `CheckpointIO.save`."""
+    tensors: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    names: dict[int, str] = {}
+    for name, tensor in io.model_tensors():
+        first = names.setdefault(id(tensor), name)
+        if first == name:
+            tensors[name] = tensor
+        else:
+            tied[name] = first
+    write_parts(staged, f"{prefix}.model", {name: _writable(t) for name, t in tensors.items()}, rank)
+    outline = None
+    if io.optimizers:
+        held: dict[str, Tensor] = {}
+        outline = encode(_optimizer_state(io), held, "optimizer")
+        write_parts(staged, f"{prefix}.optimizer", {name: _writable(t) for name, t in held.items()}, rank)
+    if staged.commits:
+        staged.write_json(f"{prefix}.json", {"engine": ENGINE, "tied": tied, "optimizer": outline})
+
+
+def _optimizer_state(io: TorchCheckpointIO) -> dict[str, Any]:
+    """Return the optimizers' state by parameter name, its tensors as they are laid out."""
+    state, groups = {}, []
+    for group, own, optimizer in io.named_groups():
+        state.update({name: dict(optimizer.state[p]) for name, p in own.items() if optimizer.state.get(p)})
+        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": list(own)})
+    return {"state": state, "param_groups": groups}
+
+
+class _Pending:
+    """A tensor of the optimizer's state that is still in its file."""
+
+    def __init__(self, name: str, as_array: bool = False) -> None:
+        self.name = name
+        self.as_array = as_array
+
+    def numpy(self) -> _Pending:
+        """Return what becomes an array."""
+        return _Pending(self.name, as_array=True)
+
+
+class _PendingTensors(Mapping[str, Any]):
+    def __init__(self, parts: StoredParts) -> None:
+        self.parts = parts
+
+    def __getitem__(self, name: str) -> _Pending:
+        if name not in self.parts:
+            raise KeyError(name)
+        return _Pending(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self.parts)
+
+
+class _Reads:
+    """What this rank is going to read: targets are made first, then files are verified, then targets are filled."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self._waiting: list[Callable[[], None]] = []
+
+    def add(self, parts: StoredParts, name: str, target: Tensor, then: Callable[[], Any] | None = None) -> None:
+        self.files |= parts.files_for(name, box_of(target))
+
+        def read() -> None:
+            parts.read(name, target)
+            if then is not None:
+                then()
+
+        self._waiting.append(read)
+
+    def run(self) -> None:
+        with torch.no_grad():
+            for read in self._waiting:
+                read()
+
+
+def load_unit(io: TorchCheckpointIO, stored: StoredCheckpoint, prefix: str) -> None:
+    """Load what `save_unit` wrote; see `CheckpointIO.load`."""
+    reads = _Reads()
+    with shared_fate(stored.process, f"load of {stored.path}"):
+        outline = stored.json(f"{prefix}.json")
+        if outline["engine"] != ENGINE:
+            raise IncompatibleCheckpointError(
+                f"{stored.path.absolute()} was saved by {outline['engine']!r}, whose state has a layout of its own, "
+                f"and this run trains {type(io.module).__name__} with torch's; load it with the strategy that saved "
+                f"it, or load the weights that `accel-trainer ckpt export {stored.path} OUT` makes of it"
+            )
+        _plan_model(io, stored, prefix, outline["tied"], reads)
+        if io.optimizers:
+            finish = _plan_optimizer(io, stored, prefix, outline["optimizer"], reads)
+    stored.verify_together(reads.files)
+    with shared_fate(stored.process, f"load of {stored.path}"):
+        reads.run()
+        if io.optimizers:
+            finish()
+
+
+def _plan_model(
+    io: TorchCheckpointIO, stored: StoredCheckpoint, prefix: str, tied: Mapping[str, str], reads: _Reads
+) -> None:
+    parts = StoredParts(stored, f"{prefix}.model")
+    own = dict(io.model_tensors())
+    known = {name: torch.empty(parts.shape(name), device="meta") for name in parts}
+    plan = io.plan_model_load(own, {**known, **{alias: known[name] for alias, name in tied.items()}}, strict=True)
+    if isinstance(plan, str):
+        raise IncompatibleCheckpointError(f"{stored.path.absolute()}: {plan}")
+    extra = io.with_extra_state()
+    for name, found in plan:
+        stored_name = tied.get(found, found)
+        if name in extra:
+            state = torch.empty(parts.shape(stored_name), dtype=parts.dtype(stored_name))
+            reads.add(parts, stored_name, state, partial(extra[name].set_extra_state, state))
+        else:
+            reads.add(parts, stored_name, own[name])
+
+
+def _plan_optimizer(
+    io: TorchCheckpointIO, stored: StoredCheckpoint, prefix: str, outline: Any, reads: _Reads
+) -> Callable[[], None]:
+    """Make the targets of the optimizers' state, and return what puts them in place once they are filled."""
+    from accel_trainer.strategies.torch_state import outline_optimizer
+
+    if outline is None:
+        raise IncompatibleCheckpointError(
+            f"{stored.path.absolute()} holds no optimizer state for {type(io.module).__name__}, which has an "
+            "optimizer; an optimizer is never reset silently: load the weights alone to start it anew"
+        )
+    parts = StoredParts(stored, f"{prefix}.optimizer")
+    groups = io.named_groups()
+    plan = outline_optimizer(decode(outline, _PendingTensors(parts)), [list(own) for _, own, _ in groups])
+    if isinstance(plan, str):
+        raise IncompatibleCheckpointError(f"{stored.path.absolute()}: {plan}")
+    finishing: list[Callable[[], Any]] = []
+    for (group, own, optimizer), saved in zip(groups, plan["param_groups"], strict=True):
+        options = {
+            key: _build(value, parts, reads, _like_option(group.get(key)))
+            for key, value in saved.items()
+            if key != "params"
+        }
+        finishing.append(partial(group.update, options))
+        for name, parameter in own.items():
+            before = optimizer.state.get(parameter, {})
+            entry = {
+                key: _build(value, parts, reads, _like_state(key, parameter, group, before.get(key)))
+                for key, value in plan["state"].get(name, {}).items()
+            }
+            finishing.append(partial(_set_state, optimizer, parameter, entry))
+
+    def finish() -> None:
+        for put in finishing:
+            put()
+
+    return finish
+
+
+def _set_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
+    if entry:
+        optimizer.state[parameter] = entry
+    else:  # saved before this parameter's first update
+        optimizer.state.pop(parameter, None)
+
+
+Make = Callable[[tuple[int, ...], torch.dtype], Tensor]
+
+
+def _build(value: Any, parts: StoredParts, reads: _Reads, make: Make) -> Any:
+    """Return `value` with its pending tensors replaced by ones that `reads` will fill."""
+    if isinstance(value, _Pending):
+        target = make(parts.shape(value.name), parts.dtype(value.name))
+        reads.add(parts, value.name, target)
+        return target.numpy() if value.as_array else target
+    if isinstance(value, Mapping):
+        return {key: _build(item, parts, reads, make) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_build(item, parts, reads, make) for item in value)
+    return value
+
+
+def _like_option(before: Any) -> Make:
+    """Make a tensor among a group's options, such as the learning rate, where the optimizer has it now."""
+    return lambda shape, dtype: torch.empty(
+        shape, dtype=dtype, device=before.device if isinstance(before, Tensor) else None
+    )
+
+
+def _can_hold(before: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    if not isinstance(before, Tensor) or before.is_meta or (tuple(before.shape), before.dtype) != (shape, dtype):
+        return False
+    return is_cut(before) if isinstance(before, DTensor) else True
+
+
+def _like_state(key: Any, parameter: nn.Parameter, group: Mapping[str, Any], before: Any) -> Make:
+    """Make a tensor of a parameter's state where the optimizer would: laid out as before, or like the parameter."""
+
+    def make(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if _can_hold(before, shape, dtype):
+            return before.detach()
+        if key == "step":
+            # As torch.optim.Optimizer.load_state_dict: on the host, unless a kernel on the device counts.
+            on_device = group.get("capturable") or group.get("fused")
+            return torch.empty(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+        if shape == tuple(parameter.shape):
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        local = torch.empty(shape, dtype=dtype, device=parameter.device)
+        if not isinstance(parameter, DTensor):
+            return local
+        everywhere = [Replicate()] * parameter.device_mesh.ndim
+        return DTensor.from_local(local, parameter.device_mesh, everywhere, run_check=False)
+
+    return make
