@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_trainer import logging
+from accel_trainer.checkpointing import AcceleratorCheckpointing, CheckpointRegistry
 from accel_trainer.config import Resolved
 from accel_trainer.exchange import AcceleratorExchange
 from accel_trainer.optimizer import AcceleratedOptimizer
@@ -38,6 +39,7 @@ class Accelerator(
     AcceleratorPreparing,
     AcceleratorStepping,
     AcceleratorExchange,
+    AcceleratorCheckpointing,
     AcceleratorSaving,
     AcceleratorReporting,
     AcceleratorSettings,
@@ -144,7 +146,7 @@ class Accelerator(
         self._optimizers: list[AcceleratedOptimizer] = []
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[DataLoader] = []
-        self._custom_objects: list[Any] = []
+        self._checkpoints = CheckpointRegistry()
         self._last_grad_norm = torch.tensor(float("nan"))
         self._data_seed: int | None = None
         register_holder(self)

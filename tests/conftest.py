@@ -47,6 +47,7 @@ _ALLOWED_THREADS = (
     "pytest_timeout",
     "fsspecIO",
     "asyncio_",
+    "checkpoint-heartbeat",
     "QueueFeederThread",
     "InductorSubproc",
     "SubprocPool",

@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from accel_trainer import __version__
 from accel_trainer.checkpoint.disk import check_space, explain_full_disk, fsync_path, write_durably
+from accel_trainer.checkpoint.lock import DirectoryLock
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, FileEntry, Manifest, TensorEntry
-from accel_trainer.checkpoint.replacing import check_target, publish_name, recover_target, remove_tree
+from accel_trainer.checkpoint.replacing import check_target, publish_name, remove_tree, sweep
 from accel_trainer.checkpoint.staged import StagedDirectory
 from accel_trainer.checkpoint.stored import StoredCheckpoint, open_checkpoint
 from accel_trainer.checkpoint.verification import list_files
@@ -37,7 +38,14 @@ __all__ = ["Publication", "StagedDirectory", "StoredCheckpoint", "open_checkpoin
 
 
 class Publication:
-    """One save, from the temporary directory to the name. Its methods are collective; see the module for the order."""
+    """One save, from the temporary directory to the name; every rank enters it and calls `commit`.
+
+        with Publication(target, process) as staged:
+            ...
+        publication.commit()
+
+    What the block raises is kept: it is this rank's vote in `commit`. `target` is locked in between.
+    """
 
     def __init__(
         self,
@@ -48,6 +56,7 @@ class Publication:
         each_node: bool = False,
         need_bytes: int = 0,
         deferred: bool = False,
+        owns_name: bool = False,
     ) -> None:
         """Say what is to be saved where; nothing happens yet.
 
@@ -56,6 +65,7 @@ class Publication:
             each_node: every node has a disk of its own, and commits what its ranks have written; rank 0's vote decides.
             need_bytes: what this rank is about to write; the sum is compared with the room on the disk.
             deferred: what is written is kept as a copy in host memory until `commit`; see StagedDirectory.
+            owns_name: a directory of that name is replaced whatever it holds, also files that no checkpoint wrote.
         """
         self.target = target
         self.process = process
@@ -65,8 +75,11 @@ class Publication:
         self._each_node = each_node
         self._need_bytes = need_bytes
         self._deferred = deferred
+        self._owns_name = owns_name
         self._section = f"save of {target}"
         self._leftover: Path | None = None
+        self._lock: DirectoryLock | None = None
+        self._error: BaseException | None = None
         self.staged: StagedDirectory | None = None
         self.num_bytes = 0
         """Size of the checkpoint, once it is committed; of this node's part with `each_node`."""
@@ -76,11 +89,12 @@ class Publication:
         last = self._first + self.process.local_world_size if self._each_node else self.process.world_size
         return range(self._first, min(last, self.process.world_size))
 
-    def begin(self) -> StagedDirectory:
-        """Make the temporary directory, and return it on every rank.
+    def __enter__(self) -> StagedDirectory:
+        """Make the temporary directory, and return it on every rank. Collective.
 
         Raises:
             ConfigError: the target is a file, or a directory that holds something else than a checkpoint.
+            CheckpointLockedError: another run is saving to it.
             DiskFullError: there is no room.
             ProcessGroupError: another rank failed.
         """
@@ -90,31 +104,52 @@ class Publication:
         name = f".tmp-{self.target.name}-{uuid.uuid4().hex[:8]}"
         try:
             if self.commits:
-                recover_target(self.target)
-                check_target(self.target)
-                self.target.parent.mkdir(parents=True, exist_ok=True)
-                check_space(self.target.parent, sum(needs[rank] for rank in self._ranks()))
-                (self.target.parent / name).mkdir()
+                self._make(name, sum(needs[rank] for rank in self._ranks()))
         except Exception as raised:
             error = raised
         try:
             names = gather_votes(self.process, self._section, error, name)
         except BaseException:
-            remove_tree(self.target.parent / name)
+            self._clean_up(self.target.parent / name)
             raise
-        fault_point("save.tmp_made", self.step)
         # The committing rank is the first of those whose files it commits.
         path = self.target.parent / names[self._first]
         self.staged = StagedDirectory(
             path, self.step, commits=self.commits, deferred=self._deferred, ranks=self._ranks()
         )
+        fault_point("save.tmp_made", self.step)
         return self.staged
 
-    def commit(self, error: BaseException | None = None, group: dist.ProcessGroup | None = None) -> None:
-        """Vote, and publish the directory under its name when all ranks have written their part.
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if error is None:
+            return False
+        if isinstance(error, Exception | SystemExit):
+            self._error = error
+            return True
+        self._clean_up()
+        return False
+
+    def _make(self, name: str, need_bytes: int) -> None:
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = DirectoryLock.take(self.target.with_name(f".{self.target.name}.lock"))
+        sweep(self.target.parent, self.target.name)
+        if not self._owns_name:
+            check_target(self.target)
+        check_space(self.target.parent, need_bytes)
+        (self.target.parent / name).mkdir()
+
+    def agree(self) -> None:
+        """Raise on all ranks if the block failed on one of them; nothing is left of the save then. Collective."""
+        try:
+            gather_votes(self.process, self._section, self._error)
+        except BaseException:
+            self._clean_up()
+            raise
+
+    def commit(self, group: dist.ProcessGroup | None = None) -> None:
+        """Vote, and publish the directory under its name when all ranks have written their part. Collective.
 
         Args:
-            error: what went wrong on this rank while it wrote; it is this rank's vote.
             group: whose ranks vote; a group of its own where a thread calls this.
 
         Raises:
@@ -123,22 +158,23 @@ class Publication:
         staged = self.staged
         assert staged is not None
         try:
-            if error is None:
-                error = self._finish_writing(staged)
+            error = self._error or self._finish_writing(staged)
             votes = gather_votes(self.process, self._section, error, (staged.files, staged.tensors), group)
             with shared_fate(self.process, f"publication of {self.target}", group):
                 fault_point("save.after_vote", self.step)
                 self._publish(staged, votes)
-        except BaseException:
-            self.abandon()
-            raise
-        if self._leftover is not None:
-            remove_tree(self._leftover)
+        finally:
+            self._clean_up(self._leftover)
 
-    def abandon(self) -> None:
-        """Remove the temporary directory."""
-        if self.commits and self.staged is not None:
-            remove_tree(self.staged.path)
+    def _clean_up(self, leftover: Path | None = None) -> None:
+        """Remove the temporary directory, or what it has replaced, and give the lock back."""
+        if self.commits:
+            for path in (leftover, self.staged.path if self.staged is not None else None):
+                if path is not None:
+                    remove_tree(path)
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def _finish_writing(self, staged: StagedDirectory) -> BaseException | None:
         try:
@@ -205,6 +241,7 @@ def publish_directory(
     step: int | None = None,
     each_node: bool = False,
     need_bytes: int = 0,
+    owns_name: bool = False,
 ) -> Iterator[StagedDirectory]:
     """Yield a directory beside `target` to write into; it becomes `target` once every rank has left the block.
 
@@ -214,17 +251,12 @@ def publish_directory(
     Raises:
         ProcessGroupError: another rank failed.
         ConfigError: `target` is a file, or holds something else than a checkpoint.
+        CheckpointLockedError: another run is saving to it.
         DiskFullError: there is no room.
     """
-    publication = Publication(target, process, step=step, each_node=each_node, need_bytes=need_bytes)
-    staged = publication.begin()
-    error: BaseException | None = None
-    try:
-        with explain_full_disk(staged.path, need_bytes or None):
-            yield staged
-    except (Exception, SystemExit) as raised:
-        error = raised
-    except BaseException:
-        publication.abandon()
-        raise
-    publication.commit(error)
+    publication = Publication(
+        target, process, step=step, each_node=each_node, need_bytes=need_bytes, owns_name=owns_name
+    )
+    with publication as staged, explain_full_disk(staged.path, need_bytes or None):
+        yield staged
+    publication.commit()

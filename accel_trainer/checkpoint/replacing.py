@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import glob
 import os
 import shutil
 import uuid
@@ -78,7 +79,9 @@ def publish_name(staged: Path, target: Path) -> Path | None:
 
 def recover_target(target: Path) -> None:
     """Bring back the checkpoint that a save had moved aside when it was killed; one process calls it."""
-    for aside in sorted(target.parent.glob(f".old-{target.name}{_UNIQUE}")) if target.parent.is_dir() else ():
+    for aside in (
+        sorted(target.parent.glob(f".old-{glob.escape(target.name)}{_UNIQUE}")) if target.parent.is_dir() else ()
+    ):
         if not target.exists():
             os.rename(aside, target)
             fsync_path(target.parent)
@@ -94,10 +97,11 @@ def remove_tree(path: Path) -> None:
             logger.warning("%s could not be removed (%s); remove it by hand", path, error)
 
 
-def sweep(directory: Path, name: str = "*") -> None:
-    """Remove what dead runs left of checkpoints called `name`; only the owner of the lock calls it."""
+def sweep(directory: Path, name: str | None = None) -> None:
+    """Remove what dead runs left, of checkpoints called `name` or of all; only the owner of the lock calls it."""
+    pattern = "*" if name is None else glob.escape(name)
     for kind in (".tmp", ".trash", ".old"):
-        for path in directory.glob(f"{kind}-{name}{_UNIQUE}"):
+        for path in directory.glob(f"{kind}-{pattern}{_UNIQUE}"):
             target = path.with_name(path.name.removeprefix(f"{kind}-")[: -len("-01234567")])
             if kind == ".old" and not target.exists():
                 recover_target(target)

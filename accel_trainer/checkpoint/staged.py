@@ -86,6 +86,7 @@ class StagedDirectory(os.PathLike[str]):
         self._claim(name)
         entries = {key: _tensor_entry(key, tensor, (slices or {}).get(key)) for key, tensor in tensors.items()}
         if self._deferred is not None:
+            fault_point("stage", self.step)
             copies = {key: _copy(tensor) for key, tensor in tensors.items()}
             self._deferred.append(partial(self._write_tensors, name, copies, entries, metadata))
         else:

@@ -9,25 +9,23 @@ manifest.json, COMMITTED       what was saved, by how many ranks, with which ver
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from accel_trainer import logging
 from accel_trainer.checkpoint.codec import decode, encode
 from accel_trainer.checkpoint.directory import StagedDirectory, StoredCheckpoint
-from accel_trainer.checkpoint.manifest import FORMAT_VERSION
+from accel_trainer.checkpoint.manifest import FORMAT_VERSION, Manifest
 from accel_trainer.errors import IncompatibleCheckpointError
+from accel_trainer.runtime.faults import fault_point
 from accel_trainer.runtime.health import shared_fate
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import get_rng_state, set_rng_state
 
-__all__ = ["FORMAT_VERSION", "TrainState", "load_train_state", "save_train_state"]
-
-logger = logging.get_logger(__name__)
+__all__ = ["FORMAT_VERSION", "TrainState", "files_to_read", "load_train_state", "save_train_state"]
 
 
 class Stateful(Protocol):
@@ -47,9 +45,12 @@ class TrainState:
     units: Sequence[Any]
     """`strategies.api.CheckpointIO` of every unit."""
     has_optimizer: Sequence[bool]
+    has_weights: Sequence[bool]
+    """False for a unit whose weights a hook of the user saves or loads; its optimizer stays with us."""
     schedulers: Sequence[Stateful]
     loaders: Sequence[Stateful]
-    objects: Sequence[Stateful]
+    objects: Mapping[str, Stateful]
+    """What was registered, by name."""
     scaler: torch.amp.GradScaler | None
 
 
@@ -67,34 +68,62 @@ def _read(stored: StoredCheckpoint, name: str) -> Any:
 def save_train_state(staged: StagedDirectory, state: TrainState, process: ProcessContext) -> None:
     """Write `state` into `staged`. Collective: every rank calls it."""
     for index, unit in enumerate(state.units):
-        weights = unit.full_model_state()
+        weights = unit.full_model_state() if state.has_weights[index] else {}
         optimizer = unit.full_optimizer_state() if state.has_optimizer[index] else {}
         if process.is_main:
-            staged.write_tensors(f"model_{index}.safetensors", weights)
+            if state.has_weights[index]:
+                staged.write_tensors(f"model_{index}.safetensors", weights)
             _write(staged, f"optimizer_{index}", optimizer)
     _write(staged, f"random_{process.rank}", get_rng_state())
-    if process.is_main:
+    # Read by every rank, hence on every node's disk.
+    if staged.commits:
         training = {
             "schedulers": [scheduler.state_dict() for scheduler in state.schedulers],
             "loaders": [loader.state_dict() for loader in state.loaders],
-            "objects": [item.state_dict() for item in state.objects],
+            "objects": {name: item.state_dict() for name, item in state.objects.items()},
             "scaler": state.scaler.state_dict() if state.scaler is not None else None,
         }
         _write(staged, "training", training)
         staged.metadata["units"] = len(state.units)
 
 
-def _check_counts(stored: StoredCheckpoint, training: dict[str, Any], state: TrainState) -> None:
+def files_to_read(manifest: Manifest, process: ProcessContext) -> Iterator[str]:
+    """Yield the names of the files that this rank reads in `load_train_state`."""
+    for name in manifest.files:
+        is_whole = name.startswith(("model_", "optimizer_"))
+        if process.is_main if is_whole else name.startswith(("training.", f"random_{process.rank}.")):
+            yield name
+
+
+def _by_name(saved: Any, own: Mapping[str, Stateful]) -> Mapping[str, Any]:
+    """Return the states of registered objects by name; format 1 had them in their order."""
+    return dict(zip(own, saved, strict=True)) if isinstance(saved, list) and len(saved) == len(own) else saved
+
+
+def _check_fits(stored: StoredCheckpoint, training: dict[str, Any], state: TrainState) -> None:
+    place = stored.path.absolute()
     for kind, own in (("schedulers", state.schedulers), ("loaders", state.loaders), ("objects", state.objects)):
-        if len(training[kind]) != len(own):
+        if len(training[kind]) != len(own) and (kind != "objects" or isinstance(training[kind], list)):
             raise IncompatibleCheckpointError(
-                f"{stored.path.absolute()} holds {len(training[kind])} {kind} and this Accelerator has {len(own)}; "
+                f"{place} holds {len(training[kind])} {kind} and this Accelerator has {len(own)}; "
                 "prepare and register the same things in the same order before load_state()"
             )
+    saved = _by_name(training["objects"], state.objects)
+    missing, unexpected = sorted(state.objects.keys() - saved.keys()), sorted(saved.keys() - state.objects.keys())
+    if missing or unexpected:
+        differences = [f"registered and not in it: {', '.join(map(repr, missing))}"] if missing else []
+        differences += [f"in it and not registered: {', '.join(map(repr, unexpected))}"] if unexpected else []
+        raise IncompatibleCheckpointError(
+            f"{place} was saved with other registered objects; {'; '.join(differences)}. Register the same ones under "
+            "the same names with register_for_checkpointing() before load_state()"
+        )
 
 
-def load_train_state(stored: StoredCheckpoint, state: TrainState, process: ProcessContext) -> None:
+def load_train_state(stored: StoredCheckpoint, state: TrainState, process: ProcessContext) -> str:
     """Load what `save_train_state` wrote. Collective: every rank calls it, and every rank reads the small files.
+
+    Returns:
+        What is exact and what is not, for the user to read.
 
     Raises:
         CheckpointNotFoundError: a file is missing.
@@ -109,23 +138,25 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
                 f"{len(state.units)}; prepare the same models in the same order before load_state()"
             )
         training = _read(stored, "training")
-        _check_counts(stored, training, state)
+        _check_fits(stored, training, state)
         same_world = manifest.world_size == process.world_size
         random_state = _read(stored, f"random_{process.rank}") if same_world else None
     for index, unit in enumerate(state.units):
-        unit.load_full_model_state(stored.tensors(f"model_{index}.safetensors") if process.is_main else {})
+        if state.has_weights[index]:
+            unit.load_full_model_state(stored.tensors(f"model_{index}.safetensors") if process.is_main else {})
         if state.has_optimizer[index]:
             unit.load_full_optimizer_state(_read(stored, f"optimizer_{index}") if process.is_main else {})
-    for kind, own in (("schedulers", state.schedulers), ("loaders", state.loaders), ("objects", state.objects)):
-        for item, saved in zip(own, training[kind], strict=True):
-            item.load_state_dict(saved)
-    if state.scaler is not None and training["scaler"] is not None:
-        state.scaler.load_state_dict(training["scaler"])
+    with shared_fate(process, f"load of {stored.path}"):
+        fault_point("load.apply", manifest.step)
+        for kind, own in (("schedulers", state.schedulers), ("loaders", state.loaders)):
+            for item, saved in zip(own, training[kind], strict=True):
+                item.load_state_dict(saved)
+        for name, saved in _by_name(training["objects"], state.objects).items():
+            state.objects[name].load_state_dict(saved)
+        if state.scaler is not None and training["scaler"] is not None:
+            state.scaler.load_state_dict(training["scaler"])
+        if random_state is not None:
+            set_rng_state(random_state)
     if random_state is not None:
-        set_rng_state(random_state)
-    else:
-        logger.info(
-            "saved by %d process(es) and loaded by %d: random streams continue from this run's seed",
-            manifest.world_size,
-            process.world_size,
-        )
+        return "random streams restored"
+    return f"saved by {manifest.world_size} process(es) and loaded by {process.world_size}: random streams of this run"

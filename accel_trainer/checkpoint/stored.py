@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from accel_trainer.checkpoint.manifest import Manifest, parse_json
 from accel_trainer.checkpoint.tensor_file import StoredTensors
 from accel_trainer.checkpoint.verification import check_files, find_extra
-from accel_trainer.errors import CheckpointNotFoundError, ConfigError
+from accel_trainer.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from accel_trainer.runtime.health import gather_votes, shared_fate
 from accel_trainer.runtime.process import ProcessContext
 
@@ -89,29 +89,45 @@ class StoredCheckpoint:
             names: files that this rank will read; None means all.
 
         Raises:
-            CheckpointNotFoundError, CorruptCheckpointError: this rank found a file to be bad.
-            ProcessGroupError: another rank did; the message has its error.
+            CorruptCheckpointError: a rank found a file to be bad; all ranks raise.
+            CheckpointNotFoundError: a file is missing.
+            ProcessGroupError: another rank cannot read a file.
         """
-        files = self.manifest.files
-        wanted = [name for name in (files if names is None else names) if name in files]
+        flaw = self.find_flaw_together(names)
+        if flaw is not None:
+            raise CorruptCheckpointError(flaw)
+
+    def find_flaw_together(self, names: Iterable[str] | None = None) -> str | None:
+        """As `verify_together`, and return what is corrupt, the same on all ranks; None when all is well."""
         section = f"verification of {self.path}"
-        if not self._process.is_distributed:
-            self.check(wanted)
-            return
+        wanted = [name for name in (self.manifest.files if names is None else names) if name in self.manifest.files]
         asked = gather_votes(self._process, section, None, wanted)
-        first = self._process.rank - self._process.local_rank
-        node = range(first, min(first + self._process.local_world_size, self._process.world_size))
-        together = sorted({name for rank in node for name in asked[rank]}, key=lambda name: -files[name].num_bytes)
+        flaw, error = None, None
+        try:
+            self.check(self._share(asked))
+        except CorruptCheckpointError as found:
+            flaw = str(found)
+        except Exception as raised:
+            error = raised
+        flaws = gather_votes(self._process, section, error, flaw)
+        self._verified.update(wanted)
+        return next((flaw for flaw in flaws if flaw is not None), None)
+
+    def _share(self, asked: list[list[str]]) -> list[str]:
+        """Return what this rank verifies of what the ranks of its node will read: about as many bytes as the others."""
+        files, process = self.manifest.files, self._process
+        first = process.rank - process.local_rank
+        node = range(first, min(first + process.local_world_size, process.world_size))
         loads = dict.fromkeys(node, 0)
-        shares: dict[int, list[str]] = {rank: [] for rank in node}
-        for name in together:
+        share = []
+        together = {name for rank in node for name in asked[rank]}
+        for name in sorted(together, key=lambda name: (-files[name].num_bytes, name)):
             rank = min(loads, key=lambda rank: (loads[rank], rank))
-            shares[rank].append(name)
             # A byte more, so that many small files spread too.
             loads[rank] += files[name].num_bytes + 1
-        with shared_fate(self._process, section):
-            self.check(shares[self._process.rank])
-        self._verified.update(together)
+            if rank == process.rank:
+                share.append(name)
+        return share
 
     def tensors(self, name: str) -> StoredTensors:
         """Return the tensors of a safetensors file by name, each read when it is asked for."""

@@ -1,6 +1,6 @@
 """Which process this is, on which device, and the process group it belongs to.
 
-With `launch/`, the only reader of the environment. Nothing here writes to it.
+With `launch/`, the only reader of the environment. Nothing here writes to it, but that `hidden_variable` hides one.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -17,12 +18,14 @@ import torch.distributed as dist
 
 from accel_trainer import logging
 from accel_trainer.errors import ConfigError, ProcessGroupError
+from accel_trainer.runtime.faults import install_faults
 from accel_trainer.runtime.launchers import DEFAULT_PORT, LaunchInfo, find_launch_info
 
 __all__ = [
     "ProcessContext",
     "current_process",
     "destroy_process_group",
+    "hidden_variable",
     "init_process",
     "read_environment",
     "select_device",
@@ -68,6 +71,17 @@ class ProcessContext:
 def read_environment() -> dict[str, str]:
     """Return a copy of this process's environment, for `config.resolve` and `init_process`."""
     return dict(os.environ)
+
+
+@contextmanager
+def hidden_variable(name: str) -> Iterator[None]:
+    """Hide a variable from code of others that would act on it; it is back when the block is left."""
+    value = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[name] = value
 
 
 def select_device(local_rank: int, local_world_size: int, *, use_cpu: bool) -> torch.device:
@@ -208,6 +222,7 @@ def init_process(
     if is_joined:
         info = _as_initialised(info)
     device = _use_device(info, use_cpu=use_cpu)
+    install_faults(environ, info.rank if info is not None else 0)
     if info is None:
         logging.set_rank(0)
         _current = ProcessContext(0, 0, 1, 1, device, None)

@@ -76,7 +76,7 @@ def test_automatic_naming_counts_on_after_a_load_and_keeps_the_newest(tmp_path: 
     resumed, *_ = prepared(project_config=again)
     resumed.load_state()
     assert resumed.save_state().name == "checkpoint_3"
-    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name != ".lock")
     assert kept == ["checkpoint_2", "checkpoint_3", "notes.txt"]
 
 
@@ -128,7 +128,7 @@ def test_a_missing_registered_object_is_an_error(tmp_path: Path):
     accelerator, *_ = prepared()
     accelerator.save_state(tmp_path / "s")
     accelerator.register_for_checkpointing(Counter())
-    with pytest.raises(IncompatibleCheckpointError, match="holds 0 objects and this Accelerator has 1"):
+    with pytest.raises(IncompatibleCheckpointError, match="registered and not in it: 'Counter'. Register"):
         accelerator.load_state(tmp_path / "s")
 
 

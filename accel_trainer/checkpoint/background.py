@@ -1,0 +1,89 @@
+"""A save that goes on while the run trains: a thread writes what was copied, and the ranks agree on how it ended."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from accel_trainer import logging
+from accel_trainer.checkpoint.directory import Publication
+from accel_trainer.runtime.health import gather_votes
+from accel_trainer.runtime.process import ProcessContext
+
+__all__ = ["BackgroundSaver"]
+
+logger = logging.get_logger(__name__)
+
+
+class BackgroundSaver:
+    """Writes one staged save at a time. Every method is called by the main thread of every rank.
+
+    The thread is not a daemon: the interpreter waits for it at exit.
+    """
+
+    def __init__(self, process: ProcessContext) -> None:
+        """Make the groups that the ranks vote over. Collective.
+
+        The thread has one of its own, since the order of collectives within a group is that of all threads together;
+        the main thread has the other, on the CPU whatever the job's backend.
+        """
+        self._process = process
+        groups = [dist.new_group(backend="gloo") for _ in range(2)] if process.is_distributed else [None, None]
+        self._thread_group, self._main_group = groups
+        self._thread: threading.Thread | None = None
+        self._section = ""
+        self._error: BaseException | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save was started whose end the ranks have not agreed on; the same on all ranks."""
+        return self._thread is not None
+
+    def start(self, publication: Publication, on_commit: Callable[[], None]) -> None:
+        """Write and commit what was staged, on a thread.
+
+        Args:
+            on_commit: called by the thread once every rank knows of the commit.
+        """
+        assert self._thread is None
+        self._section, self._error = f"background save of {publication.target}", None
+        self._thread = threading.Thread(target=self._run, args=(publication, on_commit), name="checkpoint-writer")
+        self._thread.start()
+
+    def _run(self, publication: Publication, on_commit: Callable[[], None]) -> None:
+        try:
+            publication.commit(group=self._thread_group)
+            on_commit()
+        except BaseException as error:
+            self._error = error
+            # Said at once: the run may end before the main thread asks.
+            logger.error("%s failed: %s", self._section, error, main_process_only=False)
+
+    def poll(self) -> None:
+        """Look whether the save in flight has ended on all ranks, and raise what went wrong. Collective while one is.
+
+        Raises:
+            ProcessGroupError: it failed on another rank.
+        """
+        if self._thread is None:
+            return
+        ended = torch.tensor(int(not self._thread.is_alive()))
+        if self._main_group is not None:
+            dist.all_reduce(ended, dist.ReduceOp.MIN, group=self._main_group)
+        if ended.item():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save in flight, and raise what went wrong. Collective; nothing when there is none.
+
+        Raises:
+            ProcessGroupError: it failed on another rank.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        gather_votes(self._process, self._section, self._error, group=self._main_group)

@@ -1,0 +1,201 @@
+"""One run writes to a directory at a time: a lock that a second run is refused by, and that dies with its owner."""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from accel_trainer import logging
+from accel_trainer.errors import CheckpointLockedError
+
+__all__ = ["LOCK_NAME", "DirectoryLock"]
+
+logger = logging.get_logger(__name__)
+
+LOCK_NAME = ".lock"
+"""In a directory of numbered checkpoints, held by the run that saves to it."""
+HEARTBEAT_SECONDS = 30.0
+STALE_SECONDS = 300.0
+"""A lock of another machine that has not shown a sign of life for so long is taken over."""
+
+_held: dict[Path, DirectoryLock] = {}
+_beating: threading.Thread | None = None
+
+
+class DirectoryLock:
+    """A lock file, locked for the system (`flock`) and signed for network disks on which that does not hold.
+
+    A process may take it several times, and gives it back as often.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._count = 1
+
+    @classmethod
+    def take(cls, path: Path) -> DirectoryLock:
+        """Lock the file `path`, made if need be.
+
+        Raises:
+            CheckpointLockedError: another process has it; the message says which, where and since when.
+        """
+        path = path.absolute()
+        if path in _held:
+            _held[path]._count += 1
+            return _held[path]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                if not _try_flock(descriptor):
+                    _refuse_or_remove(path, descriptor)
+                elif _is_same_file(path, descriptor):
+                    _check_signature(path, descriptor)
+                    lock = cls(path, descriptor)
+                    lock._sign()
+                    _held[path] = lock
+                    _start_heartbeat()
+                    return lock
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+    def _sign(self) -> None:
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, json.dumps(owner).encode(), 0)
+
+    def beat(self) -> None:
+        """Show a sign of life to other machines."""
+        os.utime(self._descriptor)
+
+    def release(self) -> None:
+        """Give the lock back; the last one that does removes the file. A forked child has none to give back."""
+        if _held.get(self.path) is not self:
+            return
+        self._count -= 1
+        if self._count == 0:
+            del _held[self.path]
+            if _is_same_file(self.path, self._descriptor):
+                self.path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+
+
+def _forget() -> None:
+    """In a forked child: the parent's locks are not its own, and closing the copies leaves the parent's alone."""
+    global _beating
+    for lock in _held.values():
+        os.close(lock._descriptor)
+    _held.clear()
+    _beating = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+@atexit.register
+def _release_all() -> None:
+    for lock in list(_held.values()):
+        lock._count = 1
+        lock.release()
+
+
+def _try_flock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # A filesystem without locks: the signature alone decides.
+        return True
+    return True
+
+
+def _is_same_file(path: Path, descriptor: int) -> bool:
+    """Whether the locked file is the one that has the name now: its owner removes it when it gives the lock back."""
+    try:
+        named = os.stat(path)
+    except FileNotFoundError:
+        return False
+    own = os.fstat(descriptor)
+    return (named.st_dev, named.st_ino) == (own.st_dev, own.st_ino)
+
+
+def _owner(descriptor: int) -> dict[str, Any]:
+    try:
+        data = json.loads(os.pread(descriptor, 4096, 0))
+        return data if isinstance(data, dict) else {}
+    except ValueError:
+        return {}
+
+
+def _is_dead(owner: dict[str, Any], descriptor: int) -> bool:
+    """Whether the owner is known to be gone: no such process on this machine, or long silent on another."""
+    if owner.get("host") == socket.gethostname():
+        try:
+            os.kill(int(owner.get("pid", 0)), 0)
+        except ProcessLookupError:
+            return True
+        except (PermissionError, ValueError):
+            return False
+        return False
+    return time.time() - os.fstat(descriptor).st_mtime > STALE_SECONDS
+
+
+def _describe(owner: dict[str, Any]) -> str:
+    return f"process {owner.get('pid', '?')} on {owner.get('host', '?')}, since {owner.get('since', '?')}"
+
+
+def _refuse_or_remove(path: Path, descriptor: int) -> None:
+    """Somebody has the file locked: a live owner refuses us; what a dead one's orphans hold is removed."""
+    owner = _owner(descriptor)
+    if not owner:
+        # Locked and not yet signed, or just given back: look again.
+        time.sleep(0.01)
+    elif _is_dead(owner, descriptor):
+        logger.warning("taking over %s from %s, which is gone", path, _describe(owner))
+        path.unlink(missing_ok=True)
+    else:
+        raise CheckpointLockedError(
+            f"{path.parent} is written to by another run ({_describe(owner)}; {path.name}); give this run a directory "
+            "of its own, or end the other one first"
+        )
+
+
+def _check_signature(path: Path, descriptor: int) -> None:
+    """The system gave us the file: its signature is a dead owner's, unless locks do not reach from there to here."""
+    owner = _owner(descriptor)
+    if not owner:
+        return
+    if owner.get("host") != socket.gethostname() and not _is_dead(owner, descriptor):
+        raise CheckpointLockedError(
+            f"{path.parent} is written to by another run ({_describe(owner)}; {path.name}); give this run a directory "
+            f"of its own, or wait {STALE_SECONDS:.0f} s if that run has ended"
+        )
+    logger.warning("taking over %s from %s, which is gone", path, _describe(owner))
+
+
+def _start_heartbeat() -> None:
+    global _beating
+    if _beating is None or not _beating.is_alive():
+        _beating = threading.Thread(target=_beat, name="checkpoint-heartbeat", daemon=True)
+        _beating.start()
+
+
+def _beat() -> None:
+    while _held:
+        time.sleep(HEARTBEAT_SECONDS)
+        for lock in list(_held.values()):
+            try:
+                lock.beat()
+            except OSError as error:
+                logger.warning("%s could not be touched (%s); other machines may take this run for dead", lock, error)

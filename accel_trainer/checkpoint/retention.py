@@ -1,0 +1,89 @@
+"""Checkpoints with numbers in one directory: which there are, which is the newest good one, which may go.
+
+Needs no torch. Numbers decide, never names or times. What is not a complete checkpoint of ours is never removed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from collections.abc import Collection
+from pathlib import Path
+
+from accel_trainer import logging
+from accel_trainer.checkpoint.disk import fsync_path
+from accel_trainer.checkpoint.lock import LOCK_NAME, DirectoryLock
+from accel_trainer.checkpoint.manifest import MARKER_NAME, Manifest
+from accel_trainer.checkpoint.replacing import remove_tree
+from accel_trainer.checkpoint.verification import check_files, find_extra
+from accel_trainer.errors import AccelTrainerError, CheckpointLockedError
+from accel_trainer.runtime.faults import fault_point
+
+__all__ = ["is_complete", "numbered_checkpoints", "quarantine", "retire"]
+
+logger = logging.get_logger(__name__)
+
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+
+
+def numbered_checkpoints(directory: Path) -> list[tuple[int, Path]]:
+    """Return the automatically named checkpoints in `directory` by number; other files are ignored."""
+    if not directory.is_dir():
+        return []
+    matches = [(_NUMBERED.fullmatch(path.name), path) for path in directory.iterdir() if path.is_dir()]
+    return sorted((int(match.group(1)), path) for match, path in matches if match)
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a checkpoint has its manifest, its marker, and every file at its length."""
+    try:
+        manifest = Manifest.read(path)
+        find_extra(path, manifest)
+        check_files(path, manifest, manifest.files, "size", 1)
+    except (AccelTrainerError, OSError):
+        return False
+    return True
+
+
+def quarantine(path: Path, reason: object) -> None:
+    """Give a bad checkpoint a name under which nobody looks for one; nothing of it is removed."""
+    bad = path.with_name(f".bad-{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        lock = DirectoryLock.take(path.parent / LOCK_NAME)
+        try:
+            os.rename(path, bad)
+        finally:
+            lock.release()
+        kept = f"it is kept as {bad.name}"
+    except (OSError, CheckpointLockedError) as error:
+        kept = f"it keeps its name ({error})"
+    logger.warning("%s is not a good checkpoint and is passed over; %s. %s", path, kept, reason)
+
+
+def retire(directory: Path, keep: int, protected: Collection[Path] = ()) -> list[Path]:
+    """Remove complete checkpoints of lower numbers until `keep` are left; one process calls it, after a commit.
+
+    Args:
+        keep: 1 or more: the last good one never goes.
+        protected: checkpoints that stay, whatever their number: the best one, for instance. They count.
+
+    Returns:
+        What was removed, or at least renamed: failing to remove it is a warning.
+    """
+    complete = [path for _, path in numbered_checkpoints(directory) if is_complete(path)]
+    removed = []
+    for path in [path for path in complete if path not in protected][: max(0, len(complete) - max(keep, 1))]:
+        trash = path.with_name(f".trash-{path.name}-{uuid.uuid4().hex[:8]}")
+        try:
+            os.rename(path, trash)
+            fsync_path(directory)
+        except OSError as error:
+            logger.warning("%s should be removed and cannot be (%s); remove it by hand", path, error)
+            continue
+        removed.append(path)
+        fault_point("save.retention_renamed")
+        (trash / MARKER_NAME).unlink(missing_ok=True)
+        fault_point("save.retention_rm")
+        remove_tree(trash)
+    return removed

@@ -1,0 +1,354 @@
+"""The part of the Accelerator that saves and resumes whole runs."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from accel_trainer import logging
+from accel_trainer.checkpoint.background import BackgroundSaver
+from accel_trainer.checkpoint.directory import Publication
+from accel_trainer.checkpoint.disk import explain_full_disk
+from accel_trainer.checkpoint.lock import LOCK_NAME, DirectoryLock
+from accel_trainer.checkpoint.replacing import sweep
+from accel_trainer.checkpoint.retention import numbered_checkpoints, retire
+from accel_trainer.checkpoint.selection import Selection, select_named, select_newest
+from accel_trainer.checkpoint.state import TrainState, files_to_read, load_train_state, save_train_state
+from accel_trainer.checkpoint.stored import check_verify
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.health import gather_votes
+from accel_trainer.strategies.loss_scale import settle
+from accel_trainer.units import PreparedUnit
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_trainer.plugins import ProjectConfiguration
+    from accel_trainer.runtime.process import ProcessContext
+    from accel_trainer.strategies.api import Strategy
+
+__all__ = ["AcceleratorCheckpointing", "CheckpointRegistry"]
+
+logger = logging.get_logger(__name__)
+
+SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
+LoadHook = Callable[[list[nn.Module], str], None]
+
+
+class CheckpointRegistry:
+    """What an Accelerator was told about saving, and what it holds for it."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+        self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
+        self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+        self.background: BackgroundSaver | None = None
+        self.lock: DirectoryLock | None = None
+        self.metrics: dict[str, float] = {}
+
+    def add(self, name: str | None, item: Any) -> None:
+        """Register an object, once; its class names it where the user does not."""
+        if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))):
+            raise ConfigError(
+                f"{type(item).__name__} cannot be registered for checkpointing; give it state_dict() and "
+                "load_state_dict()"
+            )
+        if any(known is item for known in self.objects.values()):
+            return
+        if name is not None and name in self.objects:
+            raise ConfigError(f"an object is registered for checkpointing as {name!r} already; choose another name")
+        stem, count = name or type(item).__name__, 0
+        while (name or stem) in self.objects:
+            count += 1
+            name = f"{stem}_{count}"
+        self.objects[name or stem] = item
+
+
+class AcceleratorCheckpointing:
+    """Saving and resuming, for the Accelerator to inherit; reads what the Accelerator holds."""
+
+    process: ProcessContext
+    strategy: Strategy
+    project_configuration: ProjectConfiguration
+    scaler: torch.amp.GradScaler | None
+    _prepared: list[PreparedUnit]
+    _optimizers: list[Any]
+    _schedulers: list[Any]
+    _dataloaders: list[Any]
+    _checkpoints: CheckpointRegistry
+
+    def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
+        """Add objects to what `save_state` and `load_state` handle; each is found again by its name.
+
+        Args:
+            objects: named after their class: `EMA`, `EMA_1`. An object that is registered already is left alone.
+            named: under names of your own, which stay when a class is renamed or the order changes.
+
+        Raises:
+            ConfigError: an object has no `state_dict` and `load_state_dict`, or its name is taken.
+        """
+        for name, item in [*((None, item) for item in objects), *named.items()]:
+            self._checkpoints.add(name, item)
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
+        """Have `hook(models, weights, output_dir)` called by `save_state`, on every rank.
+
+        What it writes to `output_dir`, a temporary directory, becomes part of the checkpoint. Of a model whose entry it
+        takes out of `weights` on rank 0, `save_state` leaves the weights to it.
+
+        Returns:
+            A handle with `remove()`.
+        """
+        return _add_hook(self._checkpoints.save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
+        """Have `hook(models, input_dir)` called by `load_state`, on every rank, once the files are verified.
+
+        Of a model that it takes out of `models`, `load_state` leaves the weights to it.
+
+        Returns:
+            A handle with `remove()`.
+        """
+        return _add_hook(self._checkpoints.load_hooks, hook)
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next automatically named checkpoint."""
+        return self.project_configuration.iteration
+
+    @property
+    def checkpoint_metrics(self) -> dict[str, float]:
+        """Figures of the last save and the last load, to be logged.
+
+        `ckpt/stall_s` (how long the run stood still), `ckpt/duration_s` (until the commit), `ckpt/bytes` (on the rank
+        that commits), `resume/select_s`, `resume/verify_s`, `resume/load_s`.
+        """
+        return dict(self._checkpoints.metrics)
+
+    def _train_state(self) -> TrainState:
+        if self.scaler is not None:
+            settle(self.scaler)
+        return TrainState(
+            units=[prepared.unit.checkpoint_io() for prepared in self._prepared],
+            has_optimizer=[bool(prepared.unit.optimizers) for prepared in self._prepared],
+            has_weights=[True] * len(self._prepared),
+            schedulers=self._schedulers,
+            loaders=self._dataloaders,
+            objects=self._checkpoints.objects,
+            scaler=self.scaler,
+        )
+
+    def _checkpoints_directory(self) -> Path:
+        project = self.project_configuration.project_dir
+        if project is None:
+            raise ConfigError(
+                "save_state() and load_state() were called without a directory; pass one, or give "
+                "Accelerator(project_dir=...) with ProjectConfiguration(automatic_checkpoint_naming=True)"
+            )
+        return Path(project) / "checkpoints"
+
+    # --- saving ----------------------------------------------------------------------------------------------------
+
+    def save_state(
+        self, output_dir: str | Path | None = None, safe_serialization: bool = True, *, async_: bool = False
+    ) -> Path:
+        """Save model, optimizer, scheduler, scaler, data position, random streams and registered objects.
+
+        Collective: every rank calls it. The directory appears under its name once every rank's part is on the disk; a
+        failure on one rank is raised on all, and an older directory of that name stays. A background save that is still
+        in flight is waited for.
+
+        Args:
+            output_dir: where to; without it, `project_dir/checkpoints/checkpoint_N` with automatic naming.
+            safe_serialization: states are always written as safetensors and JSON; False is refused.
+            async_: return once everything is copied to host memory, and write in the background. What goes wrong there
+                is raised on all ranks by the next `backward`, `save_state`, `load_state` or `wait_for_checkpoint`.
+
+        Returns:
+            The directory.
+
+        Raises:
+            ConfigError: there is no place to save to, or it holds something else than a checkpoint.
+            CheckpointLockedError: another run saves there.
+            DiskFullError: there is no room; nothing was written.
+            ProcessGroupError: another rank failed.
+        """
+        if not safe_serialization:
+            raise ConfigError(
+                "save_state(safe_serialization=False) is not offered: states hold no pickle; save_model() takes it"
+            )
+        begin = time.perf_counter()
+        self.wait_for_checkpoint()
+        target, step = self._save_target(output_dir)
+        publication = Publication(
+            target,
+            self.process,
+            step=step,
+            each_node=self.project_configuration.save_on_each_node,
+            need_bytes=self._state_bytes(),
+            deferred=async_,
+        )
+        with publication as staged, explain_full_disk(staged.path):
+            state = self._train_state()
+            self._run_save_hooks(state, staged.path)
+            save_train_state(staged, state, self.process)
+
+        def on_commit() -> None:
+            limit = self.project_configuration.total_limit
+            if output_dir is None and limit is not None and publication.commits:
+                retire(target.parent, limit, protected=[target])
+            metrics = self._checkpoints.metrics
+            metrics |= {"ckpt/duration_s": time.perf_counter() - begin, "ckpt/bytes": float(publication.num_bytes)}
+            size, seconds = publication.num_bytes / 2**20, metrics["ckpt/duration_s"]
+            logger.info("saved %s: %.1f MiB in %.2f s", target, size, seconds)
+
+        if async_:
+            publication.agree()
+            self._checkpoints.background = self._checkpoints.background or BackgroundSaver(self.process)
+            self._checkpoints.background.start(publication, on_commit)
+        else:
+            publication.commit()
+            on_commit()
+        if output_dir is None and step is not None:
+            self.project_configuration.iteration = step + 1
+        self._checkpoints.metrics["ckpt/stall_s"] = time.perf_counter() - begin
+        return target
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until a background save is complete, and raise what went wrong. Collective.
+
+        Raises:
+            ProcessGroupError: it failed on another rank.
+        """
+        if self._checkpoints.background is not None:
+            self._checkpoints.background.wait()
+
+    def _save_target(self, output_dir: str | Path | None) -> tuple[Path, int | None]:
+        """Return where to save, and the checkpoint's number: rank 0 decides. Collective."""
+        if output_dir is not None:
+            digits = Path(output_dir).name.rpartition("_")[2].rpartition("-")[2]
+            return Path(output_dir), int(digits) if digits.isdecimal() else None
+        if not self.project_configuration.automatic_checkpoint_naming:
+            raise ConfigError(
+                "save_state() was called without a directory; pass output_dir, or turn on "
+                "ProjectConfiguration(automatic_checkpoint_naming=True)"
+            )
+        directory = self._checkpoints_directory()
+        number, error = 0, None
+        each_node = self.project_configuration.save_on_each_node
+        try:
+            if self.process.is_local_main if each_node else self.process.is_main:
+                self._own(directory)
+                existing = numbered_checkpoints(directory)
+                number = max(self.project_configuration.iteration, *(known + 1 for known, _ in existing), 0)
+        except Exception as raised:
+            error = raised
+        number = max(gather_votes(self.process, f"save to {directory}", error, number))
+        return directory / f"checkpoint_{number}", number
+
+    def _own(self, directory: Path) -> None:
+        """Lock the directory for as long as this Accelerator lives, and remove what dead runs left in it."""
+        lock = self._checkpoints.lock
+        if lock is None or lock.path.parent != directory.absolute():
+            self._checkpoints.lock = DirectoryLock.take(directory / LOCK_NAME)
+            weakref.finalize(self, self._checkpoints.lock.release)
+            sweep(directory)
+
+    def _state_bytes(self) -> int:
+        """About how many bytes this rank writes: its part of what is sharded, and on rank 0 what is whole."""
+        if not (self.strategy.capabilities.shards_parameters or self.process.is_main):
+            return 0
+        held: dict[int, Tensor] = {}
+        for prepared in self._prepared:
+            held |= {id(tensor): tensor for tensor in prepared.unit.module.state_dict(keep_vars=True).values()}
+        for optimizer in self._optimizers:
+            for entry in optimizer.state.values():
+                held |= {id(value): value for value in entry.values() if isinstance(value, Tensor)}
+        parts = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in held.values())
+        return sum(part.nbytes for part in parts if isinstance(part, Tensor))
+
+    def _run_save_hooks(self, state: TrainState, directory: Path) -> None:
+        if not self._checkpoints.save_hooks:
+            return
+        models = [prepared.unit.model for prepared in self._prepared]
+        weights = [prepared.unit.module.state_dict() for prepared in self._prepared]
+        left, error = list(weights), None
+        try:
+            for hook in list(self._checkpoints.save_hooks.values()):
+                hook(models, left, str(directory))
+        except Exception as raised:
+            error = raised
+        kept = [any(own is item for item in left) for own in weights]
+        # Scripts take entries out on the main process only.
+        state.has_weights = gather_votes(self.process, "save_state's hooks", error, kept)[0]
+
+    # --- resuming --------------------------------------------------------------------------------------------------
+
+    def load_state(self, input_dir: str | Path | None = None, verify: str = "full") -> None:
+        """Load what `save_state` saved, on any number of processes and any native strategy. Collective.
+
+        Every file that is read is compared with its checksum before anything is changed.
+
+        Args:
+            input_dir: where from; a bad one is an error. Without it, the newest good one of `project_dir/checkpoints`:
+                those that are incomplete or corrupt are renamed to `.bad-...` with a warning.
+            verify: "full" compares contents, "size" lengths, "off" nothing.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            CorruptCheckpointError: it was changed after the save, or none of several is good.
+            IncompatibleCheckpointError: it does not fit the model, the optimizer or the registered objects.
+            ProcessGroupError: another rank failed.
+        """
+        self.wait_for_checkpoint()
+        mode = check_verify(verify)
+
+        def files(manifest: Any) -> Any:
+            return files_to_read(manifest, self.process)
+
+        if input_dir is None:
+            selection = select_newest(self._checkpoints_directory(), self.process, mode, files)
+            self.project_configuration.iteration = int(selection.stored.path.name.rpartition("_")[2]) + 1
+        else:
+            selection = select_named(Path(input_dir), self.process, mode, files)
+        begin = time.perf_counter()
+        state = self._train_state()
+        self._run_load_hooks(state, selection.stored.path)
+        outcome = load_train_state(selection.stored, state, self.process)
+        self._checkpoints.metrics |= {**selection.seconds, "resume/load_s": time.perf_counter() - begin}
+        logger.info("%s", _describe_resume(selection, outcome, self._checkpoints.metrics))
+
+    def _run_load_hooks(self, state: TrainState, directory: Path) -> None:
+        if not self._checkpoints.load_hooks:
+            return
+        models = [prepared.unit.model for prepared in self._prepared]
+        left, error = list(models), None
+        try:
+            for hook in list(self._checkpoints.load_hooks.values()):
+                hook(left, str(directory))
+        except Exception as raised:
+            error = raised
+        kept = [any(own is item for item in left) for own in models]
+        state.has_weights = gather_votes(self.process, "load_state's hooks", error, kept)[0]
+
+
+def _add_hook(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def _describe_resume(selection: Selection, outcome: str, metrics: dict[str, float]) -> str:
+    """One line: from which checkpoint, why not from a newer one, what is exact and what is not, how long it took."""
+    stored = selection.stored
+    newer = f"; passed over: {' | '.join(selection.passed_over)}" if selection.passed_over else ""
+    seconds = ", ".join(f"{name} {metrics[f'resume/{name}_s']:.2f} s" for name in ("select", "verify", "load"))
+    verified = {"full": "contents verified", "size": "lengths verified", "off": "not verified"}[stored.verify]
+    return f"resumed from {stored.path} ({verified}; {outcome}; {seconds}){newer}"
