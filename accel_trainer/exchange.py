@@ -11,6 +11,7 @@ from accel_trainer.data.metrics import trim_gathered
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.collectives import ReduceOp
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.ragged import gather_rows
 from accel_trainer.state import GradientState
 
 __all__ = ["AcceleratorExchange"]
@@ -33,8 +34,14 @@ class AcceleratorExchange:
 
         Raises:
             ConfigError: both are given, or a leaf is no tensor.
-            ProcessGroupError: with `debug`, the ranks' shapes differ and neither is given.
+            ProcessGroupError: with `debug`, or where ranks hold unequally many samples of a step, the ranks' shapes do
+                not fit together and neither is given.
         """
+        rows = self.gradient_state.rows
+        is_uneven = rows is not None and len(rows.rows) == self.process.world_size and not rows.is_even
+        if is_uneven and pad_index is None and not as_samples:
+            # What a rank computed from its batch has as many rows as that batch.
+            return gather_rows(tensor, self.process)
         return collectives.gather(
             tensor, self.process, debug=self.config.debug, pad_index=pad_index, as_samples=as_samples
         )

@@ -28,7 +28,7 @@ from accel_trainer import (
     TorchDynamoPlugin,
     set_seed,
 )
-from accel_trainer.errors import ConfigError
+from accel_trainer.errors import ConfigError, ProcessGroupError
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -284,3 +284,27 @@ def test_d33_option_objects_leave_the_environment_alone():
         kwargs_handlers=[AutocastKwargs(), ProfileKwargs()],
     )
     assert dict(os.environ) == before
+
+
+def gather_in_uneven_loop() -> tuple[list[list[float]], list[list[float]], str]:
+    """What gather() returns in each step of a loop whose last one is uneven, and what it says of shapes that differ."""
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    loader = accelerator.prepare(DataLoader(torch.arange(7.0), batch_size=2))
+    rows, losses, message = [], [], ""
+    for batch in loader:
+        rows.append(accelerator.gather(batch).tolist())
+        losses.append(accelerator.gather({"loss": batch.sum()})["loss"].tolist())
+        if loader.end_of_dataloader:
+            with pytest.raises(ProcessGroupError) as error:
+                accelerator.gather(torch.ones(len(batch), 1 + accelerator.process_index))
+            message = str(error.value)
+    return rows, losses, message
+
+
+def test_d36_gathering_in_an_uneven_step_returns_all_rows():
+    for rows, losses, message in run_ranks(gather_in_uneven_loop, 2):
+        assert rows == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+        assert losses == [[1.0, 5.0], [9.0, 6.0]]
+        assert (
+            "the ranks do not agree on leaf 0 of gather: rank 0 has rows of (1,) and torch.float32, rank 1" in message
+        )

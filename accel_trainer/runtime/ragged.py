@@ -15,7 +15,7 @@ from accel_trainer.runtime.structures import is_tensor
 from accel_trainer.runtime.wire import gather_tensor, map_tensors
 from accel_trainer.tree import leaves
 
-__all__ = ["check_ragged", "gather_ragged", "gather_unequal"]
+__all__ = ["check_ragged", "gather_ragged", "gather_rows", "gather_unequal"]
 
 
 def check_ragged(pad_index: float | None, as_samples: bool) -> bool:
@@ -73,6 +73,22 @@ def gather_unequal(data: Any, process: ProcessContext, *, pad_index: float | Non
     mine = [tuple(tensor.shape) or (1,) for tensor in tensors]
     shapes = iter(zip(*agree("gather", describe_rows(tensors, None), process, value=mine), strict=True))
     return map_tensors("gather", lambda tensor: _gather_shapes(tensor, next(shapes), process, pad_index), data)
+
+
+def gather_rows(data: Any, process: ProcessContext) -> Any:
+    """Concatenate tensors that may differ between ranks in their first dimension, by how much nobody knows beforehand.
+
+    Collective: every rank calls it. The shapes of the whole nesting are exchanged first, as one object.
+
+    Raises:
+        ConfigError: a leaf is no tensor.
+        ProcessGroupError: the ranks' tensors differ in number, dtype or another dimension.
+    """
+    tensors = [leaf for leaf in leaves(data, is_leaf=is_tensor) if is_tensor(leaf)]
+    mine = [tuple(tensor.shape) or (1,) for tensor in tensors]
+    tails = [f"has rows of {shape[1:]} and {tensor.dtype}" for tensor, shape in zip(tensors, mine, strict=True)]
+    shapes = iter(zip(*agree("gather", tails, process, value=mine, way_out=RAGGED_WAY_OUT), strict=True))
+    return map_tensors("gather", lambda tensor: _gather_shapes(tensor, next(shapes), process, 0), data)
 
 
 def _check_fits(pad_index: float, dtype: torch.dtype) -> None:
