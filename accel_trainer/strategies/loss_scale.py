@@ -16,7 +16,7 @@ from accel_trainer.strategies.ownership import parameters_of
 if TYPE_CHECKING:
     from accel_trainer.strategies.native import NativeUnit
 
-__all__ = ["LossScale"]
+__all__ = ["LossScale", "settle"]
 
 _SHARED: WeakValueDictionary[int, LossScale] = WeakValueDictionary()
 """By the id of the scaler, which the value keeps alive."""
@@ -111,3 +111,10 @@ class LossScale:
             for optimizer in others:
                 if optimizer not in self._unscaled:
                     scale_gradients(parameters_of(optimizer), factor)
+
+
+def settle(scaler: torch.amp.GradScaler) -> None:
+    """Let a scale follow the optimizers that have stepped, without waiting for those that have not: it is saved now."""
+    shared = _SHARED.get(id(scaler))
+    if shared is not None and shared._done:
+        shared._follow()

@@ -200,6 +200,40 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
 
 
 @SCENARIOS.add
+def scaled_together() -> Any:
+    """Two models with one optimizer, and two optimizers for a third; an overflow of one rank in one of them."""
+    accelerator = Accelerator(cpu=True, strategy="fsdp2")
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    models = [build(), build(), build()]
+    optimizers = [
+        torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.1),
+        torch.optim.SGD(models[2].stem.parameters(), lr=0.1),
+        torch.optim.SGD([p for name, p in models[2].named_parameters() if "stem" not in name], lr=0.1),
+    ]
+    *prepared, joint, stem, rest = accelerator.prepare(*models, *optimizers)
+    accelerator.backward(sum(model(own_rows()) for model in prepared))
+    if accelerator.process_index == 1:
+        models[1].stem.weight.grad.to_local()[0, 0] = float("inf")
+        models[2].head.weight.grad.to_local()[0, 0] = float("inf")
+    norm = accelerator.clip_grad_norm_(models[0].parameters(), float("inf")).item()
+    stems = [model.stem.weight for model in models]
+    before = [full(weight) for weight in stems]
+    for optimizer in (joint, stem, rest):
+        optimizer.step()
+    moved = [not torch.equal(old, full(weight)) for old, weight in zip(before, stems, strict=True)]
+    return norm, [o.step_was_skipped for o in (joint, stem, rest)], moved, accelerator.scaler.get_scale()
+
+
+def test_optimizers_that_share_a_scale_skip_for_what_they_hold_alone():
+    model = build()
+    model(batch()).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()
+    for found in results("scaled_together"):
+        # Twice lower: the scale follows each unit's window.
+        assert found == (pytest.approx(norm, rel=1e-5), [True, False, True], [False, False, True], 256.0)
+
+
+@SCENARIOS.add
 def hidden_outputs() -> Any:
     class Hidden(Net):
         def forward(self, x: Tensor) -> Any:

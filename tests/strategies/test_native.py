@@ -14,6 +14,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.precision import build_precision
 from accel_trainer.runtime.process import init_process
 from accel_trainer.strategies.api import TrainJob, TrainUnit
+from accel_trainer.strategies.loss_scale import settle
 from accel_trainer.strategies.native import NativeUnit, SingleStrategy
 
 Scaler = torch.amp.GradScaler
@@ -218,6 +219,110 @@ def test_an_overflow_in_one_unit_is_not_the_others():
     assert_equal(good.module, step_alone(Net()))
     assert_equal(bad.module, [p.detach() for p in Net().parameters()])
     assert scaler.get_scale() == 2.0
+
+
+def weight_and_bias(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_the_scale_follows_a_window_once_all_its_optimizers_have_stepped(clipped: bool):
+    scaler = Scaler("cpu", init_scale=4.0, growth_interval=1)
+    model = Net()
+    unit = prepare(model, scaler=scaler)
+    weight, bias = weight_and_bias(model)
+    unit.bind_optimizer(weight)
+    unit.bind_optimizer(bias)
+    bound = 0.01 if clipped else float("inf")
+    scales = []
+    for _ in range(2):
+        unit.backward(unit.model(batch()))
+        if clipped:
+            unit.clip_grad_norm(model.parameters(), bound)
+        for optimizer in (weight, bias):
+            assert unit.step(optimizer=optimizer).applied
+            scales.append(scaler.get_scale())
+        for optimizer in (weight, bias):
+            unit.zero_grad(optimizer=optimizer)
+    assert scales == [4.0, 8.0, 8.0, 16.0]
+    assert_equal(model, step_alone(Net(), bound, steps=2))
+
+
+def test_an_overflow_skips_the_optimizer_that_it_is_in_and_lowers_the_scale_once():
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = Scaler("cpu", init_scale=1024.0)
+    model = Net()
+    model, weight, bias = accelerator.prepare(model, *weight_and_bias(model))
+    accelerator.backward(model(batch()))
+    model.layer.bias.grad.fill_(float("inf"))
+    before = [p.detach().clone() for p in model.parameters()]
+    weight.step()
+    bias.step()
+    assert [optimizer.step_was_skipped for optimizer in (weight, bias)] == [False, True]
+    assert accelerator.optimizer_step_was_skipped
+    assert not torch.equal(model.layer.weight, before[0])
+    assert torch.equal(model.layer.bias, before[1])
+    assert accelerator.scaler.get_scale() == 512.0
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_an_optimizer_may_step_on_every_second_window(clipped: bool):
+    # The scale doubles in between, and what waits for the step doubles with it.
+    scaler = Scaler("cpu", init_scale=4.0, growth_interval=1)
+    model, reference = Net(), Net()
+    unit = prepare(model, scaler=scaler)
+    weight, bias = weight_and_bias(model)
+    unit.bind_optimizer(weight)
+    unit.bind_optimizer(bias)
+    plain_weight, plain_bias = weight_and_bias(reference)
+    for window in range(4):
+        reference(batch()).backward()
+        unit.backward(unit.model(batch()))
+        if clipped:
+            unit.clip_grad_norm([model.layer.weight], 0.01)
+            nn.utils.clip_grad_norm_([reference.layer.weight], 0.01)
+        for optimizer, plain in ((weight, plain_weight), (bias, plain_bias))[: 1 + window % 2]:
+            assert unit.step(optimizer=optimizer).applied
+            unit.zero_grad(optimizer=optimizer)
+            plain.step()
+            plain.zero_grad()
+    assert_equal(model, [p.detach() for p in reference.parameters()])
+    assert scaler.get_scale() == 64.0
+
+
+def test_a_scale_that_waits_for_an_optimizer_is_settled_before_it_is_saved():
+    scaler = Scaler("cpu", init_scale=4.0, growth_interval=1)
+    model = Net()
+    unit = prepare(model, scaler=scaler)
+    for optimizer in (optimizers := weight_and_bias(model)):
+        unit.bind_optimizer(optimizer)
+    unit.backward(unit.model(batch()))
+    gradient = model.layer.bias.grad.clone()
+    unit.step(optimizer=optimizers[0])
+    assert scaler.get_scale() == 4.0
+    settle(scaler)
+    assert scaler.get_scale() == 8.0
+    assert torch.equal(model.layer.bias.grad, gradient * 2)
+    settle(scaler)
+    assert scaler.get_scale() == 8.0
+
+
+def test_an_optimizer_over_two_models_is_unscaled_and_stepped_as_one():
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = Scaler("cpu", init_scale=4.0, growth_interval=1)
+    models = [Net(0), Net(1)]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    *models, optimizer = accelerator.prepare(*models, optimizer)
+    for factor in (1.0, float("inf"), 1.0):
+        accelerator.backward(models[0](batch()) + models[1](batch(factor)))
+        for model in models:
+            accelerator.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        assert optimizer.step_was_skipped == (factor == float("inf"))
+        optimizer.zero_grad()
+    assert accelerator.scaler.get_scale() == 8.0
+    for seed, model in enumerate(models):
+        assert_equal(model, step_alone(Net(seed), 0.01, steps=2))
 
 
 def test_a_closure_with_a_loss_scale_is_refused():
