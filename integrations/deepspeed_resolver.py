@@ -56,7 +56,7 @@ class Resolver:
     def __init__(self, block: EngineBlock, facts: Facts, *, partial: bool) -> None:
         self.data = block.data
         self.facts = facts
-        self.origins = {**facts.origins, **block.origins}
+        self.origins = block.origins
         self.partial = partial
         self.problems: list[str] = []
         self.builds_in_pieces = self.data.pop(ZERO3_INIT, None) is not False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from accel_trainer.config.deepspeed_block import block_of, read_deepspeed
 from accel_trainer.config.dialects import Dialect
 from accel_trainer.config.environment import RESERVED_VARIABLES, variable_name
 from accel_trainer.config.files import FileConfig, read_file
@@ -49,12 +50,14 @@ __all__ = [
     "SourceKind",
     "StateDictType",
     "WrapPolicy",
+    "block_of",
     "build_config",
     "field_specs",
     "flag_name",
     "fsdp_options",
     "get_value",
     "packaged_names",
+    "read_deepspeed",
     "read_file",
     "resolve",
     "to_file_dict",

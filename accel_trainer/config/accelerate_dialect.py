@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accel_trainer.config import fsdp_dialect
+from accel_trainer.config.deepspeed_levels import check_fields, put_document_block
 from accel_trainer.config.document import Document, Key, Node
 from accel_trainer.config.fsdp_dialect import is_neutral
 from accel_trainer.config.schema import field_specs, section_names
@@ -74,12 +75,6 @@ _DYNAMO = {
     "use_dynamic": "compile.dynamic",
     "use_regional_compilation": "compile.regional",
 }
-_DEEPSPEED = (
-    "deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device",
-    "offload_optimizer_nvme_path", "offload_param_nvme_path", "gradient_accumulation_steps", "gradient_clipping",
-    "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_moe_layer_cls_names", "deepspeed_multinode_launcher",
-    "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
-)  # fmt: skip
 _PARALLEL_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
 _PARALLEL_DETAILS = (
     "cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable",
@@ -220,15 +215,19 @@ class _Reader:
             self.layer.problems.extend(layer.problems)
             self.layer.notes.append(f"{self.subject(item[0])} is not used: distributed_type is {kind}")
 
-    def deepspeed(self, item: tuple[Key, Node] | None, block: Mapping[Key, Node], kind: str | None) -> None:
-        """Keep the block as written; the DeepSpeed strategy interprets it."""
-        for key in block:
-            if key.name not in _DEEPSPEED:
-                self.unknown(key, "deepspeed_config", list(_DEEPSPEED))
+    def deepspeed(self, item: tuple[Key, Node] | None, block: dict[Key, Node], kind: str | None) -> None:
+        """Keep the block as written; what it means is said in `deepspeed_block`."""
+        check_fields(self.document, "deepspeed_config", block, self.layer)
         if item is None or not block:
             return
         if kind == "DEEPSPEED":
-            self.put("deepspeed", item[0], item[1].plain())
+            by_name = {key.name: (key, node) for key, node in block.items()}
+            steps = by_name.get("gradient_accumulation_steps")
+            has_file = "deepspeed_config_file" in by_name
+            if steps is not None and not has_file and str(steps[1].value).lower() not in ("auto", "none"):
+                self.put("accumulation.num_steps", steps[0], steps[1].plain(), steps[1].text, "deepspeed_config")
+                block = {key: node for key, node in block.items() if key is not steps[0]}
+            put_document_block(self.document, item[0], Node(block, item[1].line), self.layer)
         elif kind is not None:
             self.layer.notes.append(f"{self.subject(item[0])} is not used: distributed_type is {kind}")
 

@@ -19,21 +19,24 @@ from typing import Any, TypeAlias
 
 from accel_trainer.config.deepspeed_keys import KNOWN_KEYS, join
 from accel_trainer.config.document import Node
-from accel_trainer.config.loading import FileProblemsError, load_document, packaged_names, problem_report
+from accel_trainer.config.loading import FileProblemsError, load_document, packaged_names
 from accel_trainer.config.validation import show
-from accel_trainer.errors import ConfigError
 
 __all__ = [
+    "CONFIG_FILE",
     "FIELDS",
     "LAUNCH_FIELDS",
+    "SHARED_KEYS",
     "BlockSource",
     "EngineBlock",
     "block_of",
     "get_value",
     "is_whole",
+    "located",
     "merge_blocks",
     "read_block",
     "read_deepspeed",
+    "set_value",
 ]
 
 BlockSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any]"
@@ -61,7 +64,7 @@ LAUNCH_FIELDS = (
 )
 """Accelerate's fields that only starting processes needs."""
 
-_SHARED = ("gradient_accumulation_steps", "gradient_clipping")
+SHARED_KEYS = ("gradient_accumulation_steps", "gradient_clipping")
 """Keys that accelerate's fields and DeepSpeed's own have in common."""
 _NESTED_IN = ("deepspeed_config", "deepspeed")
 """The key of a whole run's configuration file that holds the block: accelerate's, and our own."""
@@ -129,7 +132,7 @@ def read_deepspeed(source: BlockSource) -> dict[str, Any]:
 
 def is_whole(block: Mapping[str, Any]) -> bool:
     """Tell whether a block describes DeepSpeed by itself, instead of giving single fields."""
-    fields = (*FIELDS, *LAUNCH_FIELDS, *_SHARED)
+    fields = (*FIELDS, *LAUNCH_FIELDS, *SHARED_KEYS)
     return any(name not in fields and value is not None for name, value in block.items())
 
 
@@ -147,15 +150,17 @@ def merge_blocks(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str
     lower, upper = read_block(below), read_block({**above, "zero_stage": above.get("zero_stage", _DEFAULT_STAGE)})
     for path, value in _leaves(upper.data, ""):
         if path != FIELDS["zero_stage"] or "zero_stage" in above:
-            _set(lower.data, path, value)
+            set_value(lower.data, path, value)
     for name in above:
         # Said at this level, "none" takes back what the lower one offloads.
         if name.endswith("_device") and str(above[name]).strip().lower() == "none":
-            _set(lower.data, FIELDS[name], "none")
+            set_value(lower.data, FIELDS[name], "none")
     return {**lower.launch, **lower.data, **upper.launch}
 
 
-def read_block(block: Mapping[str, Any], folder: Path | None = None) -> EngineBlock:
+def read_block(
+    block: Mapping[str, Any], *, places: Mapping[str, str] | None = None, folder: Path | None = None
+) -> EngineBlock:
     """Return what a block means; the file that it names is read.
 
     A value of the file and a field that says otherwise contradict each other; a field fills what the file leaves out
@@ -163,15 +168,20 @@ def read_block(block: Mapping[str, Any], folder: Path | None = None) -> EngineBl
 
     Args:
         block: in any spelling.
+        places: where keys of the block came from, for messages.
         folder: what the path of `deepspeed_config_file` is relative to; None is the working directory.
 
     Raises:
-        ConfigError: all problems of the block, and of the file.
+        FileProblemsError: a `ConfigError` with all problems of the block, and of the file.
     """
     reader = _Reader(folder)
     result = reader.read(block)
+    for path in list(_paths(result.data, "")):
+        origin = next((place for name, place in (places or {}).items() if _speaks_of(name, path)), None)
+        if origin is not None:
+            result.origins.setdefault(path, origin)
     if reader.problems:
-        raise ConfigError(problem_report(reader.problems, "the DeepSpeed block"))
+        raise FileProblemsError(reader.problems, "the DeepSpeed block")
     return result
 
 
@@ -192,7 +202,7 @@ class _Reader:
                     result.launch[name] = value
             elif name in FIELDS:
                 self.field(name, value, result)
-            elif name != CONFIG_FILE and not (name in _SHARED and value is None):
+            elif name != CONFIG_FILE and not (name in SHARED_KEYS and value is None):
                 self.own(name, _plain(value), result)
         if not is_whole(block):
             result.data.setdefault("zero_optimization", {}).setdefault("stage", _DEFAULT_STAGE)
@@ -204,10 +214,10 @@ class _Reader:
         if self.num_files > _MAX_FILES:
             self.problems.append(f"{CONFIG_FILE} {source!r} names a file that names another, {_MAX_FILES} times over")
             return EngineBlock({})
-        if isinstance(source, str) and self.folder is not None:
+        if isinstance(source, str):
             source = located(source, self.folder)
         try:
-            name, path, document = load_document(source)
+            name, _, document = load_document(source)
         except FileProblemsError as error:
             self.problems.extend(error.problems)
             return EngineBlock({})
@@ -216,10 +226,10 @@ class _Reader:
         if not isinstance(content, dict):
             self.problems.append(f"{name} holds {show(content)}; expected the keys of a DeepSpeed configuration")
             return EngineBlock({})
-        nested = next((key for key in _NESTED_IN if isinstance(content.get(key), Mapping)), None)
+        nested = next((content[key] for key in _NESTED_IN if isinstance(content.get(key), str | Mapping)), None)
         if nested is not None:
-            self.folder = path.parent if path is not None else None
-            return self.read(content[nested])
+            self.folder = document.folder
+            return self.read(nested) if isinstance(nested, Mapping) else self.file(nested)
         origins = {where: f"{name}:{line}" for where, line in _lines(document.root, "") if line is not None}
         return EngineBlock(content, origins)
 
@@ -246,7 +256,7 @@ class _Reader:
     def put(self, name: str, path: str, value: Any, result: EngineBlock) -> None:
         known = get_value(result.data, path)
         if known is None or known == "auto":
-            _set(result.data, path, value)
+            set_value(result.data, path, value)
             result.origins.pop(path, None)
         elif value not in (known, "auto", None):
             where = f" ({result.origins[path]})" if path in result.origins else ""
@@ -256,10 +266,13 @@ class _Reader:
             )
 
 
-def located(file: str, folder: Path) -> str:
-    """Return the path of a file that another file names: relative to that one, if it is there."""
-    beside = folder / os.path.expanduser(file)
-    return str(beside) if beside.is_file() else file
+def located(file: str, folder: Path | None) -> str:
+    """Return the path of a file that another one in `folder` names, if it lies beside that; else the name as it is."""
+    try:
+        beside = (folder or Path()) / os.path.expanduser(file)
+        return os.path.abspath(beside) if beside.is_file() else file
+    except (OSError, ValueError):  # JSON text, which is no name of a file
+        return file
 
 
 def _field_value(name: str, value: Any) -> Any:
@@ -306,6 +319,18 @@ def _known(path: str) -> Any:
     return get_value(KNOWN_KEYS, path)
 
 
+def _paths(content: Mapping[str, Any], section: str) -> Iterator[str]:
+    for name, value in content.items():
+        yield join(section, name)
+        if isinstance(value, Mapping):
+            yield from _paths(value, join(section, name))
+
+
+def _speaks_of(name: str, path: str) -> bool:
+    """Tell whether a key of a block gives the value at a dotted path."""
+    return path in (name, FIELDS.get(name)) or path.startswith(f"{name}.")
+
+
 def _lines(node: Node, section: str) -> Iterator[tuple[str, int | None]]:
     if isinstance(node.value, dict):
         for key, item in node.value.items():
@@ -321,7 +346,8 @@ def get_value(content: Mapping[str, Any], path: str, default: Any = None) -> Any
     return default if value is None else value
 
 
-def _set(content: dict[str, Any], path: str, value: Any) -> None:
+def set_value(content: dict[str, Any], path: str, value: Any) -> None:
+    """Put a value at a dotted path of nested dicts; sections that are missing are made."""
     *sections, name = path.split(".")
     for section in sections:
         inner = content.get(section)

@@ -1,4 +1,7 @@
-"""The spellings a configuration may have: our own sections, a whole accelerate file, or a flat `fsdp_config`."""
+"""The spellings a configuration may have.
+
+Our own sections, a whole accelerate file, a flat `fsdp_config`, or a DeepSpeed configuration.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from collections.abc import Iterable
 from enum import StrEnum
 
 from accel_trainer.config import accelerate_dialect, fsdp_dialect
+from accel_trainer.config.deepspeed_keys import KNOWN_KEYS
+from accel_trainer.config.deepspeed_levels import put_block, put_document_block
 from accel_trainer.config.document import Document, Key, Node
 from accel_trainer.config.schema import field_specs, section_names
 from accel_trainer.config.settings import Layer, SourceKind
@@ -21,6 +26,7 @@ class Dialect(StrEnum):
     OWN = "accel_trainer"
     ACCELERATE = "accelerate"
     FSDP_CONFIG = "fsdp_config"
+    DEEPSPEED = "deepspeed"
 
 
 OWN_ALIASES = {"gradient_accumulation_steps": "accumulation.num_steps"}
@@ -36,10 +42,15 @@ def detect_dialect(keys: Iterable[str]) -> tuple[Dialect, str | None]:
     names = list(keys)
     shared = {"mixed_precision", "use_cpu", "debug", "gradient_accumulation_steps"}
     own_keys = set(_own_keys()) - shared
+    foreign_keys = accelerate_dialect.known_keys() - shared
+    # DeepSpeed has sections of the same names as some keys of the others.
+    engine_keys = KNOWN_KEYS.keys() - set(fsdp_dialect.known_keys()) - own_keys - foreign_keys - shared
     for dialect, known in (
         (Dialect.ACCELERATE, accelerate_dialect.MARKER_KEYS),
+        (Dialect.OWN, own_keys - KNOWN_KEYS.keys()),
+        (Dialect.DEEPSPEED, engine_keys),
         (Dialect.OWN, own_keys),
-        (Dialect.ACCELERATE, accelerate_dialect.known_keys() - shared),
+        (Dialect.ACCELERATE, foreign_keys),
     ):
         deciding = next((name for name in names if name in known), None)
         if deciding is not None:
@@ -61,6 +72,10 @@ def read_document(document: Document) -> tuple[Dialect, Layer]:
     if dialect is Dialect.ACCELERATE:
         layer.lenient = True
         accelerate_dialect.translate(document, content, layer)
+    elif dialect is Dialect.DEEPSPEED:
+        where = document.where(document.root.line)
+        put_block(layer, document.path or document.root.plain(), where=where, subject=document.name)
+        layer.put("strategy", "deepspeed", where=where, subject=document.name)
     elif dialect is Dialect.FSDP_CONFIG:
         layer.lenient = True
         fsdp_dialect.translate_file(document, content, layer)
@@ -74,6 +89,8 @@ def _translate_own(document: Document, content: dict[Key, Node], layer: Layer, *
     for key, node in content.items():
         if key.name in section_names():
             _translate_section(document, key, node, layer)
+        elif key.name == "deepspeed":
+            put_document_block(document, key, node, layer)
         elif key.name in specs or key.name in OWN_ALIASES:
             value = node.plain() if isinstance(node.value, dict | list) else node.value
             layer.put(

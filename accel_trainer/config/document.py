@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from accel_trainer.errors import ConfigError
@@ -59,6 +60,13 @@ class Document:
     name: str
     root: Node
     problems: tuple[str, ...] = ()
+    path: Path | None = None
+    """The file, absolute; None for a source that is no file."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the file lies; None for a source that is no file."""
+        return self.path.parent if self.path is not None else None
 
     def at(self, line: int | None) -> str:
         """Return ` at NAME:LINE`, or ` in NAME` for a source that has no lines."""

@@ -13,9 +13,10 @@ from typing import Any
 
 from accel_trainer.config import fsdp_dialect
 from accel_trainer.config.accelerate_dialect import put_parallelism
+from accel_trainer.config.deepspeed_levels import merge_settings, put_block
 from accel_trainer.config.fsdp_dialect import Entry
 from accel_trainer.config.schema import field_specs
-from accel_trainer.config.settings import Layer, SourceKind
+from accel_trainer.config.settings import Layer, Setting, Source, SourceKind
 from accel_trainer.config.validation import show
 from accel_trainer.errors import did_you_mean
 
@@ -23,10 +24,12 @@ __all__ = ["LAUNCH_VARIABLE", "RESERVED_VARIABLES", "read_environment_layer", "r
 
 PREFIX = "ACCEL_TRAINER_"
 LAUNCH_VARIABLE = "ACCEL_TRAINER_LAUNCH"
+_BLOCK_PREFIX = "ACCEL_TRAINER_DEEPSPEED__"
 
 RESERVED_VARIABLES = {
     LAUNCH_VARIABLE: "what `accel-trainer launch` was told: its configuration file and its flags, as JSON",
     "ACCEL_TRAINER_FAULT": "fault injection, read in tests only",
+    "ACCEL_TRAINER_TEST_MODE": "1 lets ACCEL_TRAINER_FAULT act",
     "ACCEL_TRAINER_LOG_LEVEL": "level of the package's log messages",
 }
 """Variables with our prefix that are not options of the tree."""
@@ -43,6 +46,18 @@ _DIRECT = {
     "ACCELERATE_DYNAMO_USE_DYNAMIC": "compile.dynamic",
     "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "compile.regional",
 }
+_DEEPSPEED = {
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "offload_optimizer_nvme_path",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "offload_param_nvme_path",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "zero3_init_flag",
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "zero3_save_16bit_model",
+    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "deepspeed_moe_layer_cls_names",
+    "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
+}
 _ENGINES = {"ACCELERATE_USE_FSDP": "fsdp2", "ACCELERATE_USE_DEEPSPEED": "deepspeed"}
 
 
@@ -58,11 +73,18 @@ def read_environment_layer(environ: Mapping[str, str]) -> Layer:
     own = Layer(SourceKind.ENVIRONMENT, lenient=True)
     paths = {variable_name(path): path for path in field_specs()}
     for name, value in given.items():
-        if name in paths:
+        if name == variable_name("deepspeed"):
+            put_block(own, value, where=name, subject=f"environment variable {name}")
+        elif name.startswith(_BLOCK_PREFIX):
+            key = name.removeprefix(_BLOCK_PREFIX).lower().replace("__", ".")
+            own.settings[f"deepspeed.{key}"] = Setting(f"deepspeed.{key}", _number(value), Source(own.kind, name))
+        elif name in paths:
             own.put(paths[name], value, where=name, subject=f"environment variable {name}")
         elif name.startswith(PREFIX) and name not in RESERVED_VARIABLES:
             hint = did_you_mean(name, [*paths, *RESERVED_VARIABLES])
             own.problems.append(f"unknown environment variable {name!r}{hint}")
+    if "deepspeed" in own.settings and "deepspeed" in foreign.settings:
+        own.settings["deepspeed"] = merge_settings(foreign.settings["deepspeed"], own.settings["deepspeed"])
     own.settings = {**foreign.settings, **own.settings}
     own.problems = [*foreign.problems, *own.problems]
     own.notes = [*foreign.notes, *own.notes]
@@ -73,6 +95,8 @@ def _read_foreign(given: Mapping[str, str]) -> Layer:
     layer = Layer(SourceKind.ENVIRONMENT, lenient=True)
     for name, path in _DIRECT.items():
         value: Any = given.get(name)
+        if name == "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" and str(value).lower() in ("auto", "none"):
+            continue  # what its launcher writes when nobody gave a number
         if value is not None:
             value = value.lower() if path == "compile.backend" else value
             layer.put(path, value, where=name, subject=f"environment variable {name}")
@@ -86,11 +110,29 @@ def _read_foreign(given: Mapping[str, str]) -> Layer:
         )
     if "ACCELERATE_USE_FSDP" in engines:
         _read_fsdp(given, layer)
+    if "ACCELERATE_USE_DEEPSPEED" in engines:
+        _read_deepspeed(given, layer)
     if engines and "strategy" not in layer.settings:
         layer.put("strategy", _ENGINES[engines[0]], where=engines[0], subject=f"environment variable {engines[0]}")
     if _is_true(given, "ACCELERATE_USE_PARALLELISM_CONFIG", layer):
         _read_parallelism(given, layer, is_fsdp="ACCELERATE_USE_FSDP" in engines)
     return layer
+
+
+def _read_deepspeed(given: Mapping[str, str], layer: Layer) -> None:
+    names = {key: name for name, key in _DEEPSPEED.items() if given.get(name, "none").strip().lower() != "none"}
+    block = {key: _number(given[name]) for key, name in names.items()}
+    if block:
+        where = ", ".join(names.values())
+        put_block(layer, block, where=where, subject=f"environment variables {where}", parts=names)
+
+
+def _number(text: str) -> Any:
+    """Return the number, boolean, list or object that a text is, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"true": True, "false": False}.get(text.strip().lower(), text)
 
 
 def _is_true(given: Mapping[str, str], name: str, layer: Layer) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import stat
@@ -71,7 +72,8 @@ def load_document(source: ConfigSource) -> tuple[str, Path | None, Document]:
         text = _read_text(path)
         suffix = path.suffix.lower()
         is_json = suffix == ".json" or (suffix not in _SUFFIXES and text.lstrip().startswith("{"))
-        return name, path, (read_json if is_json else read_yaml)(text, name)
+        document = (read_json if is_json else read_yaml)(text, name)
+        return name, path, dataclasses.replace(document, path=path)
     except ConfigError as error:
         raise FileProblemsError([str(error)], name) from None
 

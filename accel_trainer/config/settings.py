@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -41,6 +42,8 @@ class Setting:
     path: str
     value: Any
     source: Source
+    parts: Mapping[str, Source] = field(default_factory=dict)
+    """Where single keys of a block came from, where that is known more exactly."""
 
 
 class Layer:

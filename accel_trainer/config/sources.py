@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from accel_trainer.config.deepspeed_levels import agree, block_sources, merge_settings, put_block, put_key
 from accel_trainer.config.environment import read_environment_layer, read_launch_variable
 from accel_trainer.config.files import FileConfig, read_file
 from accel_trainer.config.loading import ConfigSource, FileProblemsError, problem_report
-from accel_trainer.config.schema import FrozenDict, RunConfig, field_specs, get_value
+from accel_trainer.config.schema import RunConfig, field_specs, get_value
 from accel_trainer.config.settings import Layer, Setting, Source, SourceKind
 from accel_trainer.config.validation import cross_problems, show, unused_notes
 from accel_trainer.errors import ConfigError, did_you_mean
@@ -33,6 +34,9 @@ _FLAGS = {
 }
 """Flags whose names do not follow from the path."""
 
+_BLOCK = "deepspeed."
+"""Beginning of the path of a single key of the DeepSpeed block: `deepspeed.zero_optimization.stage`."""
+
 _DEFAULT = Source(SourceKind.DEFAULT, "default")
 
 
@@ -42,7 +46,7 @@ class Resolved:
 
     Attributes:
         config: the tree.
-        sources: where each value came from, for every dotted path.
+        sources: where each value came from, for every dotted path; for each key of the DeepSpeed block, too.
         notes: one-line remarks that a run should log once, such as keys of FSDP1 that were mapped.
     """
 
@@ -69,6 +73,11 @@ class Resolved:
         source = self.source(path)
         origin = "default" if source.kind is SourceKind.DEFAULT else f"from {source.where}"
         return f"{path}={_plain_text(self.value(path))} ({origin})"
+
+    def block_places(self) -> dict[str, str]:
+        """Return where each key of the DeepSpeed block came from, for messages."""
+        named = ((path, source) for path, source in self.sources.items() if path.startswith(_BLOCK))
+        return {path.removeprefix(_BLOCK): source.where for path, source in named}
 
     def explain(self) -> list[tuple[str, Any, Source]]:
         """Return (dotted path, value, source) of every option, in the order of the tree."""
@@ -98,7 +107,8 @@ def resolve(
     """Return the configuration that all sources make together.
 
     Args:
-        explicit: Python arguments by dotted path; None values count as not given.
+        explicit: Python arguments by dotted path; None values count as not given. Under `deepspeed` a block, or what
+            names one; under `deepspeed.zero_optimization.stage` and the like a single key of it.
         flags: command-line flags by dotted path; values may still be text.
         environ: environment variables, usually all; `ACCEL_TRAINER_LAUNCH` brings the launcher's file and flags.
         file: a path, a packaged name, JSON text, a mapping, or what `read_file` returned; replaces the launcher's.
@@ -122,8 +132,12 @@ def resolve(
     settings: dict[str, Setting] = {}
     for layer in layers:
         problems.extend(layer.problems)
-        _take_level(settings, layer)
+        _take_level(settings, layer, problems)
+    if "strategy" in settings and settings["strategy"].value == "deepspeed":
+        agree(settings, problems)
     sources = {path: settings[path].source if path in settings else _DEFAULT for path in field_specs()}
+    if "deepspeed" in settings:
+        sources |= {f"deepspeed.{name}": source for name, source in block_sources(settings["deepspeed"]).items()}
     config = build_config({path: setting.value for path, setting in settings.items()})
     notes = [note for layer in layers for note in layer.notes]
     resolved = Resolved(config, sources, ())
@@ -134,13 +148,20 @@ def resolve(
     return dataclasses.replace(resolved, notes=tuple(notes))
 
 
-def _take_level(settings: dict[str, Setting], layer: Layer) -> None:
-    """Put a level over the weaker ones. Variables and flags add keys to the DeepSpeed block; Python replaces it."""
-    below, block = settings.get("deepspeed"), layer.settings.get("deepspeed")
-    settings.update(layer.settings)
-    if below is not None and block is not None and layer.kind is not SourceKind.PYTHON:
-        source = Source(layer.kind, f"{block.source.where}, {below.source.where}")
-        settings["deepspeed"] = Setting("deepspeed", FrozenDict({**below.value, **block.value}), source)
+def _take_level(settings: dict[str, Setting], layer: Layer, problems: list[str]) -> None:
+    """Put a level over the weaker ones: keys of the DeepSpeed block one by one, all other options as they are."""
+    block = settings.get("deepspeed")
+    keys = {path: setting for path, setting in layer.settings.items() if path.startswith(_BLOCK)}
+    settings.update({path: setting for path, setting in layer.settings.items() if path not in keys})
+    above = layer.settings.get("deepspeed")
+    try:
+        block = merge_settings(block, above) if block is not None and above is not None else above or block
+        for path, setting in keys.items():
+            block = put_key(block, path.removeprefix(_BLOCK), setting)
+    except FileProblemsError as error:
+        problems.extend(error.problems)
+    if block is not None:
+        settings["deepspeed"] = block
 
 
 def build_config(values: Mapping[str, Any]) -> RunConfig:
@@ -175,14 +196,25 @@ def flag_name(path: str) -> str:
     return f"--{_FLAGS.get(path) or (name if section in ('', 'launch') else f'{section}_{name}')}"
 
 
+def _put_block(layer: Layer, value: Any, name: str) -> None:
+    parts: dict[str, str] = {}
+    if layer.kind is SourceKind.CLI and isinstance(value, Mapping):
+        parts = {key: f"--{key}" for key in value}
+        name = ", ".join(parts.values())
+    put_block(layer, value, where=name, subject=name, parts=parts)
+
+
 def _named_layer(values: Mapping[str, Any], kind: SourceKind, name_of: Callable[[str], str]) -> Layer:
     layer = Layer(kind, lenient=kind is SourceKind.CLI)
     for path, value in values.items():
-        if path not in field_specs():
+        if path.startswith(_BLOCK):
+            layer.settings[path] = Setting(path, value, Source(kind, name_of(path)))
+        elif path not in field_specs():
             layer.problems.append(f"unknown option {path!r}{did_you_mean(path, field_specs())}")
         else:
             name = name_of(path)
-            if path == "deepspeed" and kind is SourceKind.CLI and isinstance(value, Mapping):
-                name = ", ".join(f"--{key}" for key in value)
-            layer.put(path, value, where=name, subject=name)
+            if path == "deepspeed":
+                _put_block(layer, value, name)
+            else:
+                layer.put(path, value, where=name, subject=name)
     return layer

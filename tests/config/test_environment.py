@@ -105,7 +105,12 @@ def test_an_empty_variable_is_not_set():
             "0",
             "environment variable {name} is '0'; expected a whole number of at least 1",
         ),
-        ("ACCEL_TRAINER_DEEPSPEED", "{", "environment variable {name} is '{{'; expected a JSON object"),
+        (
+            "ACCEL_TRAINER_DEEPSPEED",
+            "{",
+            "environment variable {name}: the JSON text:1 is not valid JSON: Expecting property name enclosed in "
+            "double quotes (column 2)",
+        ),
         (
             "ACCEL_TRAINER_MIXED_PRECISON",
             "bf16",

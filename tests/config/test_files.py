@@ -21,6 +21,12 @@ STRATEGIES = {
     "full_shard_offload": "fsdp2",
     "hybrid_shard": "fsdp2",
     "shard_grad_op": "fsdp2",
+    "zero1": "deepspeed",
+    "zero2": "deepspeed",
+    "zero2_offload_optimizer": "deepspeed",
+    "zero3": "deepspeed",
+    "zero3_offload": "deepspeed",
+    "zero3_offload_nvme": "deepspeed",
 }
 
 
