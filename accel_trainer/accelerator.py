@@ -137,7 +137,7 @@ class Accelerator(
             process=self.process,
             distributed_type=DistributedType.of(self.strategy.capabilities.distributed_type, self.process.device),
             mixed_precision=str(self.config.mixed_precision),
-            fsdp_plugin=options.describe_fsdp(self.resolved) if self.strategy.capabilities.shards_parameters else None,
+            fsdp_plugin=options.describe_fsdp(self.resolved, self.strategy.capabilities),
         )
         self.gradient_state = GradientState(options.plugin_kwargs, self.config.accumulation.num_steps)
         self._prepared: list[PreparedUnit] = []

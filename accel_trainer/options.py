@@ -26,7 +26,7 @@ from accel_trainer.plugins import (
 )
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.strategies.api import Strategy, WrapPolicyFunction
+from accel_trainer.strategies.api import Capabilities, Strategy, WrapPolicyFunction
 
 __all__ = ["AcceleratorOptions", "AcceleratorSettings", "FSDPDescription", "build_strategy", "resolve_options"]
 
@@ -169,8 +169,10 @@ class AcceleratorOptions:
         return torch.amp.GradScaler(device.type, **self.scaler_options)
 
     @staticmethod
-    def describe_fsdp(resolved: Resolved) -> FSDPDescription:
-        """Return the sharding in force as transformers reads it."""
+    def describe_fsdp(resolved: Resolved, facts: Capabilities) -> FSDPDescription | None:
+        """Return the sharding in force as transformers reads it; None where something else shards, or nothing."""
+        if facts.distributed_type != "FSDP":
+            return None
         fsdp = resolved.config.fsdp
         return FSDPDescription(
             fsdp_version=2,

@@ -79,6 +79,7 @@ _STRATEGIES = _Catalogue(
     {
         "single": "accel_trainer.strategies.native:SingleStrategy",
         "ddp": "accel_trainer.strategies.ddp:DDPStrategy",
+        "deepspeed": "accel_trainer.integrations.deepspeed_strategy:DeepSpeedStrategy",
         "fsdp2": "accel_trainer.strategies.fsdp2:FSDP2Strategy",
     },
     reserved={"auto": "the choice by the number of processes"},

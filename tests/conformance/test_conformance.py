@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +27,57 @@ from tests.conformance.models import (
 )
 from tests.ranks import preload, run_ranks
 
-preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
-
-WORLD_SIZES = {"single": 1, "ddp": 2, "fsdp2": 2}
-CASES = [(name, kind) for name in WORLD_SIZES for kind in KINDS]
+preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator", "deepspeed")
 
 
-def prepare(kind: str, strategy: str, *, accumulation: int = 1, frozen: bool = False) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Layout:
+    """A strategy with its options, and how many ranks it is tried on."""
+
+    strategy: str
+    world_size: int = 2
+    options: Mapping[str, Any] = field(default_factory=dict)
+    needs: str = "torch"
+    """The package without which it is skipped."""
+
+    def accelerator(self, **options: Any) -> Any:
+        """Make an Accelerator on this rank."""
+        from accel_trainer import Accelerator
+
+        return Accelerator(cpu=True, config={"strategy": self.strategy, **self.options}, **options)
+
+
+def zero(stage: int, **options: Any) -> Layout:
+    """Return ZeRO of a stage, on two ranks."""
+    block = {"zero_optimization": {"stage": stage, **options}}
+    return Layout("deepspeed", options={"deepspeed": block}, needs="deepspeed")
+
+
+LAYOUTS = {
+    "single": Layout("single", 1),
+    "ddp": Layout("ddp"),
+    "fsdp2": Layout("fsdp2"),
+    "zero1": zero(1),
+    "zero2": zero(2),
+    "zero3": zero(3),
+    "zero3_offload": zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
+}
+
+
+def mark(*names: str, kind: str | None = None) -> Any:
+    """Return the parameters of a case, which is skipped where a package that one of its layouts needs is missing."""
+    missing = [LAYOUTS[name].needs for name in names if importlib.util.find_spec(LAYOUTS[name].needs) is None]
+    values = names if kind is None else (*names, kind)
+    return pytest.param(*values, marks=pytest.mark.skipif(bool(missing), reason=f"needs {missing[:1]}"))
+
+
+NAMES = [mark(name) for name in LAYOUTS]
+CASES = [mark(name, kind=kind) for name in LAYOUTS for kind in KINDS]
+
+
+def prepare(kind: str, layout: str, *, accumulation: int = 1, frozen: bool = False) -> dict[str, Any]:
     """Prepare a model, optimizer, loader and scheduler on this rank."""
-    from accel_trainer import Accelerator
-
-    accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=accumulation)
+    accelerator = LAYOUTS[layout].accelerator(gradient_accumulation_steps=accumulation)
     # Each rank draws other values: rank 0's must count.
     model = build_model(kind, seed=accelerator.process_index)
     if frozen:
@@ -92,10 +135,10 @@ def evaluate(parts: dict[str, Any], kind: str, num_samples: int = 11) -> list[fl
     return logits.flatten()[:200].tolist()
 
 
-def run_training(kind: str, strategy: str, **options: Any) -> dict[str, Any]:
+def run_training(kind: str, layout: str, **options: Any) -> dict[str, Any]:
     """Train, evaluate, and report what this rank holds."""
     clip = options.pop("clip", False)
-    parts = prepare(kind, strategy, **options)
+    parts = prepare(kind, layout, **options)
     result: dict[str, Any] = train(parts, clip=clip)
     result["logits"] = evaluate(parts, kind)
     parameters = parts["accelerator"].unwrap_model(parts["model"]).parameters()
@@ -103,28 +146,28 @@ def run_training(kind: str, strategy: str, **options: Any) -> dict[str, Any]:
     return result
 
 
-def run_resume(kind: str, strategy: str, directory: str) -> dict[str, Any]:
+def run_resume(kind: str, layout: str, directory: str) -> dict[str, Any]:
     """Train half an epoch, save, finish; then load into fresh objects and finish again."""
-    parts = prepare(kind, strategy)
+    parts = prepare(kind, layout)
     train(parts, stop=3)
     parts["accelerator"].save_state(directory)
     uninterrupted = train(parts, skip=3)
-    fresh = prepare(kind, strategy)
+    fresh = prepare(kind, layout)
     fresh["accelerator"].load_state(directory)
     resumed = train(fresh, skip=3)
     return {"uninterrupted": uninterrupted, "resumed": resumed}
 
 
-def run_all(kind: str, strategy: str, directory: str) -> dict[str, dict[str, Any]]:
+def run_all(kind: str, layout: str, directory: str) -> dict[str, dict[str, Any]]:
     """Everything that is asked of a strategy, in one job: a job costs more than a tiny training run."""
     results = {
-        "resume": run_resume(kind, strategy, directory),
-        "clipped": run_training(kind, strategy, clip=True),
-        "accumulated": run_training(kind, strategy, accumulation=4),
-        "frozen": run_training(kind, strategy, frozen=True),
+        "resume": run_resume(kind, layout, directory),
+        "clipped": run_training(kind, layout, clip=True),
+        "accumulated": run_training(kind, layout, accumulation=4),
+        "frozen": run_training(kind, layout, frozen=True),
     }
     if kind in ("gpt2", "bert"):
-        results["tied"] = {"is_tied": is_tied_after_a_step(kind, strategy)}
+        results["tied"] = {"is_tied": is_tied_after_a_step(kind, layout)}
     return results
 
 
@@ -135,24 +178,22 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @functools.cache
-def results_of(strategy: str, kind: str, states: Path) -> list[dict[str, dict[str, Any]]]:
+def results_of(layout: str, kind: str, states: Path) -> list[dict[str, dict[str, Any]]]:
     """Return the results of `run_all` by rank; the state of the interrupted run is in `states`."""
-    return run_ranks(run_all, WORLD_SIZES[strategy], kind, strategy, str(states / f"{strategy}-{kind}"))
+    return run_ranks(run_all, LAYOUTS[layout].world_size, kind, layout, str(states / f"{layout}-{kind}"))
 
 
-def is_tied_after_a_step(kind: str, strategy: str) -> bool:
+def is_tied_after_a_step(kind: str, layout: str) -> bool:
     """Return whether input and output embeddings are one parameter after layout and a step."""
-    parts = prepare(kind, strategy)
+    parts = prepare(kind, layout)
     train(parts, stop=1)
     model = parts["accelerator"].unwrap_model(parts["model"])
     return model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
-def run_frozen_model(strategy: str) -> list[str]:
+def run_frozen_model(layout: str) -> list[str]:
     """Prepare a model that is frozen as a whole and evaluate with it; return the names in its state."""
-    from accel_trainer import Accelerator
-
-    accelerator = Accelerator(cpu=True, strategy=strategy)
+    accelerator = LAYOUTS[layout].accelerator()
     model = accelerator.prepare(build_model("mlp").requires_grad_(False))
     with torch.no_grad():
         model(**collate(build_samples("mlp")[:4]))
@@ -160,52 +201,52 @@ def run_frozen_model(strategy: str) -> list[str]:
 
 
 def test_every_built_in_strategy_is_in_the_suite():
-    assert set(WORLD_SIZES) == set(strategy_names())
+    assert {layout.strategy for layout in LAYOUTS.values()} == set(strategy_names())
 
 
-@pytest.mark.parametrize(("strategy", "kind"), CASES)
-def test_losses_norms_and_evaluation_equal_the_plain_loop(strategy: str, kind: str, states: Path):
+@pytest.mark.parametrize(("layout", "kind"), CASES)
+def test_losses_norms_and_evaluation_equal_the_plain_loop(layout: str, kind: str, states: Path):
     reference = plain_loop(kind, clip=True)
-    for result in (results["clipped"] for results in results_of(strategy, kind, states)):
+    for result in (results["clipped"] for results in results_of(layout, kind, states)):
         assert result["losses"] == pytest.approx(reference["losses"], abs=2e-6)
         assert result["norms"] == pytest.approx(reference["norms"], rel=1e-5)
         assert result["logits"] == pytest.approx(reference["logits"], abs=2e-5)
 
 
-@pytest.mark.parametrize(("strategy", "kind"), CASES)
-def test_accumulated_windows_equal_one_large_batch(strategy: str, kind: str, states: Path):
+@pytest.mark.parametrize(("layout", "kind"), CASES)
+def test_accumulated_windows_equal_one_large_batch(layout: str, kind: str, states: Path):
     # 6 batches in windows of 4: the last window holds 2, and its gradient is the mean over those.
     reference = plain_loop(kind, accumulation=4)
-    for result in (results["accumulated"] for results in results_of(strategy, kind, states)):
+    for result in (results["accumulated"] for results in results_of(layout, kind, states)):
         assert len(result["losses"]) == 2
         assert result["losses"] == pytest.approx(reference["losses"], abs=2e-6)
         assert result["norms"] == pytest.approx(reference["norms"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("strategy", "kind"), CASES)
-def test_frozen_parameters_train_like_the_plain_loop(strategy: str, kind: str, states: Path):
+@pytest.mark.parametrize(("layout", "kind"), CASES)
+def test_frozen_parameters_train_like_the_plain_loop(layout: str, kind: str, states: Path):
     reference = plain_loop(kind, frozen=True)
-    for result in (results["frozen"] for results in results_of(strategy, kind, states)):
+    for result in (results["frozen"] for results in results_of(layout, kind, states)):
         assert result["losses"] == pytest.approx(reference["losses"], abs=2e-6)
         assert result["norms"] == pytest.approx(reference["norms"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("strategy", "kind"), CASES)
-def test_a_resumed_run_is_the_run_that_was_interrupted(strategy: str, kind: str, states: Path):
-    for result in (results["resume"] for results in results_of(strategy, kind, states)):
+@pytest.mark.parametrize(("layout", "kind"), CASES)
+def test_a_resumed_run_is_the_run_that_was_interrupted(layout: str, kind: str, states: Path):
+    for result in (results["resume"] for results in results_of(layout, kind, states)):
         assert result["resumed"] == result["uninterrupted"]
         assert len(result["resumed"]["losses"]) == 3
 
 
-@pytest.mark.parametrize("strategy", list(WORLD_SIZES))
+@pytest.mark.parametrize("layout", NAMES)
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
-def test_tied_weights_stay_tied(strategy: str, kind: str, states: Path):
-    assert all(results["tied"]["is_tied"] for results in results_of(strategy, kind, states))
+def test_tied_weights_stay_tied(layout: str, kind: str, states: Path):
+    assert all(results["tied"]["is_tied"] for results in results_of(layout, kind, states))
 
 
-@pytest.mark.parametrize("strategy", list(WORLD_SIZES))
-def test_a_frozen_model_can_be_prepared_and_saved(strategy: str):
-    results = run_ranks(run_frozen_model, WORLD_SIZES[strategy], strategy)
+@pytest.mark.parametrize("layout", NAMES)
+def test_a_frozen_model_can_be_prepared_and_saved(layout: str):
+    results = run_ranks(run_frozen_model, LAYOUTS[layout].world_size, layout)
     assert results[0] == ["first.bias", "first.weight", "second.bias", "second.weight"]
 
 
@@ -222,12 +263,12 @@ def test_fsdp2_shards_for_real(kind: str, states: Path):
 )
 def test_a_state_loads_on_another_strategy_and_world_size(kind: str, saved: str, loaded: str, states: Path):
     uninterrupted = results_of(saved, kind, states)[0]["resume"]["uninterrupted"]
-    continued = run_ranks(run_continued, WORLD_SIZES[loaded], kind, loaded, str(states / f"{saved}-{kind}"))[0]
+    continued = run_ranks(run_continued, LAYOUTS[loaded].world_size, kind, loaded, str(states / f"{saved}-{kind}"))[0]
     assert continued["losses"] == pytest.approx(uninterrupted["losses"], abs=2e-6)
 
 
-def run_continued(kind: str, strategy: str, directory: str) -> dict[str, Any]:
+def run_continued(kind: str, layout: str, directory: str) -> dict[str, Any]:
     """Load a state that another strategy saved, and train on."""
-    parts = prepare(kind, strategy)
+    parts = prepare(kind, layout)
     parts["accelerator"].load_state(directory)
     return train(parts, skip=3)

@@ -1,0 +1,329 @@
+"""State of a DeepSpeed engine by parameter name, one parameter at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
+
+__all__ = ["DeepSpeedCheckpointIO"]
+
+
+def _agree(value: Any) -> Any:
+    """Return rank 0's value on every rank. Collective."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _describe(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:10])
+    return f"{shown} and {len(names) - 10} more" if len(names) > 10 else shown
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return the whole shape of a parameter that ZeRO-3 may have partitioned."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def _own_part(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return this rank's partition of the whole value of a ZeRO-3 parameter, filled up with zeros on the last ranks.
+
+    The engine's own setter of whole values fails where the elements do not divide by the ranks.
+    """
+    zero_parameter: Any = parameter
+    size = zero_parameter.partition_numel()
+    begin = size * dist.get_rank(zero_parameter.ds_process_group)
+    part = value.flatten()[begin : begin + size]
+    return nn.functional.pad(part, (0, size - part.numel()))
+
+
+def _gathered(tensor: Tensor, modifier_rank: int | None = None) -> AbstractContextManager[Any]:
+    """Context in which `tensor` is whole on every rank. Collective for a parameter of ZeRO-3."""
+    if not hasattr(tensor, "ds_id"):
+        return nullcontext()
+    import deepspeed
+
+    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([tensor], modifier_rank=modifier_rank)
+    return gathered
+
+
+class DeepSpeedCheckpointIO:
+    """Implements `strategies.api.CheckpointIO` for an engine of ZeRO-1, 2 or 3.
+
+    Weights are the fp32 ones that the optimizer keeps, where it keeps any. At any time, a rank holds one whole
+    parameter besides its own part; what comes out is collected on rank 0 only.
+    """
+
+    def __init__(self, engine: Any, optimizers: Sequence[Optimizer], groups: Sequence[Sequence[str]]) -> None:
+        self._engine = engine
+        self._module: nn.Module = engine.module
+        self._zero = engine.optimizer
+        self._optimizers = optimizers
+        self._groups = groups
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    def full_model_state(self) -> dict[str, Tensor]:
+        """Return all parameters and persistent buffers as CPU tensors on rank 0, `{}` elsewhere. Collective.
+
+        Tied parameters share one tensor, under every name they have.
+        """
+        state: dict[str, Tensor] = {}
+        seen: dict[int, Tensor | None] = {}
+        for name, tensor in self._model_tensors():
+            if id(tensor) not in seen:
+                seen[id(tensor)] = self._whole(tensor)
+            full = seen[id(tensor)]
+            if full is not None:
+                state[name] = full
+        return state
+
+    def _model_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name.replace("_orig_mod.", ""), t) for name, t in self._module.state_dict(keep_vars=True).items())
+
+    def _keeps_master(self, tensor: Tensor) -> bool:
+        """Whether the optimizer keeps values of its own for a parameter, from which the model's are copied."""
+        return bool(self._optimizers) and tensor.requires_grad
+
+    def _whole(self, tensor: Tensor) -> Tensor | None:
+        """Return the whole value on the CPU on rank 0, None elsewhere. Collective."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if self._keeps_master(tensor):
+            full = safe_get_full_fp32_param(tensor)
+            return full.detach().to("cpu", copy=True) if dist.get_rank() == 0 else None
+        with _gathered(tensor):
+            return tensor.detach().to("cpu", copy=True) if dist.get_rank() == 0 else None
+
+    def load_full_model_state(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
+        """Load a full state; rank 0's mapping is what counts. Collective.
+
+        Raises:
+            IncompatibleCheckpointError: names or shapes differ; every rank raises, and nothing was loaded.
+        """
+        own = dict(self._model_tensors())
+        plan = _agree(self._plan_model_load(own, state, strict) if dist.get_rank() == 0 else None)
+        if isinstance(plan, str):
+            raise IncompatibleCheckpointError(plan)
+        for name, stored in plan:
+            self._set(own[name], state[stored] if dist.get_rank() == 0 else None)
+
+    def _plan_model_load(
+        self, own: Mapping[str, Tensor], state: Mapping[str, Tensor], strict: bool
+    ) -> list[tuple[str, str]] | str:
+        """Return (own name, stored name) for each distinct tensor to load, or the message of what does not fit."""
+        aliases: dict[int, list[str]] = {}
+        for name, tensor in own.items():
+            aliases.setdefault(id(tensor), []).append(name)
+        found = [(names[0], next((name for name in names if name in state), None)) for names in aliases.values()]
+        missing = [name for name, stored in found if stored is None]
+        unexpected = [name for name in state if name not in own]
+        plan = [(name, stored) for name, stored in found if stored is not None]
+        problems = [
+            f"{name} is {tuple(state[stored].shape)} in the checkpoint and {_shape(own[name])} in the model"
+            for name, stored in plan
+            if tuple(state[stored].shape) != _shape(own[name])
+        ][:10]
+        if strict and missing:
+            problems.append(f"missing in the checkpoint: {_describe(missing)}")
+        if strict and unexpected:
+            problems.append(f"not in the model: {_describe(unexpected)}")
+        if problems:
+            return (
+                f"the checkpoint does not fit {type(self._module).__name__}: {'; '.join(problems)}. "
+                "Build the model that was saved, or load with strict=False where names may differ"
+            )
+        return plan
+
+    @torch.no_grad()
+    def _set(self, tensor: Tensor, source: Tensor | None) -> None:
+        """Write rank 0's values into a parameter or buffer, and into what the optimizer keeps of it. Collective."""
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+        keeps_master = self._keeps_master(tensor)
+        value = torch.empty(
+            _shape(tensor), dtype=torch.float32 if keeps_master else tensor.dtype, device=self._engine.device
+        )
+        if source is not None:
+            value.copy_(source)
+        dist.broadcast(value, src=0)
+        with _gathered(tensor, modifier_rank=0):
+            tensor.data.copy_(value)
+        if keeps_master and hasattr(tensor, "ds_id"):
+            safe_set_local_fp32_param(tensor, _own_part(tensor, value))
+        elif keeps_master:
+            safe_set_full_fp32_param(tensor, value)
+
+    # --- optimizer -------------------------------------------------------------------------------------------------
+
+    def _optimizer(self) -> Optimizer:
+        if not self._optimizers:
+            raise ConfigError(
+                f"{type(self._module).__name__} has no optimizer to save or load; pass one to prepare() with the model"
+            )
+        return self._optimizers[0]
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that have optimizer state, by name."""
+        return {name.replace("_orig_mod.", ""): p for name, p in self._module.named_parameters() if p.requires_grad}
+
+    def _flats(self) -> list[Tensor]:
+        """Return the flat fp32 partitions of this rank that stand in the optimizer for the parameters."""
+        zero = self._zero
+        flats: list[Tensor] | None = getattr(zero, "single_partition_of_fp32_groups", None)
+        if flats is None:
+            flats = getattr(zero, "fp32_partitioned_groups_flat", None)
+        return list(zero.fp32_groups_flat_partition) if flats is None else list(flats)
+
+    def _flat_of(self, parameter: nn.Parameter) -> Tensor:
+        """Return the partition whose optimizer state covers `parameter`."""
+        if hasattr(parameter, "ds_id"):
+            return self._flats()[self._zero.grad_position[self._zero.get_param_id(parameter)][0]]
+        for flat, group in zip(self._flats(), self._lp_groups(), strict=True):
+            if any(parameter is own for own in group):
+                return flat
+        raise AssertionError("a trained parameter is in no group of the engine")
+
+    def _lp_groups(self) -> list[list[nn.Parameter]]:
+        groups = getattr(self._zero, "bit16_groups", None)
+        return list(self._zero.bf16_groups) if groups is None else list(groups)
+
+    def full_optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizer's state keyed by parameter name on rank 0, `{}` elsewhere. Collective."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        optimizer, keep = self._optimizer(), dist.get_rank() == 0
+        self._link_state()
+        state: dict[str, Any] = {}
+        for name, parameter in self._trained().items():
+            flat = self._flat_of(parameter)
+            entry: dict[str, Any] = {}
+            for key, value in optimizer.state.get(flat, {}).items():
+                if isinstance(value, Tensor) and value.shape == flat.shape:
+                    full = safe_get_full_optimizer_state(parameter, key)
+                    entry[key] = full.detach().to("cpu", copy=True).view(_shape(parameter)) if keep else None
+                else:
+                    entry[key] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+            if entry and keep:
+                state[name] = entry
+        groups = [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": list(names)}
+            for group, names in zip(optimizer.param_groups, self._groups, strict=True)
+        ]
+        return {"state": state, "param_groups": groups} if keep else {}
+
+    def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """Load a full optimizer state; rank 0's mapping is what counts. Collective.
+
+        Raises:
+            IncompatibleCheckpointError: it was saved for other parameters or groups; every rank raises.
+        """
+        optimizer = self._optimizer()
+        outline = _agree(self._outline(state) if dist.get_rank() == 0 else None)
+        if isinstance(outline, str):
+            raise IncompatibleCheckpointError(outline)
+        for group, stored in zip(optimizer.param_groups, outline["param_groups"], strict=True):
+            group.update({key: value for key, value in stored.items() if key != "params"})
+        parameters = self._trained()
+        self._init_state({name: entry for name, entry in outline["state"].items() if name in parameters})
+        for name, entry in outline["state"].items():
+            if name in parameters:
+                source = state["state"][name] if dist.get_rank() == 0 else {}
+                self._set_state(parameters[name], entry, source)
+
+    def _outline(self, state: Mapping[str, Any]) -> dict[str, Any] | str:
+        """Return rank 0's state with the shape in place of each tensor, or the message of what does not fit."""
+        stored = [list(group["params"]) for group in state.get("param_groups", [])]
+        own = [list(names) for names in self._groups]
+        if stored != own:
+            stored_names, own_names = {n for group in stored for n in group}, {n for group in own for n in group}
+            differences = [
+                f"{said}: {_describe(sorted(names))}"
+                for said, names in (
+                    ("missing in the state", own_names - stored_names),
+                    ("not in this optimizer", stored_names - own_names),
+                )
+                if names
+            ]
+            return (
+                f"the optimizer state was saved for {len(stored)} group(s) of {len(stored_names)} parameter(s), and "
+                f"this optimizer has {len(own)} group(s) of {len(own_names)}; "
+                f"{'; '.join(differences) or 'they are the same, in other groups or another order'}. "
+                "Build the optimizer that was saved"
+            )
+        entries = {
+            name: {
+                key: torch.Size(value.shape) if isinstance(value, Tensor) and value.ndim else value
+                for key, value in entry.items()
+            }
+            for name, entry in state["state"].items()
+        }
+        return {"state": entries, "param_groups": state["param_groups"]}
+
+    def _init_state(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
+        """Make room for the stored state in the optimizer, which has none before its first step."""
+        optimizer, parameters = self._optimizer(), self._trained()
+        for name, entry in entries.items():
+            flat = self._flat_of(parameters[name])
+            own = optimizer.state[flat]
+            for key, value in entry.items():
+                if not isinstance(value, torch.Size):
+                    own[key] = value.clone() if isinstance(value, Tensor) else value
+                elif key not in own:
+                    own[key] = torch.zeros_like(flat)
+        self._link_state()
+
+    def _link_state(self) -> None:
+        """Connect the parameters of ZeRO-1 and 2 with their part of the optimizer's state.
+
+        The engine does so after its first step of the first group, when the other groups have no state yet.
+        """
+        if hasattr(self._zero, "_hp_optimizer_states_linked"):
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
+
+    def _set_state(self, parameter: nn.Parameter, entry: Mapping[str, Any], source: Mapping[str, Any]) -> None:
+        """Write rank 0's tensors into the state of a parameter. Collective."""
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        for key, shape in entry.items():
+            if isinstance(shape, torch.Size):
+                value = torch.empty(shape, dtype=torch.float32, device=self._engine.device)
+                if key in source:
+                    value.copy_(source[key])
+                dist.broadcast(value, src=0)
+                if hasattr(parameter, "ds_id"):
+                    safe_set_local_optimizer_state(parameter, _own_part(parameter, value), key)
+                else:
+                    safe_set_full_optimizer_state(parameter, value, key)
+
+    def save_sharded_optimizer(self, path: Path) -> None:
+        """Refuse: torch.distributed.checkpoint does not know the engine's partitions.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "the state of a DeepSpeed engine cannot be written as a torch.distributed.checkpoint directory; save it in "
+            "the engine's own format, or as a full state"
+        )
+
+    def load_sharded_optimizer(self, path: Path) -> None:
+        """Refuse, as `save_sharded_optimizer` does.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"{path} is a torch.distributed.checkpoint directory, which a DeepSpeed engine cannot read; load it with "
+            "strategy 'fsdp2', and save a full state there"
+        )

@@ -1,0 +1,143 @@
+"""Bring DeepSpeed up in this process: its accelerator, its view of the process group, and what its ops need."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import logging as std_logging
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from accel_trainer import logging
+from accel_trainer.errors import ConfigError, MissingExtraError
+from accel_trainer.runtime.process import ProcessContext, read_environment
+
+__all__ = ["check_can_start", "import_deepspeed", "join_engine_group", "require_deepspeed"]
+
+logger = logging.get_logger(__name__)
+
+
+def require_deepspeed() -> None:
+    """Refuse to go on where DeepSpeed is not installed.
+
+    Raises:
+        MissingExtraError: it is not; the message names the extra to install.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise MissingExtraError(
+            "strategy 'deepspeed' needs the package 'deepspeed', which is not installed; run "
+            "`pip install 'accel-trainer[deepspeed]' --no-build-isolation`, or use strategy 'fsdp2', which shards alike"
+        )
+
+
+def import_deepspeed() -> Any:
+    """Import DeepSpeed and return the module; what it says at INFO about itself is left out."""
+    require_deepspeed()
+    # Its import looks for an accelerator and warns where there is none; which one is used is set below, by the job.
+    disabled = std_logging.root.manager.disable
+    std_logging.disable(std_logging.WARNING)
+    try:
+        import deepspeed
+    finally:
+        std_logging.disable(disabled)
+    deepspeed.utils.logger.setLevel(std_logging.WARNING)
+    # Of torch, about how the engine calls it, once for each of its layers of code.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
+    return deepspeed
+
+
+def check_can_start(process: ProcessContext, engine_config: Mapping[str, Any]) -> None:
+    """Refuse a job that the engine cannot start, before anything collective.
+
+    Raises:
+        ConfigError: there is no process group, LOCAL_RANK is not set, or what builds the engine's ops is missing.
+    """
+    environ = read_environment()
+    if process.backend is None:
+        raise ConfigError(
+            "strategy 'deepspeed' was asked for in a process that no launcher started, and its engine needs a process "
+            "group, of one process too; start the script with `torchrun --nproc_per_node 1 SCRIPT`"
+        )
+    if "LOCAL_RANK" not in environ:
+        raise ConfigError(
+            "strategy 'deepspeed': the engine reads LOCAL_RANK from the environment, and the launcher of this job has "
+            "not set it; set it on each rank (for srun: `export LOCAL_RANK=$SLURM_LOCALID` in what srun starts), or "
+            "start the script with torchrun"
+        )
+    _check_build_tools(process, engine_config, environ)
+
+
+def _check_build_tools(process: ProcessContext, engine_config: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    needed_for = _compiled_parts(process, engine_config)
+    if not needed_for:
+        return
+    reason = " and ".join(needed_for)
+    compiler = environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        raise ConfigError(
+            f"strategy 'deepspeed' compiles {reason} at first use, and there is no C++ compiler {compiler!r} on the "
+            "PATH; install one (for Debian: `apt-get install g++`), or name it in CXX"
+        )
+    if shutil.which("ninja") is None:
+        raise ConfigError(
+            f"strategy 'deepspeed' compiles {reason} at first use, and there is no 'ninja' on the PATH; run "
+            "`pip install ninja`, and start the script with that environment's bin folder on the PATH"
+        )
+
+
+def _compiled_parts(process: ProcessContext, engine_config: Mapping[str, Any]) -> list[str]:
+    """Return what the engine will build on this machine, in words."""
+    parts = ["its shared-memory collectives for the CPU"] if process.device.type == "cpu" else []
+    zero = engine_config.get("zero_optimization", {})
+    devices = [(zero.get(name) or {}).get("device") for name in ("offload_optimizer", "offload_param")]
+    if "optimizer" in engine_config and "cpu" in devices or "nvme" in devices:
+        parts.append("its optimizer for the CPU")
+    return parts
+
+
+def join_engine_group(deepspeed: Any, process: ProcessContext) -> None:
+    """Give DeepSpeed the job's device and the process group that exists. Collective for the first call.
+
+    The engine chooses its accelerator by itself, from an environment variable or the hardware; this sets it to the
+    device of the job, so that `use_cpu` holds on a machine with GPUs, too.
+    """
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+
+    if process.device.type == "cpu" and get_accelerator().device_name() != "cpu":
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        set_accelerator(CPU_Accelerator())
+    if not deepspeed.comm.is_initialized():
+        with _without_prints():
+            deepspeed.init_distributed(
+                dist_backend=get_accelerator().communication_backend_name(), auto_mpi_discovery=False, verbose=False
+            )
+
+
+@contextlib.contextmanager
+def _without_prints() -> Iterator[None]:
+    """Keep what the engine prints, on every rank, out of the user's output; a failure speaks for itself."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+def check_device_matches(process: ProcessContext) -> torch.device:
+    """Return the device that the engine will place models on.
+
+    Raises:
+        ConfigError: it is another kind of device than the job's.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    kind = get_accelerator().device_name()
+    if kind != process.device.type:
+        raise ConfigError(
+            f"this job runs on {process.device.type}, and DeepSpeed has chosen {kind!r} (see DS_ACCELERATOR in the "
+            "environment); take DS_ACCELERATOR out, or run on that device"
+        )
+    return process.device
