@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from accel_trainer import logging
-from accel_trainer.config import FSDPConfig
+from accel_trainer.config import FSDPConfig, Resolved
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.mesh import build_mesh_shape, init_mesh
@@ -29,7 +29,7 @@ from accel_trainer.strategies.ownership import parameters_of
 from accel_trainer.strategies.recompute import apply_activation_checkpointing
 from accel_trainer.strategies.sync import broadcast_module_states
 from accel_trainer.strategies.whole_gradients import WholeGradients
-from accel_trainer.strategies.whole_weights import exchange_whole_weights
+from accel_trainer.strategies.whole_weights import exchange_whole_weights, refuse_copies
 from accel_trainer.strategies.wrapping import find_blocks, find_ignored_modules, warn_of_one_unit
 from accel_trainer.tree import leaves
 
@@ -209,6 +209,10 @@ class FSDP2Strategy:
     def __init__(self) -> None:
         self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
 
+    def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
+        """Nothing to do: the configuration holds as it is."""
+        return resolved
+
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse options that do not fit the model or each other, and optimizers that cannot follow."""
         if not isinstance(job.model, FSDPModule):
@@ -267,6 +271,7 @@ class FSDP2Strategy:
         _set_prefetch(model, blocks, config)
         _assert_tied(model, tied)
         exchange_whole_weights(model, process)
+        refuse_copies(model)
         for unit in [model] if config.reshard_after_forward else [model, *blocks]:
             unit.register_forward_hook(_reshard_after_inference)
         model.register_forward_hook(_check_output_is_seen)

@@ -17,7 +17,20 @@ from accel_trainer.runtime.health import shared_fate
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.torch_state import TorchCheckpointIO
 
-__all__ = ["SavePretrained", "exchange_whole_weights"]
+__all__ = ["SavePretrained", "exchange_whole_weights", "refuse_copies"]
+
+
+def refuse_copies(model: nn.Module) -> None:
+    """Make copying and pickling of a sharded model say what to do instead; torch's own words are about its classes."""
+
+    def refuse(*args: Any) -> Any:
+        raise ConfigError(
+            f"{type(model).__name__} is sharded, and its shards cannot be copied or pickled; copy the model before "
+            "prepare() and prepare the copy too, or take the whole weights: accelerator.get_state_dict() on all ranks"
+        )
+
+    model.__deepcopy__ = refuse  # type: ignore[assignment]
+    model.__reduce_ex__ = refuse  # type: ignore[method-assign]
 
 
 class SavePretrained:
