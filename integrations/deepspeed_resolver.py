@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
+import torch
+
 from accel_trainer.config.deepspeed_block import ZERO3_INIT, EngineBlock, get_value
-from accel_trainer.config.deepspeed_keys import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, join, unknown_keys
+from accel_trainer.config.deepspeed_keys import (
+    KNOWN_KEYS,
+    OPTIMIZER_PARAMS,
+    OPTIMIZER_TYPES,
+    SCHEDULER_PARAMS,
+    join,
+    unknown_keys,
+)
 from accel_trainer.config.validation import show
+from accel_trainer.errors import did_you_mean
 from accel_trainer.integrations.deepspeed_facts import Fact, Facts
+from accel_trainer.integrations.deepspeed_schema import installed_keys, is_installed, wrong_values
 
 __all__ = ["Resolver"]
 
@@ -30,6 +42,10 @@ _SECTIONS = {
     "zero_optimization": ("offload_optimizer", "offload_param", "leaf_module"),
     "optimizer": ("params",),
     "scheduler": ("params",),
+}
+_TYPES: Mapping[str, tuple[tuple[str, ...], ModuleType]] = {
+    "optimizer": (OPTIMIZER_TYPES, torch.optim),
+    "scheduler": (tuple(SCHEDULER_PARAMS), torch.optim.lr_scheduler),
 }
 _DEVICES = ("none", "cpu", "nvme")
 
@@ -73,6 +89,7 @@ class Resolver:
         self._scheduler()
         self._buckets()
         self._remaining_autos()
+        self._values()
 
     def _at(self, path: str) -> str:
         """Return where the value at a dotted path came from, in parentheses."""
@@ -114,7 +131,10 @@ class Resolver:
             self._conflict(path, fact)
 
     def _unknown(self) -> None:
-        for path, start, end in unknown_keys(self.data):
+        if not any(unknown_keys(self.data)):
+            return
+        # A newer release may know more than the tables; it is asked only where that matters, its import takes seconds.
+        for path, start, end in unknown_keys(self.data, installed_keys() if is_installed() else KNOWN_KEYS):
             self.problems.append(f"{start} {path!r}{self._at(path)}{end}")
 
     def _sections(self) -> None:
@@ -183,7 +203,9 @@ class Resolver:
         """Make the three batch sizes agree: rows of an update = rows of a micro-batch x accumulation x ranks."""
         before = len(self.problems)
         world = self.facts.world_size
-        micro = self._count("train_micro_batch_size_per_gpu", self.facts.micro_batch_size)
+        path = "train_micro_batch_size_per_gpu"
+        fact = self.facts.micro_batch_size
+        micro = self._count(path, None if fact is not None and fact.is_default else fact)
         steps = self._count("gradient_accumulation_steps", self.facts.accumulation_steps)
         total = self._count("train_batch_size", None)
         if len(self.problems) > before:
@@ -191,14 +213,15 @@ class Resolver:
         elif micro is None and total is not None:
             steps = steps or 1
             micro = max(1, total // (steps * world))
+        elif micro is None and fact is not None:
+            micro = fact.value
         elif micro is None:
             micro = 1
             if not self.partial:
                 self.problems.append(
-                    f"train_micro_batch_size_per_gpu{self._at('train_micro_batch_size_per_gpu')} is "
-                    f"{self.data.get('train_micro_batch_size_per_gpu', 'not given')!r}, and no data loader tells the "
-                    "batch size: write the number of rows that one process takes at a time, or prepare a loader with "
-                    "the model"
+                    f"{path}{self._at(path)} is {show(self.data[path]) if path in self.data else 'not given'}, and no "
+                    "data loader tells the batch size: write the number of rows that one process takes at a time, or "
+                    "prepare a loader with the model"
                 )
         elif steps is None and total is not None:
             steps = max(1, total // (micro * world))
@@ -244,8 +267,7 @@ class Resolver:
     def _optimizer(self) -> None:
         given = self.facts.given_optimizer
         if "optimizer" in self.data:
-            self._described("optimizer", "DummyOptim", given)
-            kind = self.data["optimizer"].get("type")
+            kind = self._described("optimizer", "DummyOptim", given)
             self._params("optimizer", OPTIMIZER_PARAMS.get(str(kind).lower()))
             for name in list(self._section("optimizer.params")):
                 fact = self.facts.optimizer.get(name)
@@ -261,15 +283,21 @@ class Resolver:
             if get_value(self.data, "zero_optimization.offload_optimizer.device", "none") != "none":
                 self.data.setdefault("zero_force_ds_cpu_optimizer", False)
 
-    def _described(self, section: str, dummy: str, given: str) -> None:
-        """Check a section that describes an object, against the object that the user gives."""
+    def _described(self, section: str, dummy: str, given: str) -> str | None:
+        """Check a section that describes an object against the object that the user gives, and return its type."""
         if given == "torch":
             self.problems.append(
                 f"the DeepSpeed configuration has a section {section!r}{self._at(section)}, and a torch {section} was "
                 f"given too; remove the section, or pass {dummy} instead"
             )
-        if not isinstance(self.data[section].get("type"), str):
+        kind = self.data[section].get("type")
+        own, torchs = _TYPES[section]
+        if not isinstance(kind, str):
             self._wrong(f"{section}.type", f"the name of the {section}")
+        elif kind.lower() not in map(str.lower, own) and not hasattr(torchs, kind):
+            hint = did_you_mean(kind, [*own, *(name for name in dir(torchs) if name[:1].isupper())])
+            self._wrong(f"{section}.type", f"one of {', '.join(own)}, or one of {torchs.__name__}{hint}")
+        return kind if isinstance(kind, str) else None
 
     def _params(self, section: str, keys: Mapping[str, Any] | None) -> None:
         if keys is None:
@@ -286,8 +314,8 @@ class Resolver:
                     "stand for; add the section, or pass a torch scheduler or DummyScheduler(lr_scheduler_callable=...)"
                 )
             return
-        self._described("scheduler", "DummyScheduler", given)
-        self._params("scheduler", SCHEDULER_PARAMS.get(str(self.data["scheduler"].get("type"))))
+        kind = self._described("scheduler", "DummyScheduler", given)
+        self._params("scheduler", SCHEDULER_PARAMS.get(str(kind)))
         known = {"warmup_min_lr": Fact(0, "nobody", is_default=True), **self.facts.scheduler}
         rate = get_value(self.data, "optimizer.params.lr")
         if "lr" in self.facts.optimizer:
@@ -323,6 +351,11 @@ class Resolver:
         for path, name, node in list(_autos(self.data, "")):
             self._unresolved(path, "write a value, or remove the key for DeepSpeed's default")
             del node[name]
+
+    def _values(self) -> None:
+        """Ask DeepSpeed's own models, where nothing else is wrong: their words are less plain."""
+        if not self.problems and is_installed():
+            self.problems.extend(f"{path}{self._at(path)}{rest}" for path, rest in wrong_values(self.data))
 
 
 def _autos(node: dict[str, Any], section: str) -> Iterator[tuple[str, str, dict[str, Any]]]:

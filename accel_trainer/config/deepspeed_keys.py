@@ -11,7 +11,16 @@ from typing import Any
 
 from accel_trainer.errors import did_you_mean
 
-__all__ = ["KNOWN_KEYS", "OPTIMIZER_PARAMS", "REMOVED_KEYS", "SCHEDULER_PARAMS", "Keys", "join", "unknown_keys"]
+__all__ = [
+    "KNOWN_KEYS",
+    "OPTIMIZER_PARAMS",
+    "OPTIMIZER_TYPES",
+    "REMOVED_KEYS",
+    "SCHEDULER_PARAMS",
+    "Keys",
+    "join",
+    "unknown_keys",
+]
 
 Keys = Mapping[str, Any]
 """Known keys of a section: each leads to the keys of its own section, or to None where it takes any value."""
@@ -142,6 +151,9 @@ OPTIMIZER_PARAMS: Mapping[str, Keys] = {
     "lion": _keys("lr betas weight_decay set_grad_none fp32_optimizer_states"),
 }
 """Parameters of DeepSpeed's own optimizers by their type in lower case; any other type is checked when it is built."""
+
+OPTIMIZER_TYPES = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "MuAdam", "MuAdamW", "MuSGD", "Muon")
+"""DeepSpeed's own optimizers, in any case; any other type is one of torch's."""
 
 _WARMUP = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration"
 SCHEDULER_PARAMS: Mapping[str, Keys] = {
