@@ -159,7 +159,7 @@ def test_d16_automatic_naming_heeds_a_directory_keeps_the_newest_and_bears_other
     resumed = prepared(tmp_path, total_limit=2)
     resumed.load_state()
     newest = resumed.save_state()
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    names = sorted(path.name for path in (tmp_path / "checkpoints").glob("[!.]*"))
     assert names == ["checkpoint_1", newest.name, "notes.txt"]
     assert newest.name == "checkpoint_2"
 
@@ -272,6 +272,23 @@ def wrapped_blocks() -> int:
 
 def test_d32_a_wrap_policy_of_the_users_is_followed():
     assert run_ranks(wrapped_blocks, 2) == [3, 3]
+
+
+def environment_after_sharding() -> dict[str, str]:
+    """What a rank's environment holds more than before, once a plugin has made a job a sharded one.
+
+    Without what torch itself writes on its first compilation.
+    """
+    before = dict(os.environ)
+    plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False, state_dict_type="FULL_STATE_DICT")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator.prepare(nn.Linear(2, 2))
+    changed = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    return {name: value for name, value in changed.items() if not name.startswith("TORCHINDUCTOR_")}
+
+
+def test_d33_a_sharded_job_leaves_the_environment_alone():
+    assert run_ranks(environment_after_sharding, 2) == [{}, {}]
 
 
 def test_d33_option_objects_leave_the_environment_alone():
