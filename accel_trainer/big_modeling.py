@@ -1,0 +1,8 @@
+"""Re-exports: models that begin without memory, at the path that users of similar libraries expect."""
+
+from __future__ import annotations
+
+from accel_trainer.checkpoint.empty import init_empty_weights, init_on_device
+from accel_trainer.checkpoint.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
+
+__all__ = ["init_empty_weights", "init_on_device", "load_checkpoint_and_dispatch", "load_checkpoint_in_model"]

@@ -1,0 +1,66 @@
+"""What scripts import from the modules of similar libraries is found in ours, under the same paths."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+import accel_trainer
+
+# By module, the names that scripts use; a name of the package itself is the same object there.
+FAMILIAR = {
+    "accelerator": ["Accelerator"],
+    "big_modeling": ["init_empty_weights", "init_on_device", "load_checkpoint_and_dispatch"],
+    "data_loader": ["SeedableRandomSampler", "prepare_data_loader", "skip_first_batches"],
+    "logging": ["get_logger"],
+    "optimizer": ["AcceleratedOptimizer"],
+    "scheduler": ["AcceleratedScheduler"],
+    "state": ["AcceleratorState", "DistributedType", "GradientState", "PartialState"],
+    "tracking": ["GeneralTracker", "TensorBoardTracker", "on_main_process"],
+    "utils": [
+        "AutocastKwargs",
+        "DataLoaderConfiguration",
+        "DistributedDataParallelKwargs",
+        "DistributedType",
+        "FullyShardedDataParallelPlugin",
+        "GradScalerKwargs",
+        "GradientAccumulationPlugin",
+        "InitProcessGroupKwargs",
+        "KwargsHandler",
+        "ProfileKwargs",
+        "ProjectConfiguration",
+        "TorchDynamoPlugin",
+        "broadcast",
+        "broadcast_object_list",
+        "concatenate",
+        "find_batch_size",
+        "find_executable_batch_size",
+        "gather",
+        "gather_object",
+        "honor_type",
+        "load_checkpoint_in_model",
+        "pad_across_processes",
+        "recursively_apply",
+        "reduce",
+        "release_memory",
+        "send_to_device",
+        "set_seed",
+        "synchronize_rng_states",
+        "tqdm",
+        "wait_for_everyone",
+    ],
+}
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in FAMILIAR.items() for name in names])
+def test_a_familiar_import_works(module: str, name: str):
+    found = getattr(importlib.import_module(f"accel_trainer.{module}"), name)
+    assert found is getattr(accel_trainer, name, found)
+
+
+@pytest.mark.parametrize("module", sorted(set(FAMILIAR) - {"tracking"}))
+def test_what_a_familiar_module_says_it_has_it_has(module: str):
+    found = importlib.import_module(f"accel_trainer.{module}")
+    assert all(hasattr(found, name) for name in found.__all__)
+    assert {*FAMILIAR[module]} <= {*found.__all__}
