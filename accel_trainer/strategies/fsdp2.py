@@ -318,14 +318,16 @@ def _choose_modules(
 def _say_what_is_left_out(job: TrainJob, precision: PrecisionPolicy) -> None:
     """Name the options that a model, sharded by the user, is not given."""
     config, default = job.config.fsdp, FSDPConfig()
-    set_here = [f"fsdp.{f.name}" for f in fields(config) if getattr(config, f.name) != getattr(default, f.name)]
-    set_here += ["mixed_precision"] if precision.compute is not None else []
-    set_here += ["compile.backend"] if job.config.compile.backend != "no" else []
-    logger.info(
-        "%s is sharded already and is taken as it is; not applied: %s",
-        type(job.model).__name__,
-        ", ".join(job.resolved.describe(name) for name in set_here) or "no option is set",
-    )
+    changed = [f.name for f in fields(config) if getattr(config, f.name) != getattr(default, f.name)]
+    left_out = [f"fsdp.{name}" for name in changed if name != "state_dict_type"]
+    left_out += ["mixed_precision"] if precision.compute is not None else []
+    left_out += ["compile.backend"] if job.config.compile.backend != "no" else []
+    if left_out:
+        logger.warning(
+            "%s is sharded already and is taken as it is, without: %s",
+            type(job.model).__name__,
+            ", ".join(job.resolved.describe(name) for name in left_out),
+        )
 
 
 def _set_prefetch(model: nn.Module, blocks: list[nn.Module], config: FSDPConfig) -> None:

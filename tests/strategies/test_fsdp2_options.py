@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import UserDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,6 +23,17 @@ from tests.sharded import Net, adamw, batch, build, full, own_rows, prepare, ref
 preload("accel_trainer.accelerator", "tests.scenarios", "tests.sharded")
 
 SCENARIOS = Scenarios()
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What this rank logs in the block."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("accel_trainer").addHandler(handler)
+    yield messages
+    logging.getLogger("accel_trainer").removeHandler(handler)
 
 
 def run_all() -> dict[str, Outcome]:
@@ -158,12 +171,19 @@ def test_a_block_that_runs_twice_trains_as_one():
 def prepared_twice() -> Any:
     model = build()
     first = prepare(model, train=False)
-    second = prepare(model, train=True)
-    return first.model is second.model, train(second)
+    with logged() as messages:
+        second = prepare(model, train=True, precision="bf16", reshard_after_forward=False)
+    return first.model is second.model, train(second), messages
 
 
-def test_a_model_that_is_sharded_already_is_taken_as_it_is():
-    assert results("prepared_twice") == [(True, REFERENCE)] * 2
+def test_a_model_that_is_sharded_already_is_taken_as_it_is_and_says_which_options_it_lacks():
+    main, other = results("prepared_twice")
+    assert main[:2] == other[:2] == (True, REFERENCE)
+    (message,) = main[2]
+    assert message.startswith("FSDPNet is sharded already and is taken as it is, without: fsdp.reshard_after_forward=")
+    assert "fsdp.wrap_classes=" in message
+    assert "mixed_precision=" in message
+    assert other[2] == []
 
 
 @SCENARIOS.add
@@ -319,13 +339,10 @@ def test_hybrid_sharding_gives_the_same_losses(options: dict[str, Any], env: dic
 
 def warnings_of_loading() -> list[str]:
     """What this rank logs when sparing memory while loading is asked for."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    logging.getLogger("accel_trainer").addHandler(handler)
     plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True, auto_wrap_policy="no_wrap")
-    Accelerator(cpu=True, fsdp_plugin=plugin).prepare(nn.Linear(4, 4))
-    return [record.getMessage() for record in records if "memory" in record.getMessage()]
+    with logged() as messages:
+        Accelerator(cpu=True, fsdp_plugin=plugin).prepare(nn.Linear(4, 4))
+    return [message for message in messages if "memory" in message]
 
 
 def test_loading_that_spares_no_memory_says_so_once():
