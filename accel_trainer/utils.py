@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from accel_trainer.checkpoint.empty import init_empty_weights, init_on_device
 from accel_trainer.checkpoint.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
+from accel_trainer.deepspeed_plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler, HfDeepSpeedConfig
 from accel_trainer.operations import (
     broadcast,
     broadcast_object_list,
@@ -43,11 +44,15 @@ from accel_trainer.tree import honor_type
 __all__ = [
     "AutocastKwargs",
     "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "DummyOptim",
+    "DummyScheduler",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
+    "HfDeepSpeedConfig",
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "ProfileKwargs",

@@ -32,6 +32,7 @@ __all__ = [
     "block_of",
     "get_value",
     "is_whole",
+    "leaf_paths",
     "located",
     "merge_blocks",
     "read_block",
@@ -304,6 +305,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else copy.copy(value)
+
+
+def leaf_paths(content: Mapping[str, Any], section: str = "") -> Iterator[str]:
+    """Yield the dotted path of every value in nested mappings; an empty mapping is a value."""
+    for name, value in content.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaf_paths(value, join(section, name))
+        else:
+            yield join(section, name)
 
 
 def _leaves(content: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
