@@ -311,7 +311,7 @@ class AcceleratorCheckpointing:
         mode = check_verify(verify)
 
         def files(manifest: Any) -> Any:
-            return files_to_read(manifest, self.process)
+            return files_to_read(manifest, self._train_state(), self.process)
 
         if input_dir is None:
             selection = select_newest(self._checkpoints_directory(), self.process, mode, files)

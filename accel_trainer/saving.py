@@ -43,6 +43,8 @@ class AcceleratorSaving:
     ) -> None:
         """Write the model's weights to `save_directory`. Collective: every rank calls it.
 
+        One parameter is whole at a time: sharded models are written without any process holding them.
+
         Args:
             max_shard_size: larger models are written as several files with an index.
             safe_serialization: False writes `pytorch_model.bin` instead of safetensors, and removes those of an earlier
@@ -50,15 +52,18 @@ class AcceleratorSaving:
 
         Raises:
             ConfigError: `save_directory` is a file.
+            DiskFullError: there is no room.
             ProcessGroupError: rank 0 could not write.
         """
         directory = Path(save_directory)
         if directory.is_file():
             raise ConfigError(f"save_directory {str(directory.absolute())!r} is a file; give a directory")
-        state = self.get_state_dict(model)
+        state = prepared_of(self._prepared, model).unit.checkpoint_io().lazy_model_state()
+        # Errors of the writing are raised after the last tensor has been gathered: the ranks stay in step.
         with shared_fate(self.process, f"save_model to {directory}"):
-            if self.process.is_main:
-                save_weights(state, directory, max_shard_size, safe_serialization=safe_serialization)
+            save_weights(
+                state, directory, max_shard_size, safe_serialization=safe_serialization, writes=self.process.is_main
+            )
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
         """Write `obj` to `f` on rank 0 (on each node's first rank with `save_on_each_node`); a no-op elsewhere."""

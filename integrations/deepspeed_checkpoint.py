@@ -12,7 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accel_trainer.checkpoint.directory import StagedDirectory, StoredCheckpoint
+from accel_trainer.checkpoint.manifest import Manifest
+from accel_trainer.checkpoint.tensor_file import LazyTensor
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
+from accel_trainer.strategies.whole_state import load_whole, save_whole, whole_files
 
 __all__ = ["DeepSpeedCheckpointIO"]
 
@@ -56,6 +60,20 @@ def _gathered(tensor: Tensor, modifier_rank: int | None = None) -> AbstractConte
     return gathered
 
 
+class _Whole:
+    """A parameter or buffer that is gathered when it is called; on ranks other than 0 there is nothing to see."""
+
+    def __init__(self, io: DeepSpeedCheckpointIO, tensor: Tensor) -> None:
+        self.dtype = torch.float32 if io.keeps_master(tensor) else tensor.dtype
+        self.shape = _shape(tensor)
+        self._io = io
+        self._tensor = tensor
+
+    def __call__(self) -> Tensor:
+        full = self._io.whole(self._tensor)
+        return torch.empty(self.shape, dtype=self.dtype, device="meta") if full is None else full.view(self.shape)
+
+
 class DeepSpeedCheckpointIO:
     """Implements `strategies.api.CheckpointIO` for an engine of ZeRO-1, 2 or 3.
 
@@ -81,7 +99,7 @@ class DeepSpeedCheckpointIO:
         seen: dict[int, Tensor | None] = {}
         for name, tensor in self._model_tensors():
             if id(tensor) not in seen:
-                seen[id(tensor)] = self._whole(tensor)
+                seen[id(tensor)] = self.whole(tensor)
             full = seen[id(tensor)]
             if full is not None:
                 state[name] = full
@@ -90,15 +108,20 @@ class DeepSpeedCheckpointIO:
     def _model_tensors(self) -> Iterator[tuple[str, Tensor]]:
         return ((name.replace("_orig_mod.", ""), t) for name, t in self._module.state_dict(keep_vars=True).items())
 
-    def _keeps_master(self, tensor: Tensor) -> bool:
+    def lazy_model_state(self) -> dict[str, LazyTensor]:
+        """Return what gathers each tensor when it is called; see `CheckpointIO.lazy_model_state`."""
+        lazy: dict[int, LazyTensor] = {}
+        return {name: lazy.setdefault(id(tensor), _Whole(self, tensor)) for name, tensor in self._model_tensors()}
+
+    def keeps_master(self, tensor: Tensor) -> bool:
         """Whether the optimizer keeps values of its own for a parameter, from which the model's are copied."""
         return bool(self._optimizers) and tensor.requires_grad
 
-    def _whole(self, tensor: Tensor) -> Tensor | None:
+    def whole(self, tensor: Tensor) -> Tensor | None:
         """Return the whole value on the CPU on rank 0, None elsewhere. Collective."""
         from deepspeed.utils import safe_get_full_fp32_param
 
-        if self._keeps_master(tensor):
+        if self.keeps_master(tensor):
             full = safe_get_full_fp32_param(tensor)
             return full.detach().to("cpu", copy=True) if dist.get_rank() == 0 else None
         with _gathered(tensor):
@@ -149,7 +172,7 @@ class DeepSpeedCheckpointIO:
         """Write rank 0's values into a parameter or buffer, and into what the optimizer keeps of it. Collective."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
-        keeps_master = self._keeps_master(tensor)
+        keeps_master = self.keeps_master(tensor)
         value = torch.empty(
             _shape(tensor), dtype=torch.float32 if keeps_master else tensor.dtype, device=self._engine.device
         )
@@ -305,6 +328,20 @@ class DeepSpeedCheckpointIO:
                     safe_set_local_optimizer_state(parameter, _own_part(parameter, value), key)
                 else:
                     safe_set_full_optimizer_state(parameter, value, key)
+
+    # --- whole checkpoints -----------------------------------------------------------------------------------------
+
+    def save(self, staged: StagedDirectory, prefix: str, *, weights: bool = True) -> None:
+        """Write model and optimizer by parameter name, gathered on rank 0; see `CheckpointIO.save`."""
+        save_whole(self, staged, prefix, dist.get_rank(), weights=weights, optimizer=bool(self._optimizers))
+
+    def load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> None:
+        """Read what an engine or a native unit wrote; see `CheckpointIO.load`."""
+        load_whole(self, stored, prefix, dist.get_rank(), weights=weights, optimizer=bool(self._optimizers))
+
+    def files(self, manifest: Manifest, prefix: str) -> list[str]:
+        """Return the files that rank 0 reads; see `CheckpointIO.files`."""
+        return whole_files(manifest, prefix, dist.get_rank())
 
     def save_sharded_optimizer(self, path: Path) -> None:
         """Refuse: torch.distributed.checkpoint does not know the engine's partitions.

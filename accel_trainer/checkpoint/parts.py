@@ -117,6 +117,9 @@ class StoredParts:
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
 
+    def __len__(self) -> int:
+        return len(self._tensors)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a whole tensor."""
         return self._tensors[name].shape

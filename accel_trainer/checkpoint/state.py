@@ -1,10 +1,11 @@
 """A whole training state in a directory: safetensors and JSON, keyed by parameter names.
 
-model_I.safetensors            weights of unit I, whole
-optimizer_I.safetensors/.json  its optimizer's state, by parameter name
+unit_I.json, unit_I.*          model I and its optimizers' state, as `strategies.api.CheckpointIO` writes them
 training.safetensors/.json     schedulers, loaders' positions, scaler, registered objects
 random_R.safetensors/.json     random streams of rank R
 manifest.json, COMMITTED       what was saved, by how many ranks, with which versions, and the checksum of every file
+
+Format 1 had a unit's state whole, in model_I.safetensors and optimizer_I.safetensors/.json.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from accel_trainer.checkpoint.codec import decode, encode
 from accel_trainer.checkpoint.directory import StagedDirectory, StoredCheckpoint
 from accel_trainer.checkpoint.manifest import FORMAT_VERSION, Manifest
+from accel_trainer.checkpoint.parts import StoredParts, write_parts
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.runtime.faults import fault_point
 from accel_trainer.runtime.health import shared_fate
@@ -61,38 +64,60 @@ def _write(staged: StagedDirectory, name: str, value: Any) -> None:
     staged.write_json(f"{name}.json", data)
 
 
-def _read(stored: StoredCheckpoint, name: str) -> Any:
-    return decode(stored.json(f"{name}.json"), stored.tensors(f"{name}.safetensors"))
+def _read(stored: StoredCheckpoint, name: str, more: Mapping[str, Tensor] | None = None) -> Any:
+    return decode(stored.json(f"{name}.json"), {**stored.tensors(f"{name}.safetensors"), **(more or {})})
 
 
 def save_train_state(staged: StagedDirectory, state: TrainState, process: ProcessContext) -> None:
     """Write `state` into `staged`. Collective: every rank calls it."""
     for index, unit in enumerate(state.units):
-        weights = unit.full_model_state() if state.has_weights[index] else {}
-        optimizer = unit.full_optimizer_state() if state.has_optimizer[index] else {}
-        if process.is_main:
-            if state.has_weights[index]:
-                staged.write_tensors(f"model_{index}.safetensors", weights)
-            _write(staged, f"optimizer_{index}", optimizer)
+        unit.save(staged, f"unit_{index}", weights=state.has_weights[index])
     _write(staged, f"random_{process.rank}", get_rng_state())
+    tensors: dict[str, Tensor] = {}
+    outline = encode(_training(state), tensors)
+    # Copies of a sharded model, averaged weights say, are written like the model; for the rest one rank's word counts.
+    sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    write_parts(staged, "training", sharded, process.rank)
     # Read by every rank, hence on every node's disk.
     if staged.commits:
-        training = {
-            "schedulers": [scheduler.state_dict() for scheduler in state.schedulers],
-            "loaders": [loader.state_dict() for loader in state.loaders],
-            "objects": {name: item.state_dict() for name, item in state.objects.items()},
-            "scaler": state.scaler.state_dict() if state.scaler is not None else None,
-        }
-        _write(staged, "training", training)
+        staged.write_tensors("training.safetensors", {n: t for n, t in tensors.items() if n not in sharded})
+        staged.write_json("training.json", outline)
         staged.metadata["units"] = len(state.units)
 
 
-def files_to_read(manifest: Manifest, process: ProcessContext) -> Iterator[str]:
+def _training(state: TrainState) -> dict[str, Any]:
+    return {
+        "schedulers": [scheduler.state_dict() for scheduler in state.schedulers],
+        "loaders": [loader.state_dict() for loader in state.loaders],
+        "objects": {name: item.state_dict() for name, item in state.objects.items()},
+        "scaler": state.scaler.state_dict() if state.scaler is not None else None,
+    }
+
+
+def _read_training(stored: StoredCheckpoint, state: TrainState) -> dict[str, Any]:
+    """Return the small things. Tensors that are sharded in this run are read so, each rank its part."""
+    parts = StoredParts(stored, "training")
+    now: dict[str, Tensor] = {}
+    if len(parts):
+        encode(_training(state), now)
+    sharded: dict[str, Tensor] = {}
+    for name in parts:
+        shape, own = parts.shape(name), now.get(name)
+        if isinstance(own, DTensor) and tuple(own.shape) == shape:
+            sharded[name] = torch.empty_like(own, dtype=parts.dtype(name), requires_grad=False)
+        else:
+            sharded[name] = torch.empty(shape, dtype=parts.dtype(name))
+        parts.read(name, sharded[name])
+    training: dict[str, Any] = _read(stored, "training", sharded)
+    return training
+
+
+def files_to_read(manifest: Manifest, state: TrainState, process: ProcessContext) -> Iterator[str]:
     """Yield the names of the files that this rank reads in `load_train_state`."""
-    for name in manifest.files:
-        is_whole = name.startswith(("model_", "optimizer_"))
-        if process.is_main if is_whole else name.startswith(("training.", f"random_{process.rank}.")):
-            yield name
+    own = ("training.", f"random_{process.rank}.", *(("model_", "optimizer_") if process.is_main else ()))
+    yield from (name for name in manifest.files if name.startswith(own))
+    for index, unit in enumerate(state.units):
+        yield from unit.files(manifest, f"unit_{index}")
 
 
 def _by_name(saved: Any, own: Mapping[str, Stateful]) -> Mapping[str, Any]:
@@ -137,15 +162,15 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
                 f"{stored.path.absolute()} holds {manifest.metadata['units']} model(s) and this Accelerator has "
                 f"{len(state.units)}; prepare the same models in the same order before load_state()"
             )
-        training = _read(stored, "training")
+        training = _read_training(stored, state)
         _check_fits(stored, training, state)
         same_world = manifest.world_size == process.world_size
         random_state = _read(stored, f"random_{process.rank}") if same_world else None
     for index, unit in enumerate(state.units):
-        if state.has_weights[index]:
-            unit.load_full_model_state(stored.tensors(f"model_{index}.safetensors") if process.is_main else {})
-        if state.has_optimizer[index]:
-            unit.load_full_optimizer_state(_read(stored, f"optimizer_{index}") if process.is_main else {})
+        if f"unit_{index}.json" in stored:
+            unit.load(stored, f"unit_{index}", weights=state.has_weights[index])
+        else:
+            _load_whole_unit(stored, index, unit, state, process)
     with shared_fate(process, f"load of {stored.path}"):
         fault_point("load.apply", manifest.step)
         for kind, own in (("schedulers", state.schedulers), ("loaders", state.loaders)):
@@ -160,3 +185,13 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
     if random_state is not None:
         return "random streams restored"
     return f"saved by {manifest.world_size} process(es) and loaded by {process.world_size}: random streams of this run"
+
+
+def _load_whole_unit(
+    stored: StoredCheckpoint, index: int, unit: Any, state: TrainState, process: ProcessContext
+) -> None:
+    """Load a unit as format 1 has it: one file with all of the model, one with all of the optimizer."""
+    if state.has_weights[index]:
+        unit.load_full_model_state(stored.tensors(f"model_{index}.safetensors") if process.is_main else {})
+    if state.has_optimizer[index]:
+        unit.load_full_optimizer_state(_read(stored, f"optimizer_{index}") if process.is_main else {})

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from accel_trainer.checkpoint.disk import explain_full_disk, fsync_path, write_durably
+from accel_trainer.checkpoint.tensor_file import LazyTensor, tensor_file_bytes, write_order, write_tensor_file
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 
 __all__ = [
@@ -61,36 +64,38 @@ def parse_size(size: int | str) -> int:
     return value
 
 
-def _memory(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """What two names of one tied tensor have in common."""
+State = Mapping[str, Tensor | LazyTensor]
+
+
+def _identity(tensor: Tensor | LazyTensor) -> Any:
+    """What the names of one tied tensor have in common."""
+    if not isinstance(tensor, Tensor) or not tensor.numel():
+        return id(tensor)
     return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())
 
 
-def _distinct(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _distinct(state: State) -> dict[str, Tensor | LazyTensor]:
     """Keep each tied tensor once, under its first name: safetensors refuses shared memory, and loaders tie again."""
-    kept: dict[str, Tensor] = {}
-    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+    first: dict[Any, str] = {}
     for name, tensor in state.items():
-        if tensor.numel() and _memory(tensor) in seen:
-            continue
-        seen.add(_memory(tensor))
-        kept[name] = tensor.contiguous()
-    return kept
+        first.setdefault(_identity(tensor), name)
+    return {name: state[name] for name in first.values()}
 
 
-def _split(state: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+def _split(state: State, limit: int) -> list[dict[str, Tensor | LazyTensor]]:
     """Cut `state` into parts of at most `limit` bytes, in its order; the names of a tied tensor stay together."""
-    shards: list[dict[str, Tensor]] = [{}]
-    homes: dict[tuple[int, tuple[int, ...], tuple[int, ...]], dict[str, Tensor]] = {}
+    shards: list[dict[str, Tensor | LazyTensor]] = [{}]
+    homes: dict[Any, dict[str, Tensor | LazyTensor]] = {}
     size = 0
     for name, tensor in state.items():
-        home = homes.get(_memory(tensor)) if tensor.numel() else None
+        home = homes.get(_identity(tensor))
         if home is None:
-            if shards[-1] and size + tensor.nbytes > limit:
+            num_bytes = tensor_file_bytes({name: tensor})
+            if shards[-1] and size + num_bytes > limit:
                 shards.append({})
                 size = 0
-            size += tensor.nbytes
-            home = homes[_memory(tensor)] = shards[-1]
+            size += num_bytes
+            home = homes[_identity(tensor)] = shards[-1]
         home[name] = tensor
     return shards
 
@@ -110,41 +115,122 @@ def remove_weights(directory: Path, *, with_bin: bool = False) -> None:
 
 
 def save_weights(
-    state: Mapping[str, Tensor],
+    state: State,
     directory: Path,
     max_shard_size: int | str = "10GB",
     *,
     safe_serialization: bool = True,
+    writes: bool = True,
 ) -> list[str]:
     """Write `state` as `model.safetensors`, or as numbered shards with an index when it exceeds `max_shard_size`.
 
-    Called by one process. Weights of an earlier save in `directory` are removed.
+    One tensor is in memory at a time, of torch's own files one shard. Files get their names, and weights of an earlier
+    save in `directory` go, once all are written. Collective where `state` holds lazy tensors that gather: every rank
+    calls it, one of them writes, and its errors are raised after the last tensor, so that nobody waits for it.
 
     Args:
         safe_serialization: False writes torch's own files, `pytorch_model.bin`, with every name of tied tensors.
+        writes: whether this rank writes.
 
     Returns:
         The names of the weight files.
+
+    Raises:
+        ConfigError: a tensor's type is unknown to the format.
+        DiskFullError: there is no room.
     """
-    limit = parse_size(max_shard_size)
-    shards = _split(_distinct(state) if safe_serialization else state, limit)
-    directory.mkdir(parents=True, exist_ok=True)
-    remove_weights(directory, with_bin=not safe_serialization)
+    shards = _split(_distinct(state) if safe_serialization else state, parse_size(max_shard_size))
     stem, suffix = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
     names = [f"{stem}.{suffix}"]
     if len(shards) > 1:
         names = [f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}" for number in range(1, len(shards) + 1)]
-    for name, shard in zip(names, shards, strict=True):
-        if safe_serialization:
-            save_file(shard, directory / name, metadata={"format": "pt"})
-        else:
-            torch.save(shard, directory / name)
+    if not writes:
+        for shard in shards:
+            _take_part(shard, safe_serialization)
+        return names
+    write = _write_safetensors if safe_serialization else _write_bin
+    paths = [directory / f".{name}.incomplete" for name in names]
+    error = _write_shards(list(zip(paths, shards, strict=True)), write)
+    try:
+        if error is not None:
+            raise error
+        remove_weights(directory, with_bin=not safe_serialization)
+        for path, name in zip(paths, names, strict=True):
+            os.replace(path, directory / name)
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
     if len(shards) > 1:
         weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        total = sum(tensor.nbytes for shard in shards for tensor in _distinct(shard).values())
+        total = sum(tensor_file_bytes(_distinct(shard)) for shard in shards)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / f"{stem}.{suffix}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        write_durably(directory / f"{stem}.{suffix}.index.json", text.encode())
+    fsync_path(directory)
     return names
+
+
+Shard = Mapping[str, Tensor | LazyTensor]
+
+
+def _write_shards(shards: Sequence[tuple[Path, Shard]], write: Callable[[BinaryIO, Shard], None]) -> Exception | None:
+    """Write each shard to its path. After an error the tensors that are left are still made: others take part in it."""
+    error: Exception | None = None
+    for path, shard in shards:
+        once = {id(tensor): tensor if isinstance(tensor, Tensor) else _Once(tensor) for tensor in shard.values()}
+        tracked = {name: once[id(tensor)] for name, tensor in shard.items()}
+        try:
+            if error is None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with explain_full_disk(path, tensor_file_bytes(shard)), open(path, "wb") as file:
+                    write(file, tracked)
+                    file.flush()
+                    os.fsync(file.fileno())
+        except Exception as raised:
+            if any(isinstance(tensor, _Once) and tensor.is_broken for tensor in tracked.values()):
+                raise
+            error = raised
+        _take_part(tracked, write is _write_safetensors)
+    return error
+
+
+class _Once:
+    """A lazy tensor that is made once, and knows whether it was."""
+
+    def __init__(self, tensor: LazyTensor) -> None:
+        self.dtype, self.shape = tensor.dtype, tensor.shape
+        self.was_made = False
+        self.is_broken = False
+        self._make = tensor
+
+    def __call__(self) -> Tensor:
+        """Return the tensor; the ranks are out of step when this fails."""
+        self.was_made, self.is_broken = True, True
+        made = self._make()
+        self.is_broken = False
+        return made
+
+
+def _take_part(shard: Shard, safe_serialization: bool) -> None:
+    """Make the tensors that the writing rank makes, in its order, and let go of each."""
+    made: set[int] = set()
+    for name in write_order(shard) if safe_serialization else shard:
+        tensor = shard[name]
+        if not isinstance(tensor, Tensor) and id(tensor) not in made and not getattr(tensor, "was_made", False):
+            made.add(id(tensor))
+            tensor()
+
+
+def _write_safetensors(file: BinaryIO, shard: Shard) -> None:
+    write_tensor_file(file, shard)
+
+
+def _write_bin(file: BinaryIO, shard: Shard) -> None:
+    whole: dict[int, Tensor] = {}
+    for tensor in shard.values():
+        if id(tensor) not in whole:
+            whole[id(tensor)] = tensor if isinstance(tensor, Tensor) else tensor()
+    torch.save({name: whole[id(tensor)] for name, tensor in shard.items()}, file)
 
 
 def read_index(path: Path) -> dict[str, str]:

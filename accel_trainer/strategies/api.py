@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_trainer.checkpoint.directory import StagedDirectory, StoredCheckpoint
+from accel_trainer.checkpoint.manifest import Manifest
+from accel_trainer.checkpoint.tensor_file import LazyTensor
 from accel_trainer.config import Resolved, RunConfig
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.process import ProcessContext
@@ -97,6 +99,12 @@ class CheckpointIO(Protocol):
     def full_model_state(self) -> dict[str, Tensor]:
         """Return all parameters and persistent buffers as CPU tensors on rank 0, and an empty dict elsewhere."""
 
+    def lazy_model_state(self) -> Mapping[str, LazyTensor]:
+        """Return, by name, what makes each whole tensor on rank 0 when it is called.
+
+        Names of tied parameters have one such object. Calls are collective: every rank makes them, in the same order.
+        """
+
     def load_full_model_state(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Load what `full_model_state` returned. Rank 0's mapping is what counts; other ranks may pass an empty one."""
 
@@ -109,20 +117,26 @@ class CheckpointIO(Protocol):
     def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """Load what `full_optimizer_state` returned. Rank 0's mapping is what counts."""
 
-    def save(self, staged: StagedDirectory, prefix: str) -> None:
+    def save(self, staged: StagedDirectory, prefix: str, *, weights: bool = True) -> None:
         """Write model and optimizers into a checkpoint, each rank its part, under names that begin with `prefix`.
 
-        `PREFIX.json` has an entry "engine": who wrote the rest, and can read it. Those of torch's own layouts are
-        "torch", and load on any number of ranks and any native strategy.
+        `PREFIX.json` has an entry "engine": who wrote the rest, and can read it. What is in torch's own layouts, by
+        parameter name, is of "torch", and loads on any number of ranks and any native strategy.
+
+        Args:
+            weights: False leaves the model's out; somebody else saves them.
         """
 
-    def load(self, stored: StoredCheckpoint, prefix: str) -> None:
+    def load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> None:
         """Read what `save` wrote, each rank what it holds. Nothing is changed when it does not fit.
 
         Raises:
             IncompatibleCheckpointError: another engine wrote it; or names, shapes or parameter groups differ.
             CorruptCheckpointError: a file was changed.
         """
+
+    def files(self, manifest: Manifest, prefix: str) -> Iterable[str]:
+        """Return the names of the files that `load` opens on this rank, for their verification. Not collective."""
 
     def save_sharded_optimizer(self, path: Path) -> None:
         """Write the optimizers' state, each rank its own part, to a torch.distributed.checkpoint directory."""

@@ -20,16 +20,19 @@ from torch.distributed.tensor import DTensor, Replicate
 from accel_trainer.checkpoint.codec import decode, encode
 from accel_trainer.checkpoint.directory import StagedDirectory, StoredCheckpoint
 from accel_trainer.checkpoint.layout import box_of, is_cut
+from accel_trainer.checkpoint.manifest import Manifest, TensorEntry
 from accel_trainer.checkpoint.parts import StoredParts, write_parts
+from accel_trainer.checkpoint.slices import Box
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.runtime.health import shared_fate
 
 if TYPE_CHECKING:
     from accel_trainer.strategies.torch_state import TorchCheckpointIO
 
-__all__ = ["load_unit", "save_unit"]
+__all__ = ["load_unit", "save_unit", "unit_files"]
 
 ENGINE = "torch"
+_STATE = "optimizer.state"
 
 
 def _writable(tensor: Tensor) -> Tensor:
@@ -40,12 +43,12 @@ def _writable(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def save_unit(io: TorchCheckpointIO, staged: StagedDirectory, prefix: str, rank: int) -> None:
+def save_unit(io: TorchCheckpointIO, staged: StagedDirectory, prefix: str, rank: int, *, weights: bool = True) -> None:
     """Write what this rank holds of a module and its optimizers; see `CheckpointIO.save`."""
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     names: dict[int, str] = {}
-    for name, tensor in io.model_tensors():
+    for name, tensor in io.model_tensors() if weights else ():
         first = names.setdefault(id(tensor), name)
         if first == name:
             tensors[name] = tensor
@@ -121,7 +124,7 @@ class _Reads:
                 read()
 
 
-def load_unit(io: TorchCheckpointIO, stored: StoredCheckpoint, prefix: str) -> None:
+def load_unit(io: TorchCheckpointIO, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> None:
     """Load what `save_unit` wrote; see `CheckpointIO.load`."""
     reads = _Reads()
     with shared_fate(stored.process, f"load of {stored.path}"):
@@ -132,7 +135,8 @@ def load_unit(io: TorchCheckpointIO, stored: StoredCheckpoint, prefix: str) -> N
                 f"and this run trains {type(io.module).__name__} with torch's; load it with the strategy that saved "
                 f"it, or load the weights that `accel-trainer ckpt export {stored.path} OUT` makes of it"
             )
-        _plan_model(io, stored, prefix, outline["tied"], reads)
+        if weights:
+            _plan_model(io, stored, prefix, outline["tied"], reads)
         if io.optimizers:
             finish = _plan_optimizer(io, stored, prefix, outline["optimizer"], reads)
     stored.verify_together(reads.files)
@@ -140,6 +144,27 @@ def load_unit(io: TorchCheckpointIO, stored: StoredCheckpoint, prefix: str) -> N
         reads.run()
         if io.optimizers:
             finish()
+
+
+def unit_files(io: TorchCheckpointIO, manifest: Manifest, prefix: str) -> set[str]:
+    """Return the files of a unit that hold something of what this rank holds; see `CheckpointIO.files`."""
+    shapes = {name: (tuple(tensor.shape), box_of(tensor)) for name, tensor in io.model_tensors()}
+    files = {f"{prefix}.json"} & manifest.files.keys()
+    for file, entries in manifest.tensors.items():
+        if file.startswith(f"{prefix}.") and any(_is_ours(name, entry, shapes) for name, entry in entries.items()):
+            files.add(file)
+    return files
+
+
+def _is_ours(stored_name: str, entry: TensorEntry, own: Mapping[str, tuple[tuple[int, ...], Box]]) -> bool:
+    """Whether a rank that holds the boxes `own` may need a part; state of a parameter is laid out as it is."""
+    name = stored_name
+    if name.startswith(f"{_STATE}."):
+        # optimizer.state.NAME.KEY, where a name has dots, and a key seldom
+        name = name.removeprefix(f"{_STATE}.").rpartition(".")[0]
+    if entry.offsets is None or entry.sizes is None or name not in own or own[name][0] != entry.shape:
+        return True
+    return own[name][1].intersect(Box(entry.offsets, entry.sizes)) is not None
 
 
 def _plan_model(

@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from accel_trainer.checkpoint.directory import StagedDirectory, StoredCheckpoint
+from accel_trainer.checkpoint.manifest import Manifest
+from accel_trainer.checkpoint.tensor_file import LazyTensor
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
-from accel_trainer.strategies.elastic_state import load_unit, save_unit
+from accel_trainer.strategies.elastic_state import load_unit, save_unit, unit_files
 
 __all__ = ["TorchCheckpointIO", "outline_optimizer"]
 
@@ -76,6 +78,18 @@ def _own_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
+class _Whole:
+    """A tensor that is gathered when it is called."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
+        self._tensor = tensor
+
+    def __call__(self) -> Tensor:
+        tensor: Tensor = self._tensor.detach()
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 class TorchCheckpointIO:
     """Implements `strategies.api.CheckpointIO` for plain modules, DDP's inner module and FSDP2 modules."""
 
@@ -108,6 +122,14 @@ class TorchCheckpointIO:
                     "tensors; return one from get_extra_state(): torch.frombuffer(bytearray(data), dtype=torch.uint8)"
                 )
             yield _own_name(name), value
+
+    def lazy_model_state(self) -> dict[str, LazyTensor]:
+        """Return what gathers each tensor when it is called; see `CheckpointIO.lazy_model_state`."""
+        lazy: dict[int, LazyTensor] = {}
+        state = {}
+        for name, tensor in self.model_tensors():
+            state[name] = lazy.setdefault(id(tensor), _Whole(tensor))
+        return state
 
     def with_extra_state(self) -> dict[str, nn.Module]:
         """Return the modules that keep a state of their own making, by its name."""
@@ -248,13 +270,17 @@ class TorchCheckpointIO:
                 )
         return self.optimizers
 
-    def save(self, staged: StagedDirectory, prefix: str) -> None:
+    def save(self, staged: StagedDirectory, prefix: str, *, weights: bool = True) -> None:
         """Write this rank's part of model and optimizers; see `CheckpointIO.save`."""
-        save_unit(self, staged, prefix, _rank())
+        save_unit(self, staged, prefix, _rank(), weights=weights)
 
-    def load(self, stored: StoredCheckpoint, prefix: str) -> None:
+    def load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> None:
         """Read this rank's part of what any number of ranks wrote; see `CheckpointIO.load`."""
-        load_unit(self, stored, prefix)
+        load_unit(self, stored, prefix, weights=weights)
+
+    def files(self, manifest: Manifest, prefix: str) -> set[str]:
+        """Return the files that hold something of this rank's parts; see `CheckpointIO.files`."""
+        return unit_files(self, manifest, prefix)
 
     def save_sharded_optimizer(self, path: Path) -> None:
         """Write the optimizer's state as a torch.distributed.checkpoint directory, each rank its part. Collective."""

@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from accel_trainer.checkpoint.files import WeightFiles
 from accel_trainer.checkpoint.weights import SafetensorsDirectory, parse_size, save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
+from tests.ranks import preload, run_ranks
+
+preload("accel_trainer.accelerator")
 
 STATE = {f"layer.{index}": torch.full((10, 10), float(index)) for index in range(5)}
 
@@ -60,3 +64,81 @@ def test_an_index_cannot_lead_outside_or_to_nothing(tmp_path: Path, file: str, e
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
     with pytest.raises(error, match=message):
         SafetensorsDirectory(tmp_path)
+
+
+class Gathered:
+    """A tensor that counts how often it is made, and breaks when told."""
+
+    def __init__(self, value: float, calls: list[float], broken: bool = False) -> None:
+        self.dtype, self.shape = torch.float32, (100,)
+        self.value, self.calls, self.broken = value, calls, broken
+
+    def __call__(self) -> torch.Tensor:
+        self.calls.append(self.value)
+        return torch.full((100,), self.value, dtype=torch.float64 if self.broken else torch.float32)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_every_rank_makes_lazy_tensors_in_one_order_and_tied_ones_once(tmp_path: Path, safe: bool):
+    calls: list[float] = []
+    shared = Gathered(1.0, calls)
+    state = {"a": shared, "b": shared, "c": Gathered(2.0, calls), "d": Gathered(3.0, calls)}
+    names = save_weights(state, tmp_path, "500B", safe_serialization=safe)
+    assert len(names) == 3
+    written = list(calls)
+    calls.clear()
+    assert save_weights(state, tmp_path / "elsewhere", "500B", safe_serialization=safe, writes=False) == names
+    assert calls == written == [1.0, 2.0, 3.0]
+    assert not (tmp_path / "elsewhere").exists()
+    model_files = WeightFiles(tmp_path)
+    assert set(model_files) == ({"a", "c", "d"} if safe else {"a", "b", "c", "d"})
+    assert torch.equal(model_files["d"], torch.full((100,), 3.0))
+
+
+def test_an_error_of_the_writer_keeps_it_in_step_and_the_older_weights_in_place(tmp_path: Path):
+    save_weights({"old": torch.ones(2)}, tmp_path)
+    calls: list[float] = []
+    state = {"a": Gathered(1.0, calls, broken=True), "b": Gathered(2.0, calls), "c": Gathered(3.0, calls)}
+    with pytest.raises(ConfigError, match=r"tensor 'a' was announced as torch\.float32"):
+        save_weights(state, tmp_path, "500B")
+    assert calls == [1.0, 2.0, 3.0]
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert list(SafetensorsDirectory(tmp_path)) == ["old"]
+
+
+def wide(num_layers: int = 12) -> torch.nn.Sequential:
+    """Return layers of 4 MiB each."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(num_layers)))
+
+
+def save_sharded(folder: str, safe: bool) -> float:
+    """Save a sharded model; return by how many MiB memory rose while it was written."""
+    from accel_trainer import Accelerator
+
+    accelerator = Accelerator(cpu=True, strategy="fsdp2")
+    model = accelerator.prepare(wide())
+    accelerator.save_model(model, Path(folder, "warm"))  # buffers of the process group stay
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak is counted from here
+    before = memory_mib("VmRSS")
+    accelerator.save_model(model, Path(folder, "weights"), "20MB", safe_serialization=safe)
+    return memory_mib("VmHWM") - before
+
+
+def memory_mib(field: str) -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{field}:")[2].split()[0]) / 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads memory from Linux's /proc")
+@pytest.mark.parametrize("safe", [True, False])
+def test_no_rank_holds_a_sharded_model_to_save_it(tmp_path: Path, safe: bool):
+    rises = run_ranks(save_sharded, 2, str(tmp_path), safe)
+    # 48 MiB in all, 4 a tensor; torch's own format holds one shard of 20 MB.
+    assert max(rises) < (24 if safe else 36)
+    assert len(set(WeightFiles(tmp_path / "weights")._files.values())) == 3
+    expected = wide().state_dict()
+    loaded = WeightFiles(tmp_path / "weights")
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
