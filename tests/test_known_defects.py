@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -67,6 +68,29 @@ def test_d3_launching_two_processes_on_the_cpu_starts_two(tmp_path: Path):
         command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=110, check=True
     )
     assert all(text in finished.stdout for text in ("<0/2>", "<1/2>"))
+
+
+def deepspeed_layout() -> dict[str, Any]:
+    """What a DeepSpeed job on the CPU knows of its ranks, and how it shares out the data."""
+    block = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 2}
+    accelerator = Accelerator(cpu=True, config={"strategy": "deepspeed", "deepspeed": block})
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(torch.arange(8.0), batch_size=2))
+    return {
+        "seen": (accelerator.num_processes, accelerator.process_index, str(accelerator.distributed_type)),
+        "samples": [value for batch in loader for value in batch.tolist()],
+        "train_batch_size": model.train_batch_size(),
+    }
+
+
+def test_d4_deepspeed_on_the_cpu_shares_out_the_data():
+    pytest.importorskip("deepspeed")
+    results = run_ranks(deepspeed_layout, 2)
+    for rank, result in enumerate(results):
+        assert result["seen"] == (2, rank, "DistributedType.DEEPSPEED")
+        assert result["train_batch_size"] == 4
+    assert [result["samples"] for result in results] == [[0.0, 1.0, 4.0, 5.0], [2.0, 3.0, 6.0, 7.0]]
 
 
 def test_d5_fsdp_on_the_cpu_is_fsdp():
@@ -260,6 +284,33 @@ def test_d21_streams_stay_equal_where_that_is_asked_for(workers: int):
     first, second = run_ranks(draw_streams, 2, workers, same_on_all_ranks=True)
     assert first.pop("order") != second.pop("order")
     assert first == second
+
+
+class RootParameter(nn.Module):
+    """A parameter of its own beside that of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 2.0))
+        self.layer = nn.Linear(4, 4, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the layer's outputs, scaled."""
+        return self.layer(inputs) * self.scale
+
+
+def save_offloaded(folder: str) -> None:
+    """Save a model whose parameters are offloaded."""
+    plugin = FullyShardedDataParallelPlugin(cpu_offload=True, auto_wrap_policy=lambda m: isinstance(m, nn.Linear))
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator.save_model(accelerator.prepare(RootParameter()), folder)
+
+
+def test_d23_an_offloaded_model_is_saved_with_the_parameters_of_its_root(tmp_path: Path):
+    run_ranks(save_offloaded, 2, str(tmp_path))
+    weights = load_file(tmp_path / "model.safetensors")
+    assert sorted(weights) == ["layer.weight", "scale"]
+    assert weights["scale"].tolist() == [2.0] * 4
 
 
 def wrapped_blocks() -> int:
