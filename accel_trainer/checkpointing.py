@@ -70,6 +70,11 @@ class CheckpointRegistry:
             name = f"{stem}_{count}"
         self.objects[name or stem] = item
 
+    def wait(self) -> None:
+        """Wait for a background save; see `AcceleratorCheckpointing.wait_for_checkpoint`."""
+        if self.background is not None:
+            self.background.wait()
+
 
 class AcceleratorCheckpointing:
     """Saving and resuming, for the Accelerator to inherit; reads what the Accelerator holds."""
@@ -194,6 +199,7 @@ class AcceleratorCheckpointing:
             each_node=self.project_configuration.save_on_each_node,
             need_bytes=self._state_bytes(),
             deferred=async_,
+            is_locked=output_dir is None,
         )
         with publication as staged, explain_full_disk(staged.path):
             state = self._train_state()
@@ -203,7 +209,7 @@ class AcceleratorCheckpointing:
         def on_commit() -> None:
             limit = self.project_configuration.total_limit
             if output_dir is None and limit is not None and publication.commits:
-                retire(target.parent, limit, protected=[target])
+                retire(target.parent, limit, protected=[target], step=step)
             metrics = self._checkpoints.metrics
             metrics |= {"ckpt/duration_s": time.perf_counter() - begin, "ckpt/bytes": float(publication.num_bytes)}
             size, seconds = publication.num_bytes / 2**20, metrics["ckpt/duration_s"]
@@ -227,8 +233,7 @@ class AcceleratorCheckpointing:
         Raises:
             ProcessGroupError: it failed on another rank.
         """
-        if self._checkpoints.background is not None:
-            self._checkpoints.background.wait()
+        self._checkpoints.wait()
 
     def _save_target(self, output_dir: str | Path | None) -> tuple[Path, int | None]:
         """Return where to save, and the checkpoint's number: rank 0 decides. Collective."""

@@ -18,6 +18,7 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.tracking import BlankTracker, GeneralTracker, mask_secrets, redact, secrets_of
 
 if TYPE_CHECKING:
+    from accel_trainer.checkpointing import CheckpointRegistry
     from accel_trainer.options import AcceleratorOptions
     from accel_trainer.plugins import ProfileKwargs, ProjectConfiguration
     from accel_trainer.state import PartialState
@@ -88,6 +89,7 @@ class AcceleratorReporting:
     trackers: list[GeneralTracker]
     """Those that this rank logs to."""
     state: PartialState
+    _checkpoints: CheckpointRegistry
     _options: AcceleratorOptions
     _secrets: frozenset[str] = frozenset()
     _failed: frozenset[str] = frozenset()
@@ -240,7 +242,11 @@ class AcceleratorReporting:
             dist.barrier()
 
     def end_training(self) -> None:
-        """Close the trackers, wait for every rank, and leave the process group. Collective; a script's last call."""
+        """Close the trackers, wait for every rank, and leave the process group. Collective; a script's last call.
+
+        A background save is waited for, and what went wrong in it is raised.
+        """
+        self._checkpoints.wait()
         self._finish_trackers()
         if self.process.is_distributed:
             # Nobody leaves while another rank still needs the group.

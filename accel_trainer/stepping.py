@@ -23,6 +23,7 @@ from accel_trainer.token_mean import TokenWindow
 from accel_trainer.units import PreparedUnit, prepared_of
 
 if TYPE_CHECKING:
+    from accel_trainer.checkpointing import CheckpointRegistry
     from accel_trainer.state import GradientState
 
 __all__ = ["AcceleratorStepping"]
@@ -72,6 +73,7 @@ class AcceleratorStepping:
     _optimizers: list[AcceleratedOptimizer]
     _dataloaders: list[Any]
     _last_grad_norm: Tensor
+    _checkpoints: CheckpointRegistry
 
     def unit_of(self, item: nn.Module | Optimizer) -> TrainUnit:
         """Return the unit that a model or optimizer belongs to.
@@ -162,7 +164,12 @@ class AcceleratorStepping:
 
         Where ranks hold unequally many samples of a step (`even_batches=False`), each loss counts by its samples; a
         rank without any takes part with weight zero. Collective on the last micro-batch of a window.
+
+        Raises:
+            Exception: what went wrong in a background save, on all ranks.
         """
+        if self._checkpoints.background is not None:
+            self._checkpoints.background.poll()
         units = self._current or self._prepared[:1]
         if not units:
             raise ConfigError("backward() was called before a model was prepared; pass the model to prepare() first")

@@ -44,7 +44,7 @@ class Publication:
             ...
         publication.commit()
 
-    What the block raises is kept: it is this rank's vote in `commit`. `target` is locked in between.
+    What the block raises is kept: it is this rank's vote in `commit`.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Publication:
         need_bytes: int = 0,
         deferred: bool = False,
         owns_name: bool = False,
+        is_locked: bool = False,
     ) -> None:
         """Say what is to be saved where; nothing happens yet.
 
@@ -66,6 +67,7 @@ class Publication:
             need_bytes: what this rank is about to write; the sum is compared with the room on the disk.
             deferred: what is written is kept as a copy in host memory until `commit`; see StagedDirectory.
             owns_name: a directory of that name is replaced whatever it holds, also files that no checkpoint wrote.
+            is_locked: the caller holds the lock of the directory around it; otherwise `target` has one for this save.
         """
         self.target = target
         self.process = process
@@ -76,6 +78,7 @@ class Publication:
         self._need_bytes = need_bytes
         self._deferred = deferred
         self._owns_name = owns_name
+        self._is_locked = is_locked
         self._section = f"save of {target}"
         self._leftover: Path | None = None
         self._lock: DirectoryLock | None = None
@@ -131,7 +134,8 @@ class Publication:
 
     def _make(self, name: str, need_bytes: int) -> None:
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = DirectoryLock.take(self.target.with_name(f".{self.target.name}.lock"))
+        if not self._is_locked:
+            self._lock = DirectoryLock.take(self.target.with_name(f".{self.target.name}.lock"))
         sweep(self.target.parent, self.target.name)
         if not self._owns_name:
             check_target(self.target)

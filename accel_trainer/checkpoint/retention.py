@@ -61,12 +61,13 @@ def quarantine(path: Path, reason: object) -> None:
     logger.warning("%s is not a good checkpoint and is passed over; %s. %s", path, kept, reason)
 
 
-def retire(directory: Path, keep: int, protected: Collection[Path] = ()) -> list[Path]:
+def retire(directory: Path, keep: int, protected: Collection[Path] = (), step: int | None = None) -> list[Path]:
     """Remove complete checkpoints of lower numbers until `keep` are left; one process calls it, after a commit.
 
     Args:
         keep: 1 or more: the last good one never goes.
         protected: checkpoints that stay, whatever their number: the best one, for instance. They count.
+        step: number of the checkpoint that was just committed.
 
     Returns:
         What was removed, or at least renamed: failing to remove it is a warning.
@@ -82,8 +83,8 @@ def retire(directory: Path, keep: int, protected: Collection[Path] = ()) -> list
             logger.warning("%s should be removed and cannot be (%s); remove it by hand", path, error)
             continue
         removed.append(path)
-        fault_point("save.retention_renamed")
+        fault_point("save.retention_renamed", step)
         (trash / MARKER_NAME).unlink(missing_ok=True)
-        fault_point("save.retention_rm")
+        fault_point("save.retention_rm", step)
         remove_tree(trash)
     return removed

@@ -1,4 +1,4 @@
-"""Faults on request, for tests: a rank is killed, stopped or failed at a named point of a save, a load or a step.
+"""Faults on request, for tests: a rank is killed, stopped or failed at a named point of a save or a load.
 
     ACCEL_TRAINER_TEST_MODE=1 ACCEL_TRAINER_FAULT="kill9@save.after_shard:rank=1:step=4"
 
@@ -45,12 +45,6 @@ POINTS = (
     "load.select",
     "load.verify",
     "load.apply",
-    "train.forward",
-    "train.backward",
-    "train.opt",
-    "eval.batch",
-    "eval.gather",
-    "data.next",
 )
 """Names of points, in the order in which a run passes them."""
 
@@ -96,7 +90,7 @@ def fault_point(point: str, step: int | None = None, path: Path | None = None) -
     """Do here what was asked for, if anything was.
 
     Args:
-        step: number of the checkpoint or of the update; a point without one counts its passes from 0.
+        step: number of the checkpoint; a point without one counts its passes from 0.
         path: the file that was just written, for the kind `flip`.
     """
     fault = _faults.get(point)

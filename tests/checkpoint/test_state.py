@@ -128,7 +128,7 @@ def test_a_missing_registered_object_is_an_error(tmp_path: Path):
     accelerator, *_ = prepared()
     accelerator.save_state(tmp_path / "s")
     accelerator.register_for_checkpointing(Counter())
-    with pytest.raises(IncompatibleCheckpointError, match="registered and not in it: 'Counter'. Register"):
+    with pytest.raises(IncompatibleCheckpointError, match=r"registered and not in it: 'Counter'\. Register"):
         accelerator.load_state(tmp_path / "s")
 
 
