@@ -138,9 +138,16 @@ def _config(words: Sequence[str]) -> int:
     return 0
 
 
+def _convert_config(words: Sequence[str]) -> int:
+    from accel_trainer.launch.convert import convert_config
+
+    return convert_config(words)
+
+
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "launch": (_launch, "run a script on one or several processes"),
     "config": (_config, "make a configuration file (config default)"),
+    "convert-config": (_convert_config, "turn a DeepSpeed configuration into one for FSDP2, or back"),
     "explain": (_explain, "print every option, its value and where it came from"),
     "env": (_env, "print versions, devices and configuration for a bug report"),
 }

@@ -29,6 +29,7 @@ def test_the_overview_names_every_command(words: list[str], capsys: pytest.Captu
     assert [line.split()[0] for line in text.splitlines() if line.startswith("  ")] == [
         "launch",
         "config",
+        "convert-config",
         "explain",
         "env",
     ]
@@ -60,7 +61,9 @@ def test_an_unknown_command_gets_the_nearest_name(capsys: pytest.CaptureFixture[
     assert main(["lauch"]) == 2
     assert "unknown command 'lauch'; did you mean 'launch'?" in capsys.readouterr().err
     assert main(["xyz"]) == 2
-    assert "unknown command 'xyz'; expected one of launch, config, explain, env" in capsys.readouterr().err
+    assert (
+        "unknown command 'xyz'; expected one of launch, config, convert-config, explain, env" in capsys.readouterr().err
+    )
 
 
 def test_an_error_is_a_line_and_the_code_2(capsys: pytest.CaptureFixture[str]) -> None:
