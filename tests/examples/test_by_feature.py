@@ -38,6 +38,7 @@ EXPECTED = {
     ),
     "profiling": ([], r"aten::addmm"),
     "several_models": (["--epochs", "1"], r"epoch 0: discriminator \d\.\d+, generator \d\.\d+"),
+    "several_optimizers": ([], r"accuracy 0\.[789]\d+"),
     "token_weighted_loss": (
         ["--epochs", "2"],
         r"epoch 0: loss 1\.\d+ over 1503 tokens\n.*epoch 1: loss 0\.\d+ over 1503",
