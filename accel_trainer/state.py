@@ -18,7 +18,15 @@ from accel_trainer.data.splitting import split_evenly
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext, destroy_process_group, init_process, read_environment
 
-__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "ProcessView", "stated_timeout"]
+__all__ = [
+    "AcceleratorState",
+    "DistributedType",
+    "GradientState",
+    "PartialState",
+    "ProcessView",
+    "is_initialized",
+    "stated_timeout",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -256,6 +264,11 @@ def _look_at_last(state: Any) -> None:
             "first, and keep it"
         )
     state.__dict__ = found.__dict__
+
+
+def is_initialized() -> bool:
+    """Return whether there is an Accelerator, for `AcceleratorState()` to show."""
+    return AcceleratorState in _made_last
 
 
 class AcceleratorState(PartialState):

@@ -16,7 +16,7 @@ FAMILIAR = {
     "logging": ["get_logger"],
     "optimizer": ["AcceleratedOptimizer"],
     "scheduler": ["AcceleratedScheduler"],
-    "state": ["AcceleratorState", "DistributedType", "GradientState", "PartialState"],
+    "state": ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "is_initialized"],
     "tracking": ["GeneralTracker", "TensorBoardTracker", "on_main_process"],
     "utils": [
         "AutocastKwargs",

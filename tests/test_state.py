@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from accel_trainer import Accelerator, AcceleratorState, DistributedType, GradientState, ProjectConfiguration
 from accel_trainer.errors import ConfigError
+from accel_trainer.state import is_initialized
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -25,6 +26,7 @@ def test_states_without_arguments_show_the_last_accelerators():
     assert (state.mixed_precision, state.num_processes, state.distributed_type) == ("bf16", 1, DistributedType.NO)
     assert (state.is_main_process, state.device) == (True, torch.device("cpu"))
     assert gradients.num_steps == 3
+    assert is_initialized()
     second = Accelerator(cpu=True)
     assert AcceleratorState().mixed_precision == "no"
     assert (state.mixed_precision, first.mixed_precision, second.mixed_precision) == ("bf16", "bf16", "no")
@@ -44,6 +46,7 @@ def test_a_gradient_state_follows_the_step_that_its_accelerator_is_in():
 
 def ask_before() -> list[str]:
     """Ask for states in a process that never had an Accelerator."""
+    assert not is_initialized()
     messages = []
     for kind in (AcceleratorState, GradientState):
         with pytest.raises(ConfigError) as error:
