@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import importlib.util
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -605,3 +607,28 @@ def test_a_source_is_read_for_the_engine_too(tmp_path):
     (tmp_path / "ds.yaml").write_text("zero_optimization:\n  stage: 1\n", encoding="utf-8")
     assert data(read_deepspeed(tmp_path / "ds.yaml"))["zero_optimization"] == {"stage": 1}
     assert data({"deepspeed_config_file": str(tmp_path / "ds.yaml")})["zero_optimization"] == {"stage": 1}
+
+
+def test_the_page_shows_what_is_said(tmp_path, monkeypatch):
+    page = Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md"
+    (shown,) = re.findall(r"```text\n(.*?)\n```", page.read_text(encoding="utf-8"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text(
+        """{
+  "gradient_accumulation_steps": 1,
+  "gradient_cliping": 1.0,
+  "zero_optimization": {
+    "stage": 2, "offload_param": {
+      "device": "cpu"}
+  },
+  "train_micro_batch_size_per_gpu": 8,
+  "optimizer": {
+    "type": "AdamW", "params": {
+      "lr": "auto"
+    }
+  }
+}"""
+    )
+    facts = Facts(world_size=2, micro_batch_size=Fact(4, "the data loader"))
+    block = resolve(file={"strategy": "deepspeed", "deepspeed": {"deepspeed_config_file": "ds.json"}}).config.deepspeed
+    assert message(block, facts).replace(f"{tmp_path}/", "") == shown
