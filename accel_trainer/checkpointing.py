@@ -22,6 +22,7 @@ from accel_trainer.checkpoint.retention import numbered_checkpoints, retire
 from accel_trainer.checkpoint.selection import Selection, select_named, select_newest
 from accel_trainer.checkpoint.state import TrainState, files_to_read, load_train_state, save_train_state
 from accel_trainer.checkpoint.stored import check_verify
+from accel_trainer.data.loader import SavedPosition
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.health import gather_votes
 from accel_trainer.strategies.loss_scale import settle
@@ -145,7 +146,7 @@ class AcceleratorCheckpointing:
             has_optimizer=[bool(prepared.unit.optimizers) for prepared in self._prepared],
             has_weights=[True] * len(self._prepared),
             schedulers=self._schedulers,
-            loaders=self._dataloaders,
+            loaders=[SavedPosition(loader) for loader in self._dataloaders],
             objects=self._checkpoints.objects,
             scaler=self.scaler,
         )

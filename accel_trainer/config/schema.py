@@ -109,7 +109,7 @@ class DataConfig:
     non_blocking: bool = False
     """Copy batches to the device without waiting; of use with pinned memory."""
     use_stateful_dataloader: bool = False
-    """Refused when true: a prepared loader tells its own position."""
+    """Let loaders go on by themselves where `load_state` finds them; else `skip_first_batches` is waited for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,8 +9,17 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from accel_trainer.config.schema import DataConfig
 from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler, find_generator
-from accel_trainer.data.sources import DispatchSource, IndexSource, ShardSource, SliceSource, Source
-from accel_trainer.data.stream import OwnShards, SliceCollate, SlicedStream, StreamRule, reads_own_part, shards_of
+from accel_trainer.data.sources import DispatchSource, IndexSource, Source
+from accel_trainer.data.stream import (
+    OwnShards,
+    SliceCollate,
+    SlicedStream,
+    StreamRule,
+    keeps_own_state,
+    reads_own_part,
+    shards_of,
+)
+from accel_trainer.data.streaming import ShardSource, SliceSource
 from accel_trainer.errors import ConfigError
 from accel_trainer.logging import get_logger
 from accel_trainer.runtime.collectives import broadcast_object
@@ -52,11 +61,6 @@ def build_source(
 
 def _check(loader: DataLoader[Any], config: DataConfig, shards: int) -> None:
     dataset = loader.dataset
-    if config.use_stateful_dataloader:
-        raise ConfigError(
-            "use_stateful_dataloader=True is not offered: a prepared loader tells its own position. save_state() keeps "
-            "the epoch, and skip_first_batches(loader, n) goes to step n of it; leave the option out"
-        )
     if any(isinstance(value, _BaseDataLoaderIter) for name, value in vars(loader).items() if name != "_iterator"):
         raise ConfigError(
             f"this {type(loader).__name__} keeps an iterator that reads the whole dataset; use a loader that makes its "
@@ -124,7 +128,14 @@ def _stream_rule(loader: DataLoader[Any], config: DataConfig, shards: int, shard
 def _slice_source(
     loader: DataLoader[Any], config: DataConfig, seed: int, shards: int, shard: int | None
 ) -> SliceSource:
-    stream = SlicedStream(loader.dataset, _stream_rule(loader, config, shards, shard), seed)
+    is_resumable = config.use_stateful_dataloader
+    stream = SlicedStream(
+        loader.dataset,
+        _stream_rule(loader, config, shards, shard),
+        seed,
+        draws_alike=shards > 1 or is_resumable,
+        keeps_state=is_resumable and loader.num_workers == 0 and keeps_own_state(loader.dataset),
+    )
     # Every rank must meet the same steps in the same order, whichever worker is ready first.
     reader = _reader(loader, stream, is_all=shard is None, in_order=loader.in_order or shards > 1)
     return SliceSource(reader, stream, _worker_seed(loader, seed))
@@ -142,10 +153,13 @@ def _shard_source(
 
 
 def _has_own_part(dataset: Any, process: ProcessContext, config: DataConfig, shards: int) -> bool:
-    """Whether each rank can read its own part of a stream: it does already, or the stream has enough shards."""
+    """Whether each rank reads its own part of a stream: it does already, or the stream has enough shards.
+
+    A loader that resumes by itself leaves a stream whole: in shards, its order would depend on the number of ranks.
+    """
     if shards != process.world_size:
         return False
-    return reads_own_part(dataset) or shards_of(dataset) >= shards
+    return reads_own_part(dataset) or (not config.use_stateful_dataloader and shards_of(dataset) >= shards)
 
 
 def _worker_seed(loader: DataLoader[Any], seed: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,25 +11,68 @@ from torch.utils.data import DataLoader
 from accel_trainer.config.schema import DataConfig
 from accel_trainer.data.build import build_source
 from accel_trainer.data.plan import BatchRows
-from accel_trainer.data.sources import Pass, Source
+from accel_trainer.data.position import Pass, Position
+from accel_trainer.data.sources import Source
 from accel_trainer.errors import ConfigError
+from accel_trainer.logging import get_logger
 from accel_trainer.runtime.collectives import send_to_device
 from accel_trainer.runtime.process import ProcessContext
 
-__all__ = ["PreparedDataLoader", "prepare_data_loader", "skip_first_batches"]
+__all__ = ["PreparedDataLoader", "SavedPosition", "prepare_data_loader", "skip_first_batches"]
+
+logger = get_logger(__name__)
 
 Hook = Callable[["PreparedDataLoader"], None]
 """Called with the loader when a pass over it begins or ends."""
+
+
+class _Bookmark:
+    """The pass begun last over a loader or over one that `skip_first_batches` made of it, until it is complete."""
+
+    def __init__(self) -> None:
+        self.current: Pass | None = None
+        self.is_open = False
+        self.noted: Position | None = None
+        """A place within an epoch that was loaded, and which nobody has gone to yet."""
+
+    def begin(self, current: Pass) -> None:
+        """A pass begins."""
+        self.current, self.is_open = current, True
+        if self.noted is not None:
+            noted, self.noted = self.noted, None
+            if current.epoch == noted.epoch and not noted.is_complete:
+                logger.warning(
+                    f"the state that was loaded had read {noted.samples} samples ({noted.steps} steps) of epoch "
+                    f"{noted.epoch}, and this pass begins at the beginning of epoch {current.epoch}; go on with "
+                    f"skip_first_batches(loader, {noted.steps}), or let loaders do it by themselves with "
+                    "DataLoaderConfiguration(use_stateful_dataloader=True)"
+                )
+
+    def end(self, current: Pass, is_complete: bool) -> None:
+        """A pass ends. One that is left early keeps its place until another begins."""
+        if current is self.current:
+            self.is_open = False
+            if is_complete:
+                self.current = None
+
+    def forget(self) -> None:
+        """Another place has been chosen."""
+        self.current, self.is_open, self.noted = None, False, None
 
 
 class PreparedDataLoader(DataLoader[Any]):
     """A `DataLoader` that reads one shard's part of its dataset; made by `prepare_data_loader`.
 
     It has every setting of the loader it was made from, and is an instance of that loader's class. A pass that runs to
-    its end moves `epoch` on by one; a pass that is left early does not.
+    its end moves `epoch` on by one; a pass that is left early does not, and the next one begins where it began.
+
+    `state_dict` tells how many samples of the epoch loops have been given, over all shards; `load_state_dict` lets the
+    next pass begin after them, on any number of shards.
     """
 
     _source: Source
+    _bookmark: _Bookmark
+    _resumes: bool
     _device: torch.device | None
     _non_blocking: bool
     _on_begin: Hook | None
@@ -65,12 +108,40 @@ class PreparedDataLoader(DataLoader[Any]):
         self._source.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch whose order is being read, or will be read next."""
-        return {"epoch": self.epoch}
+        """Return where the pass under way stands, or the one that was left early last; else the next one's beginning.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the epoch of `state_dict`; `skip_first_batches` moves within it."""
-        self.set_epoch(state_dict["epoch"])
+        Passes of loaders that `skip_first_batches` made of this one count. The same on every rank; ranks do not
+        communicate. Batches that have been read ahead do not count.
+        """
+        epoch, current = self.epoch, self._bookmark.current
+        if current is not None and not self._bookmark.is_open and current.epoch != epoch:
+            current = None
+        return self._source.position(epoch if current is None else current.epoch, current).to_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the next pass over this loader go on exactly where `state_dict` was taken; later passes are whole.
+
+        After the last batch of an epoch that is an empty pass. `skip_first_batches` puts another place instead.
+
+        Raises:
+            IncompatibleCheckpointError: the dataset, its batches or its readers are others, so that it cannot.
+        """
+        self._source.resume(Position.read(state_dict))
+        self._bookmark.forget()
+
+    def note_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the epoch and the order of `state_dict`, and leave it to `skip_first_batches` to move within it.
+
+        After the last batch of an epoch, the next pass is the following epoch's.
+
+        Raises:
+            IncompatibleCheckpointError: it is no state of a loader.
+        """
+        position = Position.read(state_dict)
+        beginning = Position(epoch=position.epoch + position.is_complete, seed=position.seed)
+        self._source.resume(beginning)
+        self._bookmark.forget()
+        self._bookmark.noted = position if position.samples else None
 
     @property
     def total_batch_size(self) -> int | None:
@@ -91,13 +162,13 @@ class PreparedDataLoader(DataLoader[Any]):
             return None
 
     def __len__(self) -> int:
-        return max(0, self._source.num_steps() - self._source.start)
+        return self._source.num_left()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        steps = self.steps_per_epoch if self._source.has_exact_length else None
-        current = Pass(self.epoch, None if steps is None else steps - self._source.start)
+        current = Pass(self.epoch, self._num_left())
         is_complete = False
         self._passes.append(current)
+        self._bookmark.begin(current)
         try:
             if self._on_begin is not None:
                 self._on_begin(self)
@@ -110,9 +181,16 @@ class PreparedDataLoader(DataLoader[Any]):
             is_complete = True
         finally:
             self._passes.remove(current)
+            self._bookmark.end(current, is_complete)
             self._settle(current.epoch, is_complete)
             if self._on_end is not None:
                 self._on_end(self)
+
+    def _num_left(self) -> int | None:
+        try:
+            return self._source.num_left() if self._source.has_exact_length else None
+        except TypeError:
+            return None
 
     def native_iterator(self) -> Iterator[Any]:
         """Return the iterator of the user's own loader class, over this loader's samplers."""
@@ -124,7 +202,7 @@ class PreparedDataLoader(DataLoader[Any]):
         A sampler that counts epochs itself may have moved on while workers were still reading.
         """
         if is_complete:
-            self._source.start = 0
+            self._source.rewind()
         if self.epoch not in (epoch, epoch + 1):
             return
         if is_complete:
@@ -133,7 +211,15 @@ class PreparedDataLoader(DataLoader[Any]):
             self.set_epoch(epoch)
 
     def skipping(self, num_batches: int) -> PreparedDataLoader:
-        """Return a loader with all settings of this one whose next pass begins `num_batches` steps later."""
+        """Return a loader with all settings of this one whose next pass begins `num_batches` steps later.
+
+        Where a state was loaded, the steps count from the beginning of its epoch, and not from its place.
+        """
+        loaded, self._bookmark.noted = self._bookmark.noted or self._source.loaded, None
+        if loaded is not None and loaded.is_complete and self.epoch in (loaded.epoch, loaded.epoch + 1):
+            # Fewer steps than that epoch had can only be meant for the next one.
+            self.set_epoch(loaded.epoch + (num_batches < loaded.steps))
+        self._source.forget()
         moved = type(self).__new__(type(self))
         source = self._source.starting_at(self._source.start + num_batches)
         moved.__dict__.update(self.__dict__, _source=source, _passes=[], _iterator=None, **source.settings(self))
@@ -141,7 +227,32 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {**self.__dict__, "_passes": [], "_iterator": None, "_on_begin": None, "_on_end": None}
+        state["_bookmark"] = _Bookmark()
         return _restore, (_user_class(type(self)), state)
+
+
+class SavedPosition:
+    """What `save_state` and `load_state` do with a loader.
+
+    With `use_stateful_dataloader` a loaded position is gone to; without it, `skip_first_batches` is waited for: loops
+    that are written for it would otherwise leave samples out twice.
+    """
+
+    def __init__(self, loader: PreparedDataLoader) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's position."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a position.
+
+        Raises:
+            IncompatibleCheckpointError: the loader cannot go on there.
+        """
+        take = self._loader.load_state_dict if self._loader._resumes else self._loader.note_state_dict
+        take(state_dict)
 
 
 _PREPARED_CLASSES: dict[type, type[PreparedDataLoader]] = {DataLoader: PreparedDataLoader}
@@ -215,6 +326,8 @@ def prepare_data_loader(
         _non_blocking=config.non_blocking,
         _on_begin=on_begin,
         _on_end=on_end,
+        _bookmark=_Bookmark(),
+        _resumes=config.use_stateful_dataloader,
         _passes=[],
         _iterator=None,
         **source.settings(loader),

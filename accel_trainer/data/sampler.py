@@ -15,10 +15,13 @@ from accel_trainer.data.plan import (
     BatchRows,
     RoundRule,
     batch_indices,
+    count_rows,
+    index_lists,
     permutation,
     plan_rounds,
     seed_for_epoch,
 )
+from accel_trainer.data.position import Place
 from accel_trainer.data.randomness import draw_alike
 from accel_trainer.errors import ConfigError
 
@@ -40,11 +43,12 @@ class SeedableRandomSampler(RandomSampler):
 
     @property
     def order(self) -> torch.Tensor:
-        """The order of the present epoch: int64, one entry for each sample."""
+        """The order of the present epoch: int32 or int64, one entry for each sample."""
         return permutation(len(self.data_source), self.seed, self.epoch)
 
     def __iter__(self) -> Iterator[int]:
-        yield from self.order.tolist()
+        for indices in index_lists(self.order):
+            yield from indices
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
@@ -103,6 +107,8 @@ class ShardedBatchSampler(Sampler[Any]):
         self.seed = seed
         self.start = 0
         self.num_ahead = 0
+        self.began_at = Place()
+        self._origin: tuple[int, int] | None = None
         self._clock = Clock()
         self._planned: deque[BatchRows] = deque()
 
@@ -147,8 +153,35 @@ class ShardedBatchSampler(Sampler[Any]):
     def starting_at(self, step: int) -> ShardedBatchSampler:
         """Return this sampler with its next passes beginning at `step`; epoch and samplers stay shared."""
         moved = copy.copy(self)
-        moved.start = step
+        moved.begin_at(step)
         return moved
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether a place in an epoch is a number of samples; else it is one of whole batches of the user's."""
+        return type(self.batch_sampler) is BatchSampler
+
+    @property
+    def origin(self) -> int:
+        """Samples (or batches, see `counts_samples`) left out at the beginning of the next pass."""
+        return self._origin[1] if self._origin is not None and self._origin[0] == self.epoch else 0
+
+    def begin_at(self, step: int, origin: tuple[int, int] | None = None) -> None:
+        """Begin the next passes at `step`; in the epoch `origin[0]`, `origin[1]` samples or batches later."""
+        self.start, self._origin = step, origin
+
+    @property
+    def order_seed(self) -> int | None:
+        """The seed of the order; None where samplers are left as they are."""
+        shuffle = getattr(self.batch_sampler, "sampler", self.batch_sampler)
+        return shuffle.seed if type(shuffle) is SeedableRandomSampler else self.seed
+
+    @order_seed.setter
+    def order_seed(self, seed: int) -> None:
+        shuffle = getattr(self.batch_sampler, "sampler", self.batch_sampler)
+        if type(shuffle) is SeedableRandomSampler:
+            shuffle.seed = seed
+        self.seed = None if self.seed is None else seed
 
     def take_planned(self) -> deque[BatchRows]:
         """Return the queue into which the pass begun last puts the rows of each batch as it hands out its indices."""
@@ -172,32 +205,55 @@ class ShardedBatchSampler(Sampler[Any]):
                 yield mine
 
     def _batches(self, width: int) -> tuple[list[Any], Iterator[Any]]:
-        """Return the first round's batches, and the batches from step `start` on."""
-        base = self.batch_sampler
+        """Return the first round's batches, and the batches from where the pass begins on."""
+        base, origin, skip = self.batch_sampler, self.origin, self.start * width
         order = _known_order(base)
         if order is not None:
             size, drop_last = base.batch_size, base.drop_last
-            return list(batch_indices(order[: width * size], size, drop_last)), batch_indices(
-                order, size, drop_last, self.start * width
-            )
-        source = self._draw()
+            self.began_at = Place(origin + skip * size, self.start)
+            first = list(batch_indices(order[: width * size], size, drop_last))
+            return first, batch_indices(order[origin:], size, drop_last, skip)
+        if origin and self.counts_samples:
+            return self._batches_from(origin, width)
+        source = self._draw(base)
         first = list(islice(source, width))
-        rest = islice(source, (self.start - 1) * width, None) if self.start else chain(first, source)
+        rest = chain(first, source)
+        samples = sum(map(count_rows, islice(rest, origin + skip)))
+        self.began_at = Place(samples, self.start, origin + skip)
         return first, rest
 
-    def _draw(self) -> Iterator[Any]:
-        """Iterate the batch sampler, its randomness seeded alike on every shard."""
+    def _batches_from(self, origin: int, width: int) -> tuple[list[Any], Iterator[Any]]:
+        """Return the same where samples are left out: batches are cut anew, whatever their size was before."""
+        size, drop_last, skip = self.batch_sampler.batch_size, self.drop_last, self.start * width
+        self.began_at = Place(origin + skip * size, self.start)
+        drawn = self._draw(BatchSampler(self.batch_sampler.sampler, size, drop_last=False))
+        first = list(islice(drawn, width))
+        indices = islice(chain.from_iterable(chain(first, drawn)), origin, None)
+        return first, islice(BatchSampler(indices, size, drop_last), skip, None)
+
+    def _draw(self, sampler: Any) -> Iterator[Any]:
+        """Iterate a sampler, or a batch sampler, its randomness seeded alike on every shard."""
         if self.seed is None:
-            return iter(self.batch_sampler)
+            return iter(sampler)
         seed = seed_for_epoch(self.seed, self.epoch)
-        seeded, is_settled = _seeded(self.batch_sampler, seed)
+        seeded, is_settled = _seeded(sampler, seed)
         if is_settled:
             return iter(seeded)
         # No generator to seed: a sampler of one's own may draw from the global streams, which differ between ranks.
         return draw_alike(seeded, seed)
 
+    def _num_batches(self) -> int:
+        """Batches of the base from `origin` on."""
+        base, origin = self.batch_sampler, self.origin
+        if not origin:
+            return len(base)
+        if not self.counts_samples:
+            return max(0, len(base) - origin)
+        left = max(0, len(base.sampler) - origin)
+        return left // base.batch_size if base.drop_last else -(-left // base.batch_size)
+
     def __len__(self) -> int:
-        num_batches = len(self.batch_sampler)
+        num_batches = self._num_batches()
         rule = self.rule
         if rule.split or rule.shards == 1:
             return max(0, num_batches - self.start)

@@ -13,19 +13,24 @@ from itertools import cycle, islice
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
+from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
+from torch.utils.data.graph import traverse_dps
+from torch.utils.data.graph_settings import apply_sharding, get_all_graph_pipes
 
 from accel_trainer.data.plan import BatchRows, seed_for_epoch
 from accel_trainer.data.randomness import PrivateStreams
 
 __all__ = [
-    "Collated",
     "OwnShards",
     "SliceCollate",
     "SlicedStream",
+    "Step",
     "StreamRule",
+    "keeps_own_state",
     "reads_own_part",
     "set_dataset_epoch",
+    "shard_over_workers",
     "shards_of",
 ]
 
@@ -62,27 +67,33 @@ class StreamRule:
         return [*mine, *islice(cycle(samples), rows.sizes[shard] - len(mine))]
 
 
-@dataclass(slots=True)
-class Collated:
-    """What a reader hands over for one step: a batch (or one for each shard), and what is known of it."""
+class Step:
+    """What a reader hands over for one step: its samples, which are collated in their place, and what is known of them.
 
-    batch: Any
-    rows: BatchRows | None
-    """None where there is no batch, because its step is skipped or the reader's stream is empty."""
-    ends_reader: bool = False
-    """Whether the stream that this came from (one for each worker) has nothing more."""
-    is_step: bool = True
-    """False for the one message of a reader whose stream is empty."""
+    Nearly all steps of a stream are full ones of which nothing is to be told: of those, readers hand over the samples
+    alone, because making an object for each costs a tenth of a small batch.
+    """
 
+    __slots__ = ("content", "dataset_state", "ends_reader", "is_step", "rows")
 
-@dataclass(slots=True)
-class _Slice:
-    """The samples of one step, before they are collated."""
-
-    samples: list[list[Any]]
-    rows: BatchRows | None
-    ends_reader: bool = False
-    is_step: bool = True
+    def __init__(
+        self,
+        content: Any,
+        rows: BatchRows | None,
+        ends_reader: bool = False,
+        is_step: bool = True,
+        dataset_state: Any = None,
+    ) -> None:
+        self.content = content
+        """Lists of samples, one for each shard that the reader serves; collated, a batch or a list of batches."""
+        self.rows = rows
+        """None where there is no batch, because its step is skipped or the reader's stream is empty."""
+        self.ends_reader = ends_reader
+        """Whether the stream that this came from (one for each worker) has nothing more."""
+        self.is_step = is_step
+        """False for the one message of a reader whose stream is empty."""
+        self.dataset_state = dataset_state
+        """What the dataset said of itself after these samples, where it is asked."""
 
 
 class _EpochStream(IterableDataset[Any]):
@@ -90,7 +101,7 @@ class _EpochStream(IterableDataset[Any]):
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
-        self._seed = seed
+        self.seed = seed
         self._epoch = torch.zeros((), dtype=torch.int64)
 
     def share(self) -> None:
@@ -106,17 +117,29 @@ class _EpochStream(IterableDataset[Any]):
         set_dataset_epoch(self.dataset, epoch)
         generator = getattr(self.dataset, "generator", None)
         if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
-            generator.manual_seed(seed_for_epoch(self._seed, epoch))
+            generator.manual_seed(seed_for_epoch(self.seed, epoch))
+        shard_over_workers(self.dataset)
         return iter(self.dataset)
 
 
 class SlicedStream(_EpochStream):
-    """The whole stream, of which this shard keeps its slice of every global batch."""
+    """The whole stream, of which this shard keeps its slice of every global batch.
 
-    def __init__(self, dataset: Any, rule: StreamRule, seed: int) -> None:
+    Args:
+        draws_alike: give what the stream draws from global random streams private ones that begin at seed and epoch,
+            so that another rank, or a later run, draws the same. In workers they are seeded alike already.
+        keeps_state: ask the dataset for its `state_dict()` at every step.
+    """
+
+    def __init__(
+        self, dataset: Any, rule: StreamRule, seed: int, *, draws_alike: bool = False, keeps_state: bool = False
+    ) -> None:
         super().__init__(dataset, seed)
         self.rule = rule
+        self.keeps_state = keeps_state
+        self._draws_alike = draws_alike
         self._skip = torch.zeros((), dtype=torch.int64)
+        self._origin: tuple[int, Any] = (0, None)
 
     def share(self) -> None:
         """Let worker processes see what changes between passes."""
@@ -127,43 +150,65 @@ class SlicedStream(_EpochStream):
         """Leave out steps at the beginning of the next pass. The stream is read there, and nothing is collated."""
         self._skip.fill_(num_steps)
 
-    def __iter__(self) -> Iterator[_Slice]:
+    def begin_at(self, num_samples: int, dataset_state: Any) -> None:
+        """Begin the next pass after some samples: the dataset goes there by its state, or is read and left out."""
+        self._origin = (num_samples, dataset_state)
+
+    def __iter__(self) -> Iterator[Step | list[list[Any]]]:
         worker = get_worker_info()
-        alike: AbstractContextManager[None] = nullcontext()
-        if worker is None and self.rule.shards > 1:
-            # The ranks must draw the same stream. In workers they do: those of all ranks are seeded alike.
-            alike = PrivateStreams(seed_for_epoch(self._seed, int(self._epoch)))
+        alike: AbstractContextManager[None] | None = None
+        if worker is None and self._draws_alike:
+            alike = PrivateStreams(seed_for_epoch(self.seed, int(self._epoch)))
         skip = int(self._skip)
         # Workers take turns, so the j-th step of any worker is at most the (j * workers + worker)-th step of all.
         unseen = skip if worker is None else -(-max(0, skip - worker.id) // worker.num_workers)
         step = 0
         rule = self.rule
+        is_alone, keeps_state = rule.shards == 1, self.keeps_state
         shards = range(rule.shards) if rule.shard is None else (rule.shard,)
         rows = rule.rows(rule.per_round)
-        for chunk, is_last in self._chunks(alike):
+        for chunk, is_last, state in self._chunks(alike):
             step += 1
             if step <= unseen:
-                yield _Slice([], None, is_last)
+                yield Step([], None, is_last)
                 continue
             if is_last:
                 rows = rule.rows(len(chunk))
-            slices = [chunk] if rule.shards == 1 else [rule.cut(chunk, shard, rows) for shard in shards]
-            yield _Slice(slices, rows, is_last)
+            slices = [chunk] if is_alone else [rule.cut(chunk, shard, rows) for shard in shards]
+            yield Step(slices, rows, is_last, True, state) if is_last or keeps_state else slices
         if step == 0:
-            yield _Slice([], None, ends_reader=True, is_step=False)
+            yield Step([], None, ends_reader=True, is_step=False)
 
-    def _chunks(self, alike: AbstractContextManager[None]) -> Iterator[tuple[list[Any], bool]]:
-        """Yield global batches, and whether each is the last. Reads one sample ahead, or a batch with `drop_last`."""
+    def _chunks(self, alike: AbstractContextManager[None] | None) -> Iterator[tuple[list[Any], bool, Any]]:
+        """Yield global batches, whether each is the last, and the dataset's state after it.
+
+        Reads one sample ahead, or a batch with `drop_last`.
+        """
         size = self.rule.per_round
         ahead = size if self.rule.drop_last else 1
-        with alike:
-            samples = self._open()
+        with alike or nullcontext():
+            samples = self._from_origin()
             upcoming = list(islice(samples, ahead))
-        while len(upcoming) == ahead:
-            with alike:
-                chunk = [*upcoming, *islice(samples, size - ahead)]
+        if alike is None and not self.keeps_state:
+            while len(upcoming) == ahead:
+                chunk = upcoming
+                chunk += islice(samples, size - ahead)
                 upcoming = list(islice(samples, ahead))
-            yield chunk, len(upcoming) < ahead
+                yield chunk, len(upcoming) < ahead, None
+            return
+        while len(upcoming) == ahead:
+            with alike or nullcontext():
+                chunk = [*upcoming, *islice(samples, size - ahead)]
+                state = self.dataset.state_dict() if self.keeps_state else None
+                upcoming = list(islice(samples, ahead))
+            yield chunk, len(upcoming) < ahead, state
+
+    def _from_origin(self) -> Iterator[Any]:
+        num_samples, state = self._origin
+        if state is None:
+            return islice(self._open(), num_samples, None) if num_samples else self._open()
+        self.dataset.load_state_dict(state)
+        return self._open()
 
 
 class SliceCollate:
@@ -173,12 +218,23 @@ class SliceCollate:
         self.collate = collate
         self.is_all = is_all
         self.is_single = is_single
+        self._is_plain = not is_all and not is_single
 
-    def __call__(self, piece: _Slice) -> Collated:
-        """Return what was cut for this step, collated."""
-        batches = [self.collate(samples[0] if self.is_single else samples) for samples in piece.samples]
-        batch = batches if self.is_all or not batches else batches[0]
-        return Collated(batch, piece.rows, piece.ends_reader, piece.is_step)
+    def __call__(self, step: Step | list[list[Any]]) -> Any:
+        """Return the samples of a step collated, or the step with its batch in the place of its samples."""
+        if type(step) is list:
+            return self.collate(step[0]) if self._is_plain else self._collate(step)
+        if isinstance(step, Step):
+            step.content = self._collate(step.content) if step.content else None
+        return step
+
+    def _collate(self, slices: Any) -> Any:
+        if self.is_all:
+            return [self._collate_one(samples) for samples in slices]
+        return self._collate_one(slices[0])
+
+    def _collate_one(self, samples: list[Any]) -> Any:
+        return self.collate(samples[0] if self.is_single else samples)
 
 
 class OwnShards(_EpochStream):
@@ -188,7 +244,7 @@ class OwnShards(_EpochStream):
         super().__init__(dataset, seed)
         self.rule = rule
 
-    def __iter__(self) -> Iterator[_Slice]:
+    def __iter__(self) -> Iterator[Step]:
         samples = self._open()
         size = self.rule.per_shard
         while chunk := list(islice(samples, size)):
@@ -196,7 +252,7 @@ class OwnShards(_EpochStream):
                 return
             count = len(chunk)
             filled = [*chunk, *islice(cycle(chunk), size - count)] if self.rule.even else chunk
-            yield _Slice([filled], BatchRows((count,), (len(filled),)))
+            yield Step([filled], BatchRows((count,), (len(filled),)))
 
 
 def shards_of(dataset: Any) -> int:
@@ -208,9 +264,40 @@ def shards_of(dataset: Any) -> int:
 def reads_own_part(dataset: Any) -> bool:
     """Return whether a stream yields this rank's samples only, so that cutting it again would lose data.
 
-    It says so itself (`is_sharded_by_rank = True`), or `datasets.distributed.split_dataset_by_node` made it.
+    It says so itself (`is_sharded_by_rank = True`), `datasets.distributed.split_dataset_by_node` made it, or
+    `apply_sharding` has cut a pipe at its `sharding_filter`.
     """
-    return bool(getattr(dataset, "is_sharded_by_rank", False)) or getattr(dataset, "_distributed", None) is not None
+    if bool(getattr(dataset, "is_sharded_by_rank", False)) or getattr(dataset, "_distributed", None) is not None:
+        return True
+    return any(getattr(pipe, "num_of_instances", 1) > 1 for pipe in _sharding_filters(dataset))
+
+
+def shard_over_workers(dataset: Any) -> None:
+    """Within a worker, let a pipe's `sharding_filter` keep this worker's samples, as torch's own loader does."""
+    worker = get_worker_info()
+    if worker is not None and _sharding_filters(dataset):
+        apply_sharding(dataset, worker.num_workers, worker.id, SHARDING_PRIORITIES.MULTIPROCESSING)
+
+
+def _sharding_filters(dataset: Any) -> list[Any]:
+    if not isinstance(dataset, IterDataPipe):
+        return []
+    return [pipe for pipe in get_all_graph_pipes(traverse_dps(dataset)) if hasattr(pipe, "apply_sharding")]
+
+
+def keeps_own_state(dataset: Any) -> bool:
+    """Return whether a stream can go on exactly where its `state_dict()` was taken.
+
+    `datasets` loses what its shuffle buffers hold; such a stream is read from its beginning instead.
+    """
+    if not all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")):
+        return False
+    nodes = [getattr(dataset, "_ex_iterable", None)]
+    for node in nodes:
+        if "Shuffled" in type(node).__name__:
+            return False
+        nodes += [*getattr(node, "ex_iterables", ()), *filter(None, [getattr(node, "ex_iterable", None)])]
+    return True
 
 
 def set_dataset_epoch(dataset: Any, epoch: int, depth: int = 8) -> None:

@@ -1,0 +1,93 @@
+"""`save_state` in the middle of an epoch, and `load_state` on another number of processes: the same samples go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from torch.utils.data import DataLoader
+
+from accel_trainer import Accelerator, DataLoaderConfiguration
+from accel_trainer.errors import IncompatibleCheckpointError
+from tests.ranks import run_ranks
+
+SAMPLES, GLOBAL_BATCH, EPOCHS = 21, 4, 2
+
+
+def prepare(seed: int, is_stateful: bool = True, samples: int = SAMPLES, **options: Any) -> tuple[Accelerator, list]:
+    configuration = DataLoaderConfiguration(use_stateful_dataloader=is_stateful, data_seed=seed, **options)
+    accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+    batch_size = GLOBAL_BATCH // accelerator.num_processes
+    shuffled = DataLoader(list(range(samples)), batch_size, shuffle=True)
+    rows = datasets.Dataset.from_dict({"id": list(range(samples))})
+    streamed = DataLoader(rows.to_iterable_dataset(num_shards=3), batch_size)
+    return accelerator, list(accelerator.prepare(shuffled, streamed))
+
+
+def read(accelerator: Accelerator, loader: DataLoader, stop: int | None = None) -> list[int]:
+    """Return what all ranks read until the last epoch, or in the first steps."""
+    ids: list[int] = []
+    while loader.epoch < EPOCHS:
+        for step, batch in enumerate(loader, 1):
+            column = batch["id"] if isinstance(batch, dict) else batch
+            ids += accelerator.gather_for_metrics(column).tolist()
+            if step == stop:
+                return ids
+    return ids
+
+
+def save(directory: Path, stop: int) -> list[list[int]]:
+    """Save after some steps of every loader."""
+    accelerator, loaders = prepare(seed=3)
+    heads = [read(accelerator, loader, stop) for loader in loaders]
+    accelerator.save_state(directory)
+    return heads
+
+
+def resume(directory: Path) -> list[list[int]]:
+    accelerator, loaders = prepare(seed=77)
+    accelerator.load_state(directory)
+    return [read(accelerator, loader) for loader in loaders]
+
+
+def resume_by_hand(directory: Path, stop: int) -> list[int]:
+    accelerator, (shuffled, _) = prepare(seed=77, is_stateful=False)
+    accelerator.load_state(directory)
+    return read(accelerator, accelerator.skip_first_batches(shuffled, stop))
+
+
+def whole_and_saved(directory: Path) -> tuple[list[list[int]], list[list[int]]]:
+    accelerator, loaders = prepare(seed=3)
+    return [read(accelerator, loader) for loader in loaders], save(directory, 2)
+
+
+def resume_both(of_two: Path, of_one: Path) -> list[Any]:
+    return [resume(of_two), resume(of_one), resume_by_hand(of_one, 3)]
+
+
+@pytest.mark.multirank
+def test_r7_save_state_goes_on_in_another_number_of_processes(tmp_path: Path) -> None:
+    (whole, head_of_two), again = run_ranks(whole_and_saved, 2, tmp_path / "two")
+    assert again == (whole, head_of_two)
+    head_of_one = save(tmp_path / "one", 3)
+    assert [sorted(ids) for ids in whole] == [sorted([*range(SAMPLES)] * EPOCHS)] * 2
+
+    for result in run_ranks(resume_both, 2, tmp_path / "two", tmp_path / "one"):
+        for index in range(2):
+            assert [*head_of_two[index], *result[0][index]] == whole[index]
+            assert [*head_of_one[index], *result[1][index]] == whole[index]
+        assert [*head_of_one[0], *result[2]] == whole[0]
+    assert [[*head, *tail] for head, tail in zip(head_of_two, resume(tmp_path / "two"), strict=True)] == whole
+
+
+def test_a_state_of_another_dataset_is_refused_when_loaders_resume_by_themselves(tmp_path: Path) -> None:
+    save(tmp_path / "state", 2)
+    accelerator, _ = prepare(seed=3, samples=9)
+
+    with pytest.raises(IncompatibleCheckpointError, match=r"after 8 samples of a dataset of 21, .* dataset has 9"):
+        accelerator.load_state(tmp_path / "state")
+    accelerator, (loader, _) = prepare(seed=3, is_stateful=False, samples=9)
+    accelerator.load_state(tmp_path / "state")
+    assert sorted(read(accelerator, loader)) == sorted([*range(9)] * EPOCHS)
