@@ -50,9 +50,11 @@ def pair(
         prepared: the units that are laid out already and stay.
 
     Raises:
-        ConfigError: an optimizer's parameters are of no model, or in another optimizer, or the strategy wants one
-            optimizer for each model.
+        ConfigError: an optimizer's parameters are of no model, or in another optimizer, their model was prepared for
+            evaluation, or the strategy wants one optimizer for each model.
     """
+    if not optimizers:
+        return Pairing({id(model): [] for model in models}, [])
     holders = [_Holder(model, {id(p): p for p in model.parameters()}, None) for model in models]
     holders += [
         _Holder(unit.unit.module, unit.unit.known_parameters(), unit, list(unit.unit.optimizers)) for unit in prepared
@@ -62,6 +64,7 @@ def pair(
         for holder in _holders_of(optimizer, holders):
             holder.optimizers.append(optimizer)
             if holder.prepared is not None:
+                _require_training(holder.prepared, optimizer)
                 later.append((holder.prepared, optimizer))
     for holder in holders:
         check_disjoint(holder.optimizers, holder.known)
@@ -92,6 +95,15 @@ def _holders_of(optimizer: Optimizer, holders: list[_Holder]) -> list[_Holder]:
             "model that they are of to the same prepare() call, or build the optimizer without them"
         )
     return [holders[index] for index in sorted(found)]
+
+
+def _require_training(prepared: PreparedUnit, optimizer: Optimizer) -> None:
+    """Refuse an optimizer for a model whose gradients would not be exchanged."""
+    if prepared.evaluation_only:
+        raise ConfigError(
+            f"{type(optimizer).__name__} holds parameters of {type(prepared.unit.module).__name__}, which was prepared "
+            "for evaluation; pass both to one prepare() call to train it"
+        )
 
 
 def _require_pairs(holders: list[_Holder]) -> None:

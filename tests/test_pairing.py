@@ -90,6 +90,16 @@ def test_a_parameter_of_no_prepared_model_is_refused():
     refused(r"SGD was prepared without its model; pass both to one prepare\(\) call", body, joint(head))
 
 
+def test_an_optimizer_for_a_model_that_was_prepared_for_evaluation_is_refused():
+    # Nothing exchanges its gradients.
+    accelerator = Accelerator(cpu=True)
+    body, _ = two_models()
+    accelerator.prepare_model(body, evaluation_mode=True)
+    with pytest.raises(ConfigError, match=r"SGD holds parameters of Body, which was prepared for evaluation; pass"):
+        accelerator.prepare(joint(body))
+    accelerator.prepare(body, joint(body))
+
+
 def test_an_engine_that_takes_one_optimizer_for_each_model_says_so():
     body, head = two_models()
     apart = [SGD([p], lr=0.1) for p in body.parameters()]
@@ -176,15 +186,19 @@ def lay_out_wrongly(strategy: str) -> Any:
     """Prepare two models, of which the second cannot be laid out; say what the first has become."""
     body, head = two_models()
     accelerator = Accelerator(cpu=True, strategy=strategy)
-    with torch.device("meta"):
-        without_values = Head(2, 1)
     optimizer = joint(body)
-    held = optimizer.param_groups[0]["params"][0]
+    with torch.device("meta" if strategy == "ddp" else "cpu"):
+        wrong = Head(2, 1)
+    used = torch.optim.AdamW(wrong.parameters())
+    if strategy == "fsdp2":
+        wrong(torch.ones(1, 2)).sum().backward()
+        used.step()
+    message = ""
     try:
-        accelerator.prepare(body, without_values, optimizer)
+        accelerator.prepare(body, wrong, optimizer, used)
     except ConfigError as error:
         message = str(error)
-    unchanged = type(body) is Body and held is body.weight and optimizer.param_groups[0]["params"][0] is held
+    unchanged = type(body) is Body and optimizer.param_groups[0]["params"][0] is body.weight
     prepared_body, head, shared = accelerator.prepare(body, head, joint(body, head))
     inner = [accelerator.unwrap_model(model) for model in (prepared_body, head)]
     meshes = {id(p.device_mesh) for model in inner for p in model.parameters() if hasattr(p, "device_mesh")}
@@ -197,6 +211,8 @@ def lay_out_wrongly(strategy: str) -> Any:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_models_on_ranks_are_checked_before_one_is_laid_out_and_share_a_mesh(strategy: str):
     for message, unchanged, num_meshes in run_ranks(lay_out_wrongly, 2, strategy):
-        assert "2 parameter(s) of Head are on the meta device" in message
+        assert (
+            "2 parameter(s) of Head are on the meta" if strategy == "ddp" else "already holds state for 2"
+        ) in message
         assert unchanged
         assert num_meshes == (1 if strategy == "fsdp2" else 0)
