@@ -13,6 +13,7 @@ __all__ = [
     "ENTRY_POINT_GROUP",
     "TRACKER_ENTRY_POINT_GROUP",
     "installed_trackers",
+    "load_arguments_adapter",
     "load_strategy",
     "load_tracker",
     "register_strategy",
@@ -84,6 +85,8 @@ _STRATEGIES = _Catalogue(
     },
     reserved={"auto": "the choice by the number of processes"},
 )
+# What reads a Trainer's arguments for a strategy with a configuration in a format of its own.
+_ARGUMENTS_ADAPTERS = {"deepspeed": "accel_trainer.integrations.deepspeed_arguments"}
 _TRACKERS = _Catalogue(
     "tracker",
     TRACKER_ENTRY_POINT_GROUP,
@@ -125,6 +128,12 @@ def load_strategy(name: str) -> Any:
     except (AttributeError, TypeError) as error:
         target = f"{strategy.__module__}:{strategy.__qualname__}"
         raise ConfigError(f"strategy {name!r} points to {target!r}, which cannot be loaded: {error}") from error
+
+
+def load_arguments_adapter(name: str) -> Any:
+    """Import the module that completes a strategy's own configuration from a Trainer's arguments; None without one."""
+    target = _ARGUMENTS_ADAPTERS.get(name)
+    return importlib.import_module(target) if target is not None else None
 
 
 def register_tracker(name: str, target: str) -> None:

@@ -223,6 +223,19 @@ class DeepSpeedUnit:
                 "pass model and optimizer to one prepare() call"
             )
 
+    def release(self) -> None:
+        """Take the engine off, so that model and optimizer can be prepared again: two engines would both act on them.
+
+        The optimizer holds the module's parameters again, without any state; save that before. The parameters of ZeRO-3
+        stay partitioned. Every rank calls it.
+        """
+        self._engine.destroy()
+        named = {name.replace("_orig_mod.", ""): parameter for name, parameter in self.module.named_parameters()}
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+            for group, names in zip(optimizer.param_groups, self._groups, strict=True):
+                group["params"] = [named[name] for name in names]
+
     def checkpoint_io(self) -> CheckpointIO:
         """Return the reader and writer of this unit's state."""
         return DeepSpeedCheckpointIO(self._engine, self.optimizers, self._groups)

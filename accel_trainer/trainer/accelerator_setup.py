@@ -9,8 +9,9 @@ from accel_trainer.accelerator import Accelerator
 from accel_trainer.config import Resolved
 from accel_trainer.errors import ConfigError
 from accel_trainer.trainer.arguments import TrainingArguments
+from accel_trainer.trainer.deepspeed_arguments import complete_block
 
-__all__ = ["build_accelerator"]
+__all__ = ["build_accelerator", "complete_configuration"]
 
 
 def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
@@ -20,7 +21,7 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
         ConfigError: the arguments contradict each other, or cannot be honoured on this job.
     """
     _take_num_steps(args)
-    accelerator = Accelerator(config=_resolve_for_model(args, model))
+    accelerator = Accelerator(config=complete_block(args, _resolve_for_model(args, model), model))
     accelerator.gradient_state.plugin_kwargs.update(args.accelerator_config.gradient_accumulation_kwargs or {})
     shards = accelerator.strategy.capabilities.shards_parameters
     if shards and accelerator.config.fsdp.activation_checkpointing and _recomputes(None, args):
@@ -33,6 +34,11 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
             "save_on_each_node is set with a sharded model, whose whole weights rank 0 alone gathers; leave it out; "
             "give an output_dir that all nodes share"
         )
+    if args.auto_find_batch_size and args.hf_deepspeed_config is not None:
+        raise ConfigError(
+            "auto_find_batch_size is set with DeepSpeed, whose engine is built for one batch size and keeps hold of "
+            "the memory of an attempt that failed; set per_device_train_batch_size"
+        )
     if args.auto_find_batch_size and accelerator.num_processes > 1:
         raise ConfigError(
             f"auto_find_batch_size is set on {accelerator.num_processes} processes: one that runs out of "
@@ -40,6 +46,19 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
             "gradient_accumulation_steps for the rest of the batch. On one process it searches"
         )
     return accelerator
+
+
+def complete_configuration(trainer: Any, max_steps: int) -> None:
+    """Give the Accelerator an engine's configuration that is complete: the model and the number of steps are known.
+
+    Raises:
+        ConfigError: the configuration contradicts the arguments, or leaves something open.
+    """
+    args, accelerator = trainer.args, trainer.accelerator
+    resolved = complete_block(
+        args, _resolve_for_model(args, trainer.model), trainer.model, num_steps=max_steps, given_optimizer="torch"
+    )
+    accelerator.resolved, accelerator.config = resolved, resolved.config
 
 
 def _take_num_steps(args: TrainingArguments) -> None:

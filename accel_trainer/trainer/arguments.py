@@ -18,9 +18,9 @@ from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 
 from accel_trainer import logging
 from accel_trainer.errors import ConfigError, did_you_mean
-from accel_trainer.registry import strategy_names
-from accel_trainer.runtime.process import init_process, read_environment
+from accel_trainer.runtime.process import hidden_variable, init_process, read_environment
 from accel_trainer.state import PartialState
+from accel_trainer.trainer.deepspeed_arguments import settle_engine
 from accel_trainer.trainer.fsdp_arguments import build_fsdp_dict, check_num_processes, resolve_arguments
 
 __all__ = ["Seq2SeqTrainingArguments", "TrainingArguments"]
@@ -34,17 +34,20 @@ _DEFAULT_TIMEOUT_SECONDS = 1800
 class TrainingArguments(transformers.TrainingArguments):
     """Upstream's TrainingArguments with the same fields, running on accel_trainer.
 
-    Differences: `fsdp_config` also takes YAML, whole `accelerate config` files and packaged names, and refuses unknown
-    keys; `ddp_timeout` holds on every device; `fsdp` with `use_cpu` shards on the CPU.
+    Differences: `fsdp_config` and `deepspeed` also take YAML, whole `accelerate config` files and packaged names, and
+    refuse unknown keys; `ddp_timeout` holds on every device; `fsdp` and `deepspeed` with `use_cpu` shard on the CPU.
 
     Attributes:
         resolved: every option of the run with the place it came from.
+        hf_deepspeed_config: under DeepSpeed, its configuration as transformers looks it up; else None.
     """
 
     if TYPE_CHECKING:
         accelerator_config: Any
+        deepspeed: Any
         fsdp: Any
         fsdp_config: Any
+        max_grad_norm: float
         gradient_accumulation_steps: int
         torch_compile_backend: str | None
         torch_compile_mode: str | None
@@ -61,7 +64,6 @@ class TrainingArguments(transformers.TrainingArguments):
         """Resolve the configuration, then let upstream derive and check the rest."""
         environ = read_environment()
         self._check_batch_sizes()
-        self._refuse_deepspeed(environ)
         self.accelerator_config = _read_accelerator_config(self.accelerator_config)
         if self.eval_loss_weighting not in ("token", "batch"):
             raise ConfigError(f"eval_loss_weighting={self.eval_loss_weighting!r} is neither 'token' nor 'batch'")
@@ -70,11 +72,12 @@ class TrainingArguments(transformers.TrainingArguments):
             self._explicit_options(), fsdp=self.fsdp, fsdp_config=self.fsdp_config, environ=environ
         )
         self.use_cpu = self.resolved.config.use_cpu
+        self._take_accumulation()
+        settle_engine(self)
         with self._as_upstream_should_see():
             super().__post_init__()
         self.mixed_precision = str(self.resolved.config.mixed_precision)
         self._apply_tf32_default()
-        self._take_accumulation()
         check_num_processes(self.resolved, self.world_size)
 
     def _check_batch_sizes(self) -> None:
@@ -85,16 +88,6 @@ class TrainingArguments(transformers.TrainingArguments):
                     f"{name}={value!r} was given, and it counts samples or steps: use an integer of 1 or more"
                 )
 
-    def _refuse_deepspeed(self, environ: Mapping[str, str]) -> None:
-        asked = "deepspeed=..." if self.deepspeed else None
-        if environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("1", "true", "yes"):
-            asked = asked or "ACCELERATE_USE_DEEPSPEED"
-        if asked is not None:
-            raise ConfigError(
-                f"{asked} asks for DeepSpeed, which this Trainer does not run; its strategies are "
-                f"{', '.join(strategy_names())}. Use fsdp=True to shard parameters and optimizer state"
-            )
-
     def _derive_compile_options(self) -> None:
         if self.torch_compile_mode is not None or self.torch_compile_backend is not None:
             self.torch_compile = True
@@ -104,6 +97,12 @@ class TrainingArguments(transformers.TrainingArguments):
     def _explicit_options(self) -> dict[str, Any]:
         """Return what was given in Python, by dotted path; a field at its default was not given."""
         options: dict[str, Any] = {}
+        if self.deepspeed:
+            if self.fsdp:
+                raise ConfigError(
+                    "fsdp and deepspeed are both set, and each of them would shard the model; leave one of them out"
+                )
+            options |= {"strategy": "deepspeed", "deepspeed": self.deepspeed}
         if self.fp16 or self.bf16:
             options["mixed_precision"] = "fp16" if self.fp16 else "bf16"
         if self.use_cpu:
@@ -131,16 +130,19 @@ class TrainingArguments(transformers.TrainingArguments):
         """Hide what upstream would act on in its own way.
 
         A compile option would be exported as ACCELERATE_DYNAMO_* variables; the configuration carries it. A machine
-        without an accelerator runs on its CPU, which has bf16, as if `use_cpu` had been given.
+        without an accelerator runs on its CPU, which has bf16, as if `use_cpu` had been given. For DeepSpeed it would
+        import accelerate.
         """
         hidden = {
             name: getattr(self, name)
-            for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode", "use_cpu")
+            for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode", "use_cpu", "deepspeed")
         }
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
+        self.deepspeed = None
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         try:
-            yield
+            with hidden_variable("ACCELERATE_USE_DEEPSPEED"):
+                yield
         finally:
             for name, value in hidden.items():
                 setattr(self, name, value)

@@ -1,4 +1,6 @@
-"""Checkpoints of a sharded Trainer, under upstream's file names: written once, loadable by `from_pretrained`.
+"""Checkpoints of a Trainer, under upstream's file names: written once, loadable by `from_pretrained`.
+
+A sharded Trainer writes:
 
     model.safetensors, config.json, ...   always, in Hugging Face's format
     optimizer.bin                         state_dict_type full: the whole state by parameter name, one torch file
@@ -18,10 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.trainer_callback import TrainerState
+from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_pt_utils import reissue_pt_warnings
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 from transformers.utils import logging
 
+from accel_trainer.checkpoint.directory import publish_directory
 from accel_trainer.checkpoint.weights import INDEX_NAME, WEIGHTS_NAME, SafetensorsDirectory
 from accel_trainer.config import StateDictType
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
@@ -35,6 +39,7 @@ __all__ = [
     "load_optimizer",
     "load_scheduler",
     "read_train_batch_size",
+    "save_checkpoint",
     "save_model",
     "save_optimizer",
 ]
@@ -53,6 +58,61 @@ STOCK_SHARDED_MODEL_NAME = "pytorch_model_fsdp_0"
 def _io(trainer: Any) -> CheckpointIO:
     io: CheckpointIO = trainer.accelerator.unit_of(trainer.model).checkpoint_io()
     return io
+
+
+def save_checkpoint(trainer: Any, trial: Any) -> None:
+    """Write the checkpoint of the current step; it appears under its name when every rank has written its part.
+
+    Collective. What it holds, and the order of everything, are those of upstream's `_save_checkpoint`.
+    """
+    args, state = trainer.args, trainer.state
+    if trainer.hp_search_backend is None and trial is None:
+        trainer.store_flos()
+    run_dir = Path(trainer._get_output_dir(trial=trial))
+    target = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    process, each_node = trainer.accelerator.process, args.save_on_each_node
+    # Of an earlier run in this folder, or with what callbacks put there: upstream writes over it.
+    with publish_directory(target, process, step=state.global_step, each_node=each_node, owns_name=True) as staged:
+        directory = os.fspath(staged)
+        trainer.save_model(directory, _internal_call=True)
+        _note_best(trainer, run_dir, target)
+        if not args.save_only_model:
+            trainer._save_optimizer_and_scheduler(directory)
+            trainer._save_scaler(directory)
+            trainer._save_rng_state(directory)
+        if args.should_save:
+            _save_state(trainer, os.path.join(directory, TRAINER_STATE_NAME))
+    if args.push_to_hub:
+        trainer._push_from_checkpoint(str(target))
+    if args.should_save:
+        rotate_checkpoints(
+            output_dir=str(run_dir),
+            save_total_limit=args.save_total_limit,
+            best_model_checkpoint=state.best_model_checkpoint,
+            use_mtime=True,
+        )
+
+
+def _note_best(trainer: Any, run_dir: Path, target: Path) -> None:
+    """Name the best checkpoint in the state, if it is there: this one is about to be."""
+    state = trainer.state
+    strategies = (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST)
+    if trainer.args.save_strategy in strategies and state.best_global_step:
+        best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+        if best == target or best.is_dir():
+            state.best_model_checkpoint = str(best)
+
+
+def _save_state(trainer: Any, path: str) -> None:
+    state = trainer.state
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(callback, ExportableState):
+            name, content = type(callback).__name__, callback.state()
+            if isinstance(state.stateful_callbacks[name], list):
+                state.stateful_callbacks[name].append(content)
+            else:
+                state.stateful_callbacks[name] = content
+    state.save_to_json(path)
 
 
 def save_model(trainer: Any, output_dir: str) -> None:

@@ -22,6 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 from transformers.utils import logging
 
 from accel_trainer.trainer.gathering import Gatherer, to_numpy, trim_rows
+from accel_trainer.trainer.layout import keep_engine
 from accel_trainer.tree import map_leaves
 
 __all__ = ["run_evaluation"]
@@ -111,7 +112,7 @@ def _prepare_model(trainer: Any) -> tuple[nn.Module, float | None]:
     dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16 if args.bf16_full_eval else None
     if dtype is not None and not trainer.is_in_train:
         # Before the layout: a sharded model owns its placement.
-        model = model.to(dtype=dtype) if trainer.is_fsdp_enabled else model.to(dtype=dtype, device=args.device)
+        model = model.to(dtype=dtype) if trainer._is_sharded else model.to(dtype=dtype, device=args.device)
     seconds = None
     if not accelerator._models and model is trainer.model:
         start_time = time.time()
@@ -123,6 +124,11 @@ def _prepare_model(trainer: Any) -> tuple[nn.Module, float | None]:
                 register_fsdp_forward_method(model, "generate")
         if model is not trainer.model:
             trainer.model_wrapped = model
+        if trainer.is_deepspeed_enabled:
+            keep_engine(trainer, model)
+    elif trainer.is_deepspeed_enabled:
+        # During training, too: the engine computes in its own dtype, and puts together what it has partitioned.
+        model = trainer.model_wrapped
     return model, seconds
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 from torch import Tensor, nn
-from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput, RemoveColumnsCollator, TrainOutput
 
@@ -32,6 +31,7 @@ from accel_trainer.trainer.batch_size_search import (
 from accel_trainer.trainer.epoch import EpochRun, run_training_step
 from accel_trainer.trainer.evaluation import run_evaluation
 from accel_trainer.trainer.inputs import ColumnFilter, ShiftingLabelSmoother, check_dataset, load_model, shifts_labels
+from accel_trainer.trainer.layout import lay_out_engine, lay_out_shards
 
 __all__ = ["CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
 
@@ -59,9 +59,12 @@ class CoreTrainerMixin(_Upstream):
         model: Any
         model_wrapped: Any
         optimizer: Any
+        deepspeed: Any
 
     arguments_class: type[TrainingArguments] = TrainingArguments
     _loss_scale_is_settled = False
+    engine_unit: Any = None
+    """Under DeepSpeed: what the model was last laid out as; its engine acts on the model until it is released."""
 
     def __init__(self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any) -> None:
         """Build a Trainer as upstream's; `model` may also be the path or name that `from_pretrained` takes.
@@ -92,8 +95,10 @@ class CoreTrainerMixin(_Upstream):
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=args.eval_use_gather_object
         )
-        self.is_deepspeed_enabled = False
-        self.is_fsdp_enabled = self.accelerator.strategy.capabilities.shards_parameters
+        facts = self.accelerator.strategy.capabilities
+        self._is_sharded = facts.shards_parameters
+        self.is_deepspeed_enabled = facts.distributed_type == "DEEPSPEED"
+        self.is_fsdp_enabled = facts.distributed_type == "FSDP"
 
     def _validate_args(self) -> None:
         check_dataset(self.train_dataset, "train_dataset")
@@ -191,27 +196,22 @@ class CoreTrainerMixin(_Upstream):
         if isinstance(self.optimizer, AcceleratedOptimizer):
             # Of an earlier train(): the unit it belonged to went with the memory that was freed. Its state stays.
             self.optimizer = self.optimizer.optimizer
-        if not self.is_fsdp_enabled:
+        if not self._is_sharded:
             # A second train() begins from the bare model: its wrapper went with the memory that was freed.
             self.model_wrapped = self.model
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self._created_lr_scheduler:
             self.lr_scheduler = None
             self._created_lr_scheduler = False
-        # The optimizer is built from the sharded parameters: nothing has to be re-bound.
-        self.model = self.model_wrapped = self.accelerator.prepare_model(self.model)
-        self.optimizer = self.accelerator.prepare_optimizer(self.create_optimizer(self.model))
-        self.create_scheduler(num_training_steps=max_steps)
-        if hasattr(self.model, "generate"):
-            register_fsdp_forward_method(self.model, "generate")
+        model = lay_out_engine(self, max_steps) if self.is_deepspeed_enabled else lay_out_shards(self, max_steps)
         if resume_from_checkpoint is not None:
-            self._load_from_checkpoint(resume_from_checkpoint, self.model)
+            self._load_from_checkpoint(resume_from_checkpoint, model)
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
             self._load_scaler(resume_from_checkpoint)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
-        return self.model, train_dataloader
+        return model, train_dataloader
 
     def _run_epoch(
         self,
@@ -299,8 +299,15 @@ class CoreTrainerMixin(_Upstream):
         """Search for hyperparameters; see upstream.
 
         Raises:
+            ConfigError: under DeepSpeed, whose engine holds what a trial would have to build anew.
             MissingExtraError: the search runs a loop of transformers that imports accelerate, which is not installed.
         """
+        if self.is_deepspeed_enabled:
+            raise ConfigError(
+                "hyperparameter_search() builds a model and an optimizer for each trial in one process, and "
+                "DeepSpeed's engine keeps hold of those before; start each trial as a job of its own, or search with "
+                "fsdp=True"
+            )
         try:
             return super().hyperparameter_search(*args, **kwargs)
         except ModuleNotFoundError as error:
@@ -313,9 +320,12 @@ class CoreTrainerMixin(_Upstream):
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        checkpointing.save_checkpoint(self, trial)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model so that `from_pretrained` reads it; see upstream. Collective."""
-        if not self.is_fsdp_enabled:
+        if not self._is_sharded:
             super().save_model(output_dir, _internal_call)
             return
         checkpointing.save_model(self, output_dir or self.args.output_dir)
@@ -323,19 +333,19 @@ class CoreTrainerMixin(_Upstream):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.is_fsdp_enabled:
+        if self._is_sharded:
             checkpointing.save_optimizer(self, output_dir)
         else:
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self.is_fsdp_enabled:
+        if self._is_sharded:
             checkpointing.load_model(self, self.model if model is None else model, Path(resume_from_checkpoint))
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        if self.is_fsdp_enabled:
+        if self._is_sharded:
             logger.info("loading the best model from %s", self.state.best_model_checkpoint)
             checkpointing.load_model(self, self.model, Path(self.state.best_model_checkpoint))
         else:
@@ -351,7 +361,7 @@ class CoreTrainerMixin(_Upstream):
                 checkpoint,
             )
             return
-        if os.path.isfile(os.path.join(checkpoint, checkpointing.PLAIN_OPTIMIZER_NAME)) and not self.is_fsdp_enabled:
+        if os.path.isfile(os.path.join(checkpoint, checkpointing.PLAIN_OPTIMIZER_NAME)) and not self._is_sharded:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         checkpointing.load_optimizer(self, Path(checkpoint))

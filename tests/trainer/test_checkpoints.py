@@ -67,11 +67,37 @@ def test_the_files_are_upstreams_and_each_is_written_once(tmp_path, strategy):
     optimizer = {"fsdp": "optimizer.bin", "fsdp_sharded": "optimizer_0"}.get(strategy, "optimizer.pt")
     assert files == {
         "config.json", "generation_config.json", "model.safetensors", "scheduler.pt", "trainer_state.json",
-        "training_args.bin", optimizer, *rng,
+        "training_args.bin", optimizer, *rng, "manifest.json", "COMMITTED",
     }  # fmt: skip
     assert json.loads((tmp_path / "checkpoint-7" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-7").state_dict()
     assert_equal_weights({name: value.numpy() for name, value in loaded.items()}, final["weights"])
+
+
+def failing(output_dir: str, strategy: str) -> None:
+    trainer = build_trainer(output_dir, strategy=strategy, save_strategy="steps", save_steps=2)
+    if trainer.args.process_index == 1:
+        trainer._save_rng_state = fail
+    trainer.train()
+
+
+def fail(directory: str) -> None:
+    raise OSError("no space left for the random streams")
+
+
+@pytest.mark.multirank
+def test_a_checkpoint_appears_when_every_rank_has_written_its_part(tmp_path):
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "of_an_earlier_run.txt").touch()
+
+    with pytest.raises(RankFailure, match="no space left for the random streams") as failure:
+        on_ranks("ddp", failing, str(tmp_path))
+
+    assert len(failure.value.failures) == 2
+    assert os.listdir(tmp_path) == ["checkpoint-2"]
+    assert os.listdir(tmp_path / "checkpoint-2") == ["of_an_earlier_run.txt"]
+    train(tmp_path, strategy="single", save_strategy="steps", save_steps=2)
+    assert "of_an_earlier_run.txt" not in os.listdir(tmp_path / "checkpoint-2")
 
 
 def saved_model(output_dir: str, strategy: str) -> None:

@@ -154,13 +154,6 @@ def test_saving_a_sharded_model_on_each_node(tmp_path):
         run_ranks(fsdp_run, 2, str(tmp_path), {"fsdp": True, "save_on_each_node": True})
 
 
-def test_deepspeed_is_named(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"asks for DeepSpeed, which this Trainer does not run; its strategies are ddp"
-    ):
-        arguments(tmp_path, deepspeed={"zero_optimization": {"stage": 2}})
-
-
 def test_prediction_that_is_no_tensor(tmp_path):
     class Odd(torch.nn.Module):
         def __init__(self) -> None:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXCUSED = {
     "Trainer": {
         "train": "our train() hides auto_find_batch_size; without it find_executable_batch_size only binds arguments",
-        "_hp_search_setup": "names them under is_deepspeed_enabled only, which is always false here",
+        "_hp_search_setup": "only under is_deepspeed_enabled, for which our hyperparameter_search() refuses",
         "_load_from_checkpoint": "our override calls it for one process and DDP only",
         "_load_best_model": "our override calls it for one process and DDP only",
         "_load_optimizer_and_scheduler": "our override calls it for one process and DDP only",
@@ -32,7 +32,7 @@ EXCUSED = {
     },
     "Seq2SeqTrainer": {},
     "TrainingArguments": {
-        "__post_init__": "our override refuses DeepSpeed before, and builds the AcceleratorConfig itself",
+        "__post_init__": "our override hides DeepSpeed from it, and builds the AcceleratorConfig itself",
         "to_dict": "our override turns an AcceleratorConfig into a dict",
         "_apply_legacy_fsdp_to_config": "called by upstream's _process_fsdp_args only, which we replace",
     },

@@ -1,0 +1,168 @@
+"""`deepspeed` of TrainingArguments: one resolved configuration, and the object in which transformers looks it up.
+
+transformers asks for that object wherever a model is built or loaded (`deepspeed.zero.Init`), and holds it by a weak
+reference: while the arguments live, models are built in pieces, and no longer than that.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.integrations.deepspeed import set_hf_deepspeed_config
+
+from accel_trainer import logging
+from accel_trainer.config import Resolved
+from accel_trainer.registry import load_arguments_adapter
+from accel_trainer.runtime.process import current_process
+
+if TYPE_CHECKING:
+    from accel_trainer.trainer.arguments import TrainingArguments
+
+__all__ = ["EngineQuery", "complete_block", "settle_engine"]
+
+logger = logging.get_logger(__name__)
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}
+_NUMBERS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_grad_norm",
+    "learning_rate",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "weight_decay",
+)
+
+
+class EngineQuery:
+    """A DeepSpeed configuration in the form in which transformers asks about it.
+
+    Attributes:
+        config: the configuration, without any "auto".
+        mismatches: empty; conflicts have been refused.
+    """
+
+    def __init__(self, config: Mapping[str, Any], precision: str) -> None:
+        self.config = copy.deepcopy(dict(config))
+        self.mismatches: list[str] = []
+        self._dtype = _DTYPES[precision]
+
+    def dtype(self) -> torch.dtype:
+        """Return the dtype that the engine computes in, and wants floating-point inputs in."""
+        return self._dtype
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """Return the section of a dotted key, None if there is none, and the key's last part."""
+        *sections, name = ds_key_long.split(".")
+        node: Any = self.config
+        for section in sections:
+            node = node.get(section) if isinstance(node, dict) else None
+        return (node if isinstance(node, dict) else None), name
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return the value of a dotted key."""
+        node, name = self.find_config_node(ds_key_long)
+        return default if node is None else node.get(name, default)
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Whether the value is there, and true."""
+        return bool(self.get_value(ds_key_long))
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Whether the value is there, and false."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not value
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether the value is left open; none is."""
+        return self.get_value(ds_key_long) == "auto"
+
+    def is_zero2(self) -> bool:
+        """Whether gradients are sharded, and parameters are not."""
+        return bool(self.get_value("zero_optimization.stage", 0) == 2)
+
+    def is_zero3(self) -> bool:
+        """Whether parameters are sharded."""
+        return bool(self.get_value("zero_optimization.stage", 0) == 3)
+
+    def is_offload(self) -> bool:
+        """Whether optimizer state or parameters live outside of the device."""
+        keys = ("offload_optimizer", "offload_param")
+        return any(self.get_value(f"zero_optimization.{key}.device", "none") != "none" for key in keys)
+
+
+def settle_engine(args: TrainingArguments) -> None:
+    """Resolve the engine's configuration against the arguments, and bring the engine up. Collective.
+
+    A number of the configuration goes into an argument that was left at its default. Nothing happens under a strategy
+    without a configuration of its own.
+
+    Raises:
+        ConfigError: all conflicts of the configuration with the arguments, and all else that is wrong with it.
+        MissingExtraError: the engine is not installed.
+    """
+    adapter = load_arguments_adapter(args.resolved.config.strategy)
+    args.hf_deepspeed_config = None
+    if adapter is None:
+        return
+    assert args.device is not None  # joins the job
+    engine = adapter.resolve_arguments(args.resolved, _given(args), current_process())
+    _take_numbers(args, engine)
+    adapter.start_engine(current_process(), engine)
+    # The arguments hold it: transformers does not.
+    args.hf_deepspeed_config = EngineQuery(engine.data, engine.precision)
+    if engine.stage < 3 or engine.builds_in_pieces:
+        set_hf_deepspeed_config(args.hf_deepspeed_config)
+
+
+def _given(args: TrainingArguments) -> dict[str, tuple[Any, bool]]:
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    return {name: (getattr(args, name), getattr(args, name) == defaults[name]) for name in _NUMBERS}
+
+
+def _take_numbers(args: TrainingArguments, engine: Any) -> None:
+    """Give arguments that were left at their default the numbers of the configuration: one truth for both."""
+    params = engine.value("optimizer.params", {})
+    numbers = {
+        "per_device_train_batch_size": engine.micro_batch_size,
+        "gradient_accumulation_steps": engine.accumulation_steps,
+        "max_grad_norm": engine.gradient_clipping,
+        "learning_rate": params.get("lr"),
+        "adam_epsilon": params.get("eps"),
+        "weight_decay": params.get("weight_decay"),
+    }
+    numbers["adam_beta1"], numbers["adam_beta2"] = params.get("betas") or (None, None)
+    taken = {name: value for name, value in numbers.items() if value is not None and value != getattr(args, name)}
+    for name, value in taken.items():
+        setattr(args, name, value)
+    if taken:
+        shown = ", ".join(f"{name}={value}" for name, value in taken.items())
+        logger.info("taken from the DeepSpeed configuration: %s", shown)
+
+
+def complete_block(
+    args: TrainingArguments, resolved: Resolved, model: Any, *, num_steps: int | None = None, **given: str
+) -> Resolved:
+    """Return the configuration of the run with an engine's own configuration complete in it.
+
+    Args:
+        model: whose sizes the configuration may follow.
+        num_steps: updates of the training; None leaves out what follows from it, which evaluation does not need.
+        given: `given_optimizer` and `given_scheduler`: "torch", or "dummy" for those that the configuration describes.
+
+    Raises:
+        ConfigError: it contradicts the arguments, or nothing tells a value that it leaves open.
+    """
+    adapter = load_arguments_adapter(resolved.config.strategy)
+    if adapter is None:
+        return resolved
+    warmup = None if num_steps is None else args.get_warmup_steps(num_steps)
+    engine = adapter.resolve_arguments(
+        resolved, _given(args), current_process(), model=model, num_steps=num_steps, num_warmup_steps=warmup, **given
+    )
+    return dataclasses.replace(resolved, config=dataclasses.replace(resolved.config, deepspeed=engine.data))

@@ -1,0 +1,227 @@
+"""The Trainer under DeepSpeed: the numbers of one process, exact resumes, and arguments that agree with its file."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from accel_trainer.errors import ConfigError, MissingExtraError
+from tests.ranks import preload, run_ranks
+from tests.trainer_jobs import arguments, build_model, build_trainer, summary
+
+pytest.importorskip("deepspeed")
+preload("deepspeed")
+
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+}
+# Small enough that parameters of the tiny models are partitioned, too.
+STAGE_3 = {**AUTO, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+STAGE_2 = {**AUTO, "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
+# 13 batches of a rank, windows of 2: 7 updates an epoch, the last of one batch. An update of 8 rows, or 4.
+RUN: dict[str, Any] = {
+    "samples": 52, "num_train_epochs": 2, "gradient_accumulation_steps": 2, "eval_strategy": "epoch",
+    "save_strategy": "steps", "save_steps": 3,
+}  # fmt: skip
+
+
+def everything(output_dir: str, batch_size: int, **options: Any) -> dict[str, Any]:
+    """Evaluate, train, predict, train on, save; return what came out."""
+    trainer = build_trainer(output_dir, per_device_train_batch_size=batch_size, **RUN, **options)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    result = {"before": before, **summary(trainer)}
+    result["predictions"] = trainer.predict(trainer.eval_dataset).predictions
+    trainer.save_model(str(Path(output_dir, "model")))
+    trainer.args.save_strategy = "no"
+    trainer.train()
+    return {**result, "second": summary(trainer)["losses"], "modules": sorted(sys.modules)}
+
+
+def resumed(output_dir: str, batch_size: int, **options: Any) -> dict[str, Any]:
+    trainer = build_trainer(Path(output_dir, "again"), per_device_train_batch_size=batch_size, **RUN, **options)
+    trainer.train(resume_from_checkpoint=str(Path(output_dir, "checkpoint-6")))
+    return summary(trainer)
+
+
+def both(output_dir: str, **options: Any) -> dict[str, Any]:
+    whole = everything(output_dir, 2, **options)
+    gc.collect()
+    return {**whole, "resumed": resumed(output_dir, 2, **options)}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return everything(str(tmp_path_factory.mktemp("alone")), 4)
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_numbers_are_those_of_one_process_and_a_resume_is_exact(tmp_path, alone, stage):
+    if stage == 2:
+        results = run_ranks(both, 2, str(tmp_path), deepspeed=STAGE_2, timeout=250)
+    else:
+        # As accelerate's launcher hands it over.
+        path = tmp_path / "zero3.json"
+        path.write_text(json.dumps(STAGE_3))
+        environ = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
+        results = run_ranks(both, 2, str(tmp_path), env=environ, timeout=250)
+
+    for result in results:
+        for name in ("losses", "grad_norms", "eval_losses", "before", "second", "train_loss"):
+            np.testing.assert_allclose(result[name], alone[name], rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(result["predictions"], alone["predictions"], rtol=1e-4, atol=1e-5)
+        assert result["resumed"]["losses"] == result["losses"]
+        assert not [name for name in result["modules"] if name.split(".")[0] == "accelerate"]
+    for name, values in results[0]["weights"].items():
+        np.testing.assert_allclose(values, alone["weights"][name], rtol=1e-4, atol=1e-6, err_msg=name)
+        np.testing.assert_array_equal(values, results[0]["resumed"]["weights"][name], err_msg=name)
+    assert_is_loadable(tmp_path / "model", results[0]["predictions"].shape)
+
+
+def assert_is_loadable(path: Path, shape: tuple[int, ...]) -> None:
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(path)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in build_model().parameters())
+    assert shape[-1] == model.config.vocab_size
+
+
+def arguments_of(output_dir: str, sources: list[Any], **changes: Any) -> list[Any]:
+    """Return the engine's configuration, and the arguments, that each source leads to."""
+    import transformers
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    found = []
+    for source in sources:
+        args = arguments(output_dir, **{"deepspeed": source, **changes})
+        model = transformers.AutoModelForCausalLM.from_config(build_model().config)
+        found.append(
+            {
+                "config": args.hf_deepspeed_config.config,
+                "field": args.deepspeed == source,
+                "partitioned": hasattr(next(model.parameters()), "ds_id"),
+                "numbers": (args.per_device_train_batch_size, args.gradient_accumulation_steps, args.max_grad_norm),
+                "learning_rate": args.learning_rate,
+                "environ": os.environ.get("ACCELERATE_USE_DEEPSPEED"),
+            }
+        )
+        del args, model
+        gc.collect()
+        found[-1]["left"] = is_deepspeed_zero3_enabled()
+        later = build_model()
+        found[-1]["later"] = hasattr(next(later.parameters()), "ds_id")
+    return found
+
+
+@pytest.mark.multirank
+def test_a_configuration_comes_from_anywhere_and_models_are_built_in_pieces_while_it_lives(tmp_path):
+    content = {**STAGE_3, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(content))
+    yaml = tmp_path / "accelerate.yaml"
+    yaml.write_text(
+        f"distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: {path}\n  zero3_init_flag: false\n"
+    )
+    plain = tmp_path / "ds.yaml"
+    plain.write_text("zero_optimization: {stage: 3}\ntrain_micro_batch_size_per_gpu: 2\ngradient_clipping: 0.5\n")
+    sources = [content, str(path), path, json.dumps(content), str(plain), str(yaml)]
+
+    found = run_ranks(arguments_of, 1, str(tmp_path), sources, per_device_train_batch_size=8, timeout=100)[0]
+
+    for result, source in zip(found, sources, strict=True):
+        assert result["config"]["zero_optimization"]["stage"] == 3
+        assert result["config"]["train_batch_size"] == 2
+        assert result["numbers"] == (2, 1, 0.5)
+        assert result["field"]
+        assert result["partitioned"] == (source != str(yaml))
+        assert (result["left"], result["later"]) == (False, False)
+
+
+@pytest.mark.multirank
+def test_the_launchers_variables_are_hidden_from_upstream_and_back_afterwards(tmp_path):
+    environ = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+
+    found = run_ranks(arguments_of, 1, str(tmp_path), [None], env=environ, timeout=100)[0][0]
+
+    assert found["config"]["zero_optimization"]["stage"] == 2
+    assert found["environ"] == "true"
+    assert not found["partitioned"]
+
+
+def test_all_conflicts_with_the_arguments_are_named_at_once(tmp_path):
+    block = {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
+        "zero_optimization": {"stage": 2, "stag": 1},
+    }
+
+    with pytest.raises(ConfigError) as caught:
+        arguments(
+            tmp_path, deepspeed=block, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_grad_norm=2.0,
+            adam_beta2=0.9,
+        )  # fmt: skip
+
+    message = str(caught.value)
+    said = "(TrainingArguments(deepspeed=...))"
+    for line in (
+        f"train_micro_batch_size_per_gpu {said} is 8, and TrainingArguments(per_device_train_batch_size=...) says 4",
+        f"gradient_clipping {said} is 0.1, and TrainingArguments(max_grad_norm=...) says 2.0",
+        f"optimizer.params.lr {said} is 0.001, and TrainingArguments(learning_rate=...) says 0.01",
+        f"optimizer.params.betas {said} is [0.9, 0.95], and TrainingArguments(adam_beta1=..., adam_beta2=...) says",
+        "unknown key 'zero_optimization.stag'",
+    ):
+        assert line in message, message
+    assert "gradient_accumulation_steps" in message
+
+
+def test_a_process_without_a_launcher_is_told_how_to_start(tmp_path):
+    with pytest.raises(ConfigError, match="in a process that no launcher started"):
+        arguments(tmp_path, deepspeed=STAGE_2)
+
+
+def test_without_deepspeed_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("accel_trainer.integrations.deepspeed_runtime.importlib.util.find_spec", lambda name: None)
+
+    with pytest.raises(MissingExtraError, match=r"pip install 'accel-trainer\[deepspeed\]'"):
+        arguments(tmp_path, deepspeed=STAGE_2)
+
+
+def test_fsdp_and_deepspeed_exclude_each_other(tmp_path):
+    with pytest.raises(ConfigError, match="fsdp and deepspeed are both set"):
+        arguments(tmp_path, deepspeed=STAGE_2, fsdp=True)
+
+
+def refusals(output_dir: str) -> list[str]:
+    messages = []
+    for call in (
+        lambda: build_trainer(output_dir, deepspeed=STAGE_2, auto_find_batch_size=True),
+        lambda: build_trainer(output_dir, deepspeed=STAGE_2).hyperparameter_search(),
+    ):
+        try:
+            call()
+        except ConfigError as error:
+            messages.append(str(error))
+    return messages
+
+
+@pytest.mark.multirank
+def test_what_an_engine_cannot_do_is_refused(tmp_path):
+    search, trials = run_ranks(refusals, 1, str(tmp_path), timeout=100)[0]
+
+    assert "auto_find_batch_size is set with DeepSpeed, whose engine is built for one batch size" in search
+    assert "hyperparameter_search() builds a model and an optimizer for each trial" in trials
