@@ -350,3 +350,18 @@ def test_a_skipped_step_is_reported_and_not_scheduled():
     assert seen == [(False, False, 1), (True, True, 1), (False, False, 2)]
     assert scheduler.get_last_lr() == [pytest.approx(0.1 / 3)]
     assert accelerator.scaler.get_scale() == 512.0
+
+
+def test_gradients_are_unscaled_on_request_for_one_optimizer_or_all():
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = Scaler("cpu", init_scale=1024.0)
+    model, reference = Net(), Net()
+    reference(batch()).backward()
+    model, weight, _bias = accelerator.prepare(model, *weight_and_bias(model))
+    accelerator.backward(model(batch()))
+    expected = [p.grad for p in reference.parameters()]
+    accelerator.unscale_gradients(weight)
+    torch.testing.assert_close(model.layer.weight.grad, expected[0])
+    torch.testing.assert_close(model.layer.bias.grad, expected[1] * 1024)
+    accelerator.unscale_gradients()
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected)
