@@ -178,9 +178,10 @@ def read_block(
     reader = _Reader(folder)
     result = reader.read(block)
     for path in list(_paths(result.data, "")):
-        origin = next((place for name, place in (places or {}).items() if _speaks_of(name, path)), None)
-        if origin is not None:
-            result.origins.setdefault(path, origin)
+        named = [name for name in places or {} if _speaks_of(name, path)]
+        if named and places:
+            nearest = max(named, key=lambda name: len(FIELDS.get(name, name)))
+            result.origins.setdefault(path, places[nearest])
     if reader.problems:
         raise FileProblemsError(reader.problems, "the DeepSpeed block")
     return result

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from accel_trainer.config.deepspeed_block import get_value as get_key
+from accel_trainer.config.deepspeed_block import leaf_paths, read_block
 from accel_trainer.config.deepspeed_levels import agree, block_sources, merge_settings, put_block, put_key
 from accel_trainer.config.environment import read_environment_layer, read_launch_variable
 from accel_trainer.config.files import FileConfig, read_file
@@ -36,6 +38,9 @@ _FLAGS = {
 
 _BLOCK = "deepspeed."
 """Beginning of the path of a single key of the DeepSpeed block: `deepspeed.zero_optimization.stage`."""
+
+_WITHOUT_BLOCK = ("auto", "single", "ddp", "fsdp2")
+"""Our strategies that have no use for the block; what a registered one does with it is its own."""
 
 _DEFAULT = Source(SourceKind.DEFAULT, "default")
 
@@ -78,6 +83,23 @@ class Resolved:
         """Return where each key of the DeepSpeed block came from, for messages."""
         named = ((path, source) for path, source in self.sources.items() if path.startswith(_BLOCK))
         return {path.removeprefix(_BLOCK): source.where for path, source in named}
+
+    def explain_block(self) -> list[tuple[str, Any, Source]]:
+        """Return (dotted path, value, source) of every value of the DeepSpeed configuration, its file's too.
+
+        Raises:
+            ConfigError: the file has changed since, and cannot be read.
+        """
+        if not self.config.deepspeed:
+            return []
+        block = read_block(self.config.deepspeed, places=self.block_places())
+        whole = self.sources["deepspeed"]
+        rows = []
+        for key in leaf_paths({**block.data, **block.launch}):
+            where = block.origins.get(key) or self.block_places().get(key)
+            source = Source(whole.kind, where) if where else whole
+            rows.append((f"{_BLOCK}{key}", get_key({**block.data, **block.launch}, key), source))
+        return rows
 
     def explain(self) -> list[tuple[str, Any, Source]]:
         """Return (dotted path, value, source) of every option, in the order of the tree."""
@@ -145,6 +167,9 @@ def resolve(
     if problems:
         raise ConfigError(problem_report(problems, "the configuration"))
     notes.extend(unused_notes(config, settings.keys(), resolved.describe))
+    if "deepspeed" in settings and config.strategy in _WITHOUT_BLOCK:
+        where = settings["deepspeed"].source.where
+        notes.append(f"the DeepSpeed configuration (from {where}) is not used: {resolved.describe('strategy')}")
     return dataclasses.replace(resolved, notes=tuple(notes))
 
 

@@ -40,7 +40,8 @@ def explain(options: Options, environ: Mapping[str, str]) -> str:
     resolved, _ = resolve_options(options, environ)
     rows = [
         ("option", "value", "from"),
-        *((path, _text(value), source.where) for path, value, source in resolved.explain()),
+        *((path, _text(value), source.where) for path, value, source in resolved.explain() if path != "deepspeed"),
+        *((path, _text(value), source.where) for path, value, source in resolved.explain_block()),
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"{path:<{widths[0]}}  {value:<{widths[1]}}  {where}" for path, value, where in rows]
