@@ -101,9 +101,12 @@ class Publication:
             DiskFullError: there is no room.
             ProcessGroupError: another rank failed.
         """
-        fault_point("save.begin", self.step)
-        needs = gather_votes(self.process, self._section, None, self._need_bytes)
         error: BaseException | None = None
+        try:
+            fault_point("save.begin", self.step)
+        except Exception as raised:
+            error = raised
+        needs = gather_votes(self.process, self._section, error, self._need_bytes)
         name = f".tmp-{self.target.name}-{uuid.uuid4().hex[:8]}"
         try:
             if self.commits:
@@ -120,7 +123,10 @@ class Publication:
         self.staged = StagedDirectory(
             path, self.step, commits=self.commits, deferred=self._deferred, ranks=self._ranks()
         )
-        fault_point("save.tmp_made", self.step)
+        try:
+            fault_point("save.tmp_made", self.step)
+        except Exception as raised:
+            self._error = raised
         return self.staged
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
