@@ -509,6 +509,25 @@ def test_a_bad_configuration_is_refused_with_these_words(block, facts, expected)
 
 
 @needs_deepspeed
+@pytest.mark.parametrize("name", [*(name for name in packaged_names() if name.startswith("zero")), "all auto"])
+def test_deepspeed_reads_what_was_resolved(name):
+    from accel_trainer.integrations.deepspeed_runtime import import_deepspeed
+
+    import_deepspeed()
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    facts = dataclasses.replace(FULL, world_size=1)
+    config = resolve_engine_config(ALL_AUTO if name == "all auto" else read_deepspeed(name), facts=facts)
+    seen = DeepSpeedConfig(config.data)
+    assert (seen.train_micro_batch_size_per_gpu, seen.gradient_accumulation_steps, seen.train_batch_size) == (4, 2, 8)
+    assert (seen.gradient_clipping, seen.zero_optimization_stage) == (0.5, config.stage)
+    assert (seen.bfloat16_config.enabled, seen.float16_config.enabled) == (True, False)
+    offload = seen.zero_config.offload_optimizer
+    assert (offload.device if offload else "none") == config.offload_optimizer
+    assert seen.optimizer_name == ("adamw" if config.has_optimizer else None)
+
+
+@needs_deepspeed
 def test_values_are_asked_of_deepspeeds_own_models():
     facts = Facts(world_size=1, micro_batch_size=Fact(1, "x"), origins={"zero_optimization.reduce_bucket_size": "d:3"})
     zero = {"stage": 3, "reduce_bucket_size": -1, "overlap_comm": "maybe"}
