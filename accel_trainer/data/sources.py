@@ -22,6 +22,7 @@ from accel_trainer.data.stream import set_dataset_epoch
 from accel_trainer.errors import IncompatibleCheckpointError, ProcessGroupError
 from accel_trainer.runtime.collectives import scatter_objects
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.rng import stream_of
 
 __all__ = ["DispatchSource", "IndexSource", "ReadingSource", "Source"]
 
@@ -230,7 +231,7 @@ class IndexSource:
     def _begin(self, loader: Any, progress: Pass) -> Iterator[Any]:
         if loader.num_workers > 0:
             # Workers derive their streams from one draw of this generator: augmentation differs per shard and worker.
-            shard = self.sampler.process_index or 0
+            shard = stream_of(self.sampler.process_index or 0)
             loader.generator = torch.Generator().manual_seed(mix_seed(self._seed, progress.epoch, shard))
         return loader.native_iterator()
 

@@ -18,6 +18,7 @@ from accel_trainer.data.stream import OwnShards, SlicedStream, Step, keeps_own_s
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.runtime.collectives import broadcast_object, exchange_integers
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.rng import stream_of
 
 __all__ = ["ShardSource", "SliceSource"]
 
@@ -159,7 +160,8 @@ class _StreamSource:
     def _begin(self, progress: Pass, shard: int) -> Iterator[Any]:
         self._stream.begin_epoch(progress.epoch)
         if self._reader.num_workers > 0:
-            self._reader.generator = torch.Generator().manual_seed(mix_seed(self._seed, progress.epoch, shard))
+            seed = mix_seed(self._seed, progress.epoch, stream_of(shard))
+            self._reader.generator = torch.Generator().manual_seed(seed)
         return iter(self._reader)
 
 
