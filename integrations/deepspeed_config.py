@@ -76,7 +76,8 @@ class EngineConfig:
     @property
     def leaf_classes(self) -> tuple[str, ...]:
         """Class names of the modules whose parameters are gathered together (mixtures of experts)."""
-        return tuple(self.value("zero_optimization.leaf_module.classes", ()))
+        classes = self.value("zero_optimization.leaf_module.classes", ())
+        return (classes,) if isinstance(classes, str) else tuple(classes)
 
     @property
     def has_optimizer(self) -> bool:

@@ -257,7 +257,7 @@ class RunConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     """Starting processes."""
     deepspeed: Mapping[str, Any] = field(default_factory=FrozenDict)
-    """The DeepSpeed block of the configuration file, kept as written."""
+    """DeepSpeed: its own sections, fields such as `zero_stage`, or the name of a file or a packaged configuration."""
 
     def __post_init__(self) -> None:
         # A caller's dict would make the tree mutable, and a mappingproxy could not be pickled.

@@ -301,6 +301,9 @@ def test_leaf_classes_come_from_either_spelling():
         {"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["A", "B"]}}},
     ):
         assert resolve_engine_config(block, facts=NATIVE).leaf_classes == ("A", "B")
+    single = {"zero_optimization": {"stage": 3, "leaf_module": {"classes": "Moe"}}}
+    assert resolve_engine_config(single, facts=NATIVE).leaf_classes == ("Moe",)
+    assert resolve_engine_config({}, facts=NATIVE).leaf_classes == ()
 
 
 class Config(SimpleNamespace):
