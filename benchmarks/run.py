@@ -17,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import data_loading
 import native_step
 import startup
 import torch
@@ -44,15 +45,17 @@ def _trainer(rounds: int) -> list[Row]:
     return _rows_of([sys.executable, str(HERE / "trainer_step.py"), str(rounds)], environ)
 
 
-def _fsdp2(rounds: int) -> list[Row]:
+def _two_processes(script: str, rounds: int) -> list[Row]:
     launcher = [sys.executable, "-m", "accel_trainer", "launch", "--cpu", "--num_processes", "2"]
-    return _rows_of([*launcher, str(HERE / "fsdp2_step.py"), str(rounds)], dict(os.environ))
+    return _rows_of([*launcher, str(HERE / script), str(rounds)], dict(os.environ))
 
 
 BENCHMARKS = {
     "native": native_step.measure,
     "trainer": _trainer,
-    "fsdp2": _fsdp2,
+    "fsdp2": lambda rounds: _two_processes("fsdp2_step.py", rounds),
+    "data": data_loading.measure,
+    "gather": lambda rounds: _two_processes("gathering.py", rounds),
     "startup": lambda rounds: startup.measure(rounds, PEER if PEER.is_dir() else None),
 }
 

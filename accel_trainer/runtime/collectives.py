@@ -25,7 +25,16 @@ from accel_trainer.runtime.structures import (
     recursively_apply,
     send_to_device,
 )
-from accel_trainer.runtime.wire import CARRIED, all_gather, as_carried, carries_cpu, gather_tensor, map_tensors, to_wire
+from accel_trainer.runtime.wire import (
+    CARRIED,
+    all_gather,
+    as_carried,
+    carries_cpu,
+    gather_tensors,
+    map_tensors,
+    tensors_of,
+    to_wire,
+)
 from accel_trainer.tree import leaves
 
 __all__ = [
@@ -92,7 +101,8 @@ def gather(
         return gather_unequal(data, process, pad_index=pad_index)
     if debug:
         agree("gather", describe(data), process, way_out=RAGGED_WAY_OUT)
-    return map_tensors("gather", lambda tensor: gather_tensor(tensor, process), data)
+    gathered = iter(gather_tensors(tensors_of("gather", data), process))
+    return map_tensors("gather", lambda _: next(gathered), data)
 
 
 def gather_object(data: Any, process: ProcessContext) -> list[Any]:

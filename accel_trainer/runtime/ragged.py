@@ -11,9 +11,7 @@ from torch import Tensor
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.agreement import RAGGED_WAY_OUT, agree, describe_rows
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.structures import is_tensor
-from accel_trainer.runtime.wire import gather_tensor, map_tensors
-from accel_trainer.tree import leaves
+from accel_trainer.runtime.wire import gather_tensor, map_tensors, tensors_of
 
 __all__ = ["check_ragged", "gather_ragged", "gather_rows", "gather_unequal"]
 
@@ -67,7 +65,7 @@ def gather_unequal(data: Any, process: ProcessContext, *, pad_index: float | Non
         ConfigError: a leaf is no tensor, or an integer dtype cannot hold `pad_index`.
         ProcessGroupError: the ranks' tensors differ in number, dtype or number of dimensions.
     """
-    tensors = [leaf for leaf in leaves(data, is_leaf=is_tensor) if is_tensor(leaf)]
+    tensors = tensors_of("gather", data)
     for tensor in tensors:
         _check_fits(pad_index or 0, tensor.dtype)
     mine = [tuple(tensor.shape) or (1,) for tensor in tensors]
@@ -84,7 +82,7 @@ def gather_rows(data: Any, process: ProcessContext) -> Any:
         ConfigError: a leaf is no tensor.
         ProcessGroupError: the ranks' tensors differ in number, dtype or another dimension.
     """
-    tensors = [leaf for leaf in leaves(data, is_leaf=is_tensor) if is_tensor(leaf)]
+    tensors = tensors_of("gather", data)
     mine = [tuple(tensor.shape) or (1,) for tensor in tensors]
     tails = [f"has rows of {shape[1:]} and {tensor.dtype}" for tensor, shape in zip(tensors, mine, strict=True)]
     shapes = iter(zip(*agree("gather", tails, process, value=mine, way_out=RAGGED_WAY_OUT), strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,19 @@ from torch import Tensor
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.structures import is_tensor
-from accel_trainer.tree import map_leaves
+from accel_trainer.tree import leaves, map_leaves
 
-__all__ = ["CARRIED", "all_gather", "as_carried", "carries_cpu", "gather_tensor", "map_tensors", "to_wire"]
+__all__ = [
+    "CARRIED",
+    "all_gather",
+    "as_carried",
+    "carries_cpu",
+    "gather_tensor",
+    "gather_tensors",
+    "map_tensors",
+    "tensors_of",
+    "to_wire",
+]
 
 # torch 2.13 renamed it; the old name warns there, the new one is missing before.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -47,14 +57,32 @@ def map_tensors(name: str, function: Callable[[Tensor], Tensor], data: Any) -> A
     def apply(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return function(leaf)
-        if leaf is None:
-            return None
+        return _check_none(name, leaf)
+
+    return map_leaves(apply, data, is_leaf=is_tensor)
+
+
+def tensors_of(name: str, data: Any) -> list[Tensor]:
+    """Return the tensors of a nesting.
+
+    Raises:
+        ConfigError: a leaf is neither a tensor nor None.
+    """
+    found = []
+    for leaf in leaves(data, is_leaf=is_tensor):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        else:
+            _check_none(name, leaf)
+    return found
+
+
+def _check_none(name: str, leaf: Any) -> None:
+    if leaf is not None:
         raise ConfigError(
             f"{name} takes tensors and nestings of tensors, and got a {type(leaf).__name__}; "
             "use gather_object or broadcast_object_list for other values"
         )
-
-    return map_leaves(apply, data, is_leaf=is_tensor)
 
 
 def to_wire(tensor: Tensor, process: ProcessContext) -> Tensor:
@@ -77,11 +105,22 @@ def as_carried(tensor: Tensor) -> Tensor:
 
 def gather_tensor(tensor: Tensor, process: ProcessContext) -> Tensor:
     """Concatenate a tensor over the ranks; a 0-d one counts as one of shape (1,). Collective, of equal shapes."""
-    if tensor.ndim == 0:
-        tensor = tensor[None]
+    return gather_tensors([tensor], process)[0]
+
+
+def gather_tensors(tensors: Sequence[Tensor], process: ProcessContext) -> list[Tensor]:
+    """Concatenate each tensor over the ranks, all of them under way at once. Collective, of equal shapes."""
+    tensors = [tensor if tensor.ndim else tensor[None] for tensor in tensors]
     if not process.is_distributed:
-        return tensor
-    wire = to_wire(tensor, process)
-    out = wire.new_empty((process.world_size * wire.shape[0], *wire.shape[1:]))
-    all_gather(as_carried(out), as_carried(wire))
-    return out if out.device == tensor.device else out.to(tensor.device)
+        return tensors
+    under_way = []
+    for tensor in tensors:
+        wire = to_wire(tensor, process)
+        out = wire.new_empty((process.world_size * wire.shape[0], *wire.shape[1:]))
+        under_way.append((out, wire, all_gather(as_carried(out), as_carried(wire), async_op=True)))
+    for _, _, work in under_way:
+        work.wait()
+    return [
+        out if out.device == tensor.device else out.to(tensor.device)
+        for (out, _, _), tensor in zip(under_way, tensors, strict=True)
+    ]
