@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accel_trainer.config import fsdp_dialect
+from accel_trainer.config.deepspeed_block import is_whole, named_file
 from accel_trainer.config.deepspeed_levels import check_fields, put_document_block
 from accel_trainer.config.document import Document, Key, Node
 from accel_trainer.config.fsdp_dialect import is_neutral
@@ -221,12 +222,16 @@ class _Reader:
         if item is None or not block:
             return
         if kind == "DEEPSPEED":
-            by_name = {key.name: (key, node) for key, node in block.items()}
-            steps = by_name.get("gradient_accumulation_steps")
-            has_file = "deepspeed_config_file" in by_name
-            if steps is not None and not has_file and str(steps[1].value).lower() not in ("auto", "none"):
-                self.put("accumulation.num_steps", steps[0], steps[1].plain(), steps[1].text, "deepspeed_config")
-                block = {key: node for key, node in block.items() if key is not steps[0]}
+            block = dict(block)
+            plain = {key.name: node.plain() for key, node in block.items()}
+            steps = next((key for key in block if key.name == "gradient_accumulation_steps"), None)
+            has_file = named_file(plain) is not None
+            if steps is not None and not has_file and str(plain[steps.name]).lower() not in ("auto", "none"):
+                node = block.pop(steps)
+                self.put("accumulation.num_steps", steps, node.plain(), node.text, "deepspeed_config")
+            has_stage = any(plain.get(name) is not None for name in ("zero_stage", "zero_optimization"))
+            if is_whole(plain) and not has_file and not has_stage:
+                block[Key("zero_stage", item[0].line)] = Node(2, item[0].line)  # accelerate's default
             put_document_block(self.document, item[0], Node(block, item[1].line), self.layer)
         elif kind is not None:
             self.layer.notes.append(f"{self.subject(item[0])} is not used: distributed_type is {kind}")

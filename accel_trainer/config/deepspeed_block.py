@@ -35,6 +35,7 @@ __all__ = [
     "leaf_paths",
     "located",
     "merge_blocks",
+    "named_file",
     "read_block",
     "read_deepspeed",
     "set_value",
@@ -133,8 +134,15 @@ def read_deepspeed(source: BlockSource) -> dict[str, Any]:
 
 def is_whole(block: Mapping[str, Any]) -> bool:
     """Tell whether a block describes DeepSpeed by itself, instead of giving single fields."""
-    fields = (*FIELDS, *LAUNCH_FIELDS, *SHARED_KEYS)
-    return any(name not in fields and value is not None for name, value in block.items())
+    fields = (*FIELDS, *LAUNCH_FIELDS, *SHARED_KEYS, CONFIG_FILE)
+    has_keys = any(name not in fields and value is not None for name, value in block.items())
+    return has_keys or named_file(block) is not None
+
+
+def named_file(block: Mapping[str, Any]) -> Any:
+    """Return the file that a block names; None where it names none, in any of the ways to write that."""
+    file = block.get(CONFIG_FILE)
+    return None if file is None or str(file).strip().lower() in ("", "none") else file
 
 
 def merge_blocks(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,9 +167,7 @@ def merge_blocks(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str
     return {**lower.launch, **lower.data, **upper.launch}
 
 
-def read_block(
-    block: Mapping[str, Any], *, places: Mapping[str, str] | None = None, folder: Path | None = None
-) -> EngineBlock:
+def read_block(block: Mapping[str, Any], *, places: Mapping[str, str] | None = None) -> EngineBlock:
     """Return what a block means; the file that it names is read.
 
     A value of the file and a field that says otherwise contradict each other; a field fills what the file leaves out
@@ -170,12 +176,11 @@ def read_block(
     Args:
         block: in any spelling.
         places: where keys of the block came from, for messages.
-        folder: what the path of `deepspeed_config_file` is relative to; None is the working directory.
 
     Raises:
         FileProblemsError: a `ConfigError` with all problems of the block, and of the file.
     """
-    reader = _Reader(folder)
+    reader = _Reader()
     result = reader.read(block)
     for path in list(_paths(result.data, "")):
         named = [name for name in places or {} if _speaks_of(name, path)]
@@ -188,16 +193,15 @@ def read_block(
 
 
 class _Reader:
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
+    def __init__(self) -> None:
+        self.folder: Path | None = None  # of the file that is read; else the working directory
         self.problems: list[str] = []
         self.num_files = 0
 
     def read(self, block: Mapping[str, Any]) -> EngineBlock:
         """Read a block that may name a file."""
-        file = block.get(CONFIG_FILE)
-        is_named = not (file is None or str(file).strip().lower() in ("", "none"))
-        result = self.file(file) if is_named else EngineBlock({})
+        file = named_file(block)
+        result = self.file(file) if file is not None else EngineBlock({})
         for name, value in block.items():
             if name in LAUNCH_FIELDS:
                 if value is not None:

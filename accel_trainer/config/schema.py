@@ -173,7 +173,7 @@ class FSDPConfig:
     activation_checkpointing: bool = False
     """Compute the activations of wrapped layers again in the backward instead of keeping them."""
     cpu_ram_efficient_loading: bool = False
-    """Taken from files and without effect: every rank builds the whole model before it is sharded."""
+    """Values may come from rank 0 alone, or from files that each rank reads its part of; see docs/fsdp.md."""
     state_dict_type: StateDictType = StateDictType.FULL
     """Checkpoints hold whole tensors in one file (full) or the shards of each rank (sharded)."""
     ignored_modules: tuple[str, ...] = ()

@@ -215,6 +215,19 @@ def test_keys_of_deepspeed_in_accelerates_block_are_honoured():
     }
 
 
+def test_accelerates_block_is_stage_2_where_it_says_no_other():
+    block = {"train_micro_batch_size_per_gpu": 8, "deepspeed_config_file": "none", "zero_stage": None}
+    content = {"distributed_type": "DEEPSPEED", "deepspeed_config": {**block, "gradient_accumulation_steps": 3}}
+    assert read_file(content).content == content
+    assert engine(file=content) == {
+        "zero_optimization": {"stage": 2},
+        "train_micro_batch_size_per_gpu": 8,
+    }
+    assert engine(file={"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "none"}}) == {
+        "zero_optimization": {"stage": 2}
+    }
+
+
 def test_a_chain_of_files_ends(folder):
     path = accelerate_file(folder, deepspeed_config_file=str(folder / "accelerate.yaml"))
     with pytest.raises(ConfigError, match=r"names a file that names another, 4 times over$"):
