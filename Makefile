@@ -27,6 +27,7 @@ TESTS ?=
 MATRIX_TESTS ?= tests/trainer tests/test_imports.py
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+SOAK_ARGS ?=
 DEMO_RANKS ?= 2
 DEMO_CONFIG ?= fsdp_configs/full_shard.yaml
 DEMO_ARGS ?=
@@ -47,6 +48,10 @@ demo: $(VENV)/.installed ## fine-tune a classifier under FSDP on two processes (
 .PHONY: test
 test: $(VENV)/.installed ## run the tests
 	$(PYTEST) $(TESTS)
+
+.PHONY: soak
+soak: $(VENV)/.installed ## kill 200 runs while they save, and look at what is left
+	$(BIN)/python -m tests.checkpoint.soak $(SOAK_ARGS)
 
 .PHONY: test-accelerate
 test-accelerate: $(VENV)/.installed .compat/accelerate/.installed ## run the tests with Hugging Face accelerate present

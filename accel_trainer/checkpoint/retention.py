@@ -6,7 +6,6 @@ Needs no torch. Numbers decide, never names or times. What is not a complete che
 from __future__ import annotations
 
 import os
-import re
 import uuid
 from collections.abc import Collection
 from pathlib import Path
@@ -20,19 +19,19 @@ from accel_trainer.checkpoint.verification import check_files, find_extra
 from accel_trainer.errors import AccelTrainerError, CheckpointLockedError
 from accel_trainer.runtime.faults import fault_point
 
-__all__ = ["is_complete", "numbered_checkpoints", "quarantine", "retire"]
+__all__ = ["PREFIX", "is_complete", "numbered_checkpoints", "quarantine", "retire"]
 
 logger = logging.get_logger(__name__)
 
-_NUMBERED = re.compile(r"checkpoint_(\d+)")
+PREFIX = "checkpoint_"
 
 
-def numbered_checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """Return the automatically named checkpoints in `directory` by number; other files are ignored."""
+def numbered_checkpoints(directory: Path, prefix: str = PREFIX) -> list[tuple[int, Path]]:
+    """Return the checkpoints in `directory` called `prefix` and a number, by number; other files are ignored."""
     if not directory.is_dir():
         return []
-    matches = [(_NUMBERED.fullmatch(path.name), path) for path in directory.iterdir() if path.is_dir()]
-    return sorted((int(match.group(1)), path) for match, path in matches if match)
+    numbers = ((path.name.removeprefix(prefix), path) for path in directory.glob(f"{prefix}*") if path.is_dir())
+    return sorted((int(number), path) for number, path in numbers if number.isascii() and number.isdecimal())
 
 
 def is_complete(path: Path) -> bool:
@@ -61,7 +60,9 @@ def quarantine(path: Path, reason: object) -> None:
     logger.warning("%s is not a good checkpoint and is passed over; %s. %s", path, kept, reason)
 
 
-def retire(directory: Path, keep: int, protected: Collection[Path] = (), step: int | None = None) -> list[Path]:
+def retire(
+    directory: Path, keep: int, protected: Collection[Path] = (), *, step: int | None = None, prefix: str = PREFIX
+) -> list[Path]:
     """Remove complete checkpoints of lower numbers until `keep` are left; one process calls it, after a commit.
 
     Args:
@@ -72,7 +73,7 @@ def retire(directory: Path, keep: int, protected: Collection[Path] = (), step: i
     Returns:
         What was removed, or at least renamed: failing to remove it is a warning.
     """
-    complete = [path for _, path in numbered_checkpoints(directory) if is_complete(path)]
+    complete = [path for _, path in numbered_checkpoints(directory, prefix) if is_complete(path)]
     removed = []
     for path in [path for path in complete if path not in protected][: max(0, len(complete) - max(keep, 1))]:
         trash = path.with_name(f".trash-{path.name}-{uuid.uuid4().hex[:8]}")

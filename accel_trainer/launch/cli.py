@@ -144,10 +144,17 @@ def _convert_config(words: Sequence[str]) -> int:
     return convert_config(words)
 
 
+def _ckpt(words: Sequence[str]) -> int:
+    from accel_trainer.launch.checkpoints import run_ckpt
+
+    return run_ckpt(words)
+
+
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "launch": (_launch, "run a script on one or several processes"),
     "config": (_config, "make a configuration file (config default)"),
     "convert-config": (_convert_config, "turn a DeepSpeed configuration into one for FSDP2, or back"),
+    "ckpt": (_ckpt, "list, verify and prune checkpoints"),
     "explain": (_explain, "print every option, its value and where it came from"),
     "env": (_env, "print versions, devices and configuration for a bug report"),
 }

@@ -137,7 +137,7 @@ def assert_survived(directory: Path, *, explicit: bool = False) -> int:
 def random_kill(directory: Path, seed: int) -> int:
     """Kill one rank or both at a random moment of a run that saves all the time; return the step that survived."""
     draw = random.Random(seed)
-    delay = draw.uniform(0.0, 0.35)
+    delay = draw.uniform(0.0, 0.5)
     kill = draw.choice([(delay, delay), (delay, delay), (delay, None), (None, delay)])
     explicit = draw.random() < 0.4
     try:

@@ -118,9 +118,7 @@ def test_a_state_of_the_modules_own_making_is_saved_and_given_back():
 
 def test_a_state_of_the_modules_own_making_has_to_be_a_tensor():
     model = nn.Sequential(Counting({"seen": 3}))
-    with pytest.raises(
-        ConfigError, match=r"0\._extra_state of Sequential is a dict, and .*get_extra_state"
-    ):
+    with pytest.raises(ConfigError, match=r"0\._extra_state of Sequential is a dict, and .*get_extra_state"):
         TorchCheckpointIO(model).full_model_state()
 
 
