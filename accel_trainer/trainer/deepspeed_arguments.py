@@ -6,7 +6,6 @@ reference: while the arguments live, models are built in pieces, and no longer t
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config
 
 from accel_trainer import logging
 from accel_trainer.config import Resolved
+from accel_trainer.deepspeed_plugin import HfDeepSpeedConfig
 from accel_trainer.registry import load_arguments_adapter
 from accel_trainer.runtime.process import current_process
 
@@ -39,61 +39,21 @@ _NUMBERS = (
 )
 
 
-class EngineQuery:
-    """A DeepSpeed configuration in the form in which transformers asks about it.
+class EngineQuery(HfDeepSpeedConfig):
+    """A complete DeepSpeed configuration in the form in which transformers asks about it.
 
     Attributes:
-        config: the configuration, without any "auto".
         mismatches: empty; conflicts have been refused.
     """
 
     def __init__(self, config: Mapping[str, Any], precision: str) -> None:
-        self.config = copy.deepcopy(dict(config))
+        super().__init__(config)
         self.mismatches: list[str] = []
         self._dtype = _DTYPES[precision]
 
     def dtype(self) -> torch.dtype:
         """Return the dtype that the engine computes in, and wants floating-point inputs in."""
         return self._dtype
-
-    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """Return the section of a dotted key, None if there is none, and the key's last part."""
-        *sections, name = ds_key_long.split(".")
-        node: Any = self.config
-        for section in sections:
-            node = node.get(section) if isinstance(node, dict) else None
-        return (node if isinstance(node, dict) else None), name
-
-    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Return the value of a dotted key."""
-        node, name = self.find_config_node(ds_key_long)
-        return default if node is None else node.get(name, default)
-
-    def is_true(self, ds_key_long: str) -> bool:
-        """Whether the value is there, and true."""
-        return bool(self.get_value(ds_key_long))
-
-    def is_false(self, ds_key_long: str) -> bool:
-        """Whether the value is there, and false."""
-        value = self.get_value(ds_key_long)
-        return value is not None and not value
-
-    def is_auto(self, ds_key_long: str) -> bool:
-        """Whether the value is left open; none is."""
-        return self.get_value(ds_key_long) == "auto"
-
-    def is_zero2(self) -> bool:
-        """Whether gradients are sharded, and parameters are not."""
-        return bool(self.get_value("zero_optimization.stage", 0) == 2)
-
-    def is_zero3(self) -> bool:
-        """Whether parameters are sharded."""
-        return bool(self.get_value("zero_optimization.stage", 0) == 3)
-
-    def is_offload(self) -> bool:
-        """Whether optimizer state or parameters live outside of the device."""
-        keys = ("offload_optimizer", "offload_param")
-        return any(self.get_value(f"zero_optimization.{key}.device", "none") != "none" for key in keys)
 
 
 def settle_engine(args: TrainingArguments) -> None:
