@@ -21,8 +21,11 @@ FAMILIAR = {
     "utils": [
         "AutocastKwargs",
         "DataLoaderConfiguration",
+        "DeepSpeedPlugin",
         "DistributedDataParallelKwargs",
         "DistributedType",
+        "DummyOptim",
+        "DummyScheduler",
         "FullyShardedDataParallelPlugin",
         "GradScalerKwargs",
         "GradientAccumulationPlugin",
