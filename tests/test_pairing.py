@@ -12,8 +12,8 @@ from torch.optim import SGD, Optimizer
 
 from accel_trainer import Accelerator
 from accel_trainer.errors import ConfigError
-from accel_trainer.pairing import pair
 from accel_trainer.strategies.api import Capabilities
+from accel_trainer.strategies.native import SingleStrategy
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -100,16 +100,23 @@ def test_an_optimizer_for_a_model_that_was_prepared_for_evaluation_is_refused():
     accelerator.prepare(body, joint(body))
 
 
+class OneForEach(SingleStrategy):
+    """As an engine that is built around a model and its optimizer."""
+
+    capabilities = Capabilities(joint_optimizers=False)
+
+
 def test_an_engine_that_takes_one_optimizer_for_each_model_says_so():
     body, head = two_models()
+    accelerator = Accelerator(cpu=True)
+    accelerator.strategy = OneForEach()
     apart = [SGD([p], lr=0.1) for p in body.parameters()]
-    facts = Capabilities(joint_optimizers=False)
-    with pytest.raises(ConfigError, match=r"Body has several optimizers \(SGD, SGD\), .* a parameter group for each"):
-        pair([body], apart, [], facts)
-    with pytest.raises(ConfigError, match=r"SGD holds parameters of Body and Head, .* build one for each"):
-        pair([body, head], [joint(body, head)], [], facts)
-    both = [joint(head), joint(body)]
-    assert pair([body, head], both, [], facts).by_model == {id(body): both[1:], id(head): both[:1]}
+    several = r"Body has several optimizers \(SGD, SGD\), .* a parameter group for each part"
+    refused(several, body, *apart, accelerator=accelerator)
+    refused(r"SGD holds parameters of Body and Head, .* build one for each", body, head, joint(body, head),
+            accelerator=accelerator)  # fmt: skip
+    accelerator.prepare(joint(head), head, body, apart[0])
+    refused(several, apart[1], accelerator=accelerator)
 
 
 def test_an_optimizer_without_parameters_goes_with_the_only_model():
