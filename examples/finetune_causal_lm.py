@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
 from options import add_model_options, add_run_options, add_trainer_options, build_arguments
-from report import describe_layout, print_table
+from report import count_parameters, describe_layout, print_table
 from stdlib_text import load_sources, train_tokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     with arguments.main_process_first(desc="preparing the data"):
         tokenizer, model = build_model(options, [source.text for source in load_sources() if source.split == "train"])
         blocks = build_blocks(options, tokenizer)
-    num_parameters = sum(p.numel() for p in model.parameters())
+    num_parameters = count_parameters(model)
     accuracy = evaluate.load(METRIC, keep_in_memory=True)
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
@@ -146,6 +146,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if is_main:
         num_train, num_eval = len(blocks["train"]), len(blocks["eval"])
         speed = trained.metrics["train_steps_per_second"]
+        with arguments.whole_models():  # this rank alone looks at it
+            same = check_saved(options.output_dir, blocks["eval"], final.predictions)
         rows = [
             *layout,
             ("blocks", f"{num_train:,} for training, {num_eval:,} for evaluation, {options.max_length} tokens each"),
@@ -154,7 +156,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             ("perplexity", f"{perplexity:.1f} (from token frequencies alone: {unigram_perplexity:.1f})"),
             ("token accuracy", f"{accuracy:.4f} (always the most frequent token: {unigram_accuracy:.4f})"),
             ("saved to", options.output_dir),
-            ("from_pretrained", check_saved(options.output_dir, blocks["eval"], final.predictions)),
+            ("from_pretrained", same),
         ]
         print_table("Causal language model", rows)
     trainer.accelerator.end_training()

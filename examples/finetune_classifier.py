@@ -6,6 +6,7 @@ choice:
 
     python examples/finetune_classifier.py
     accel-trainer launch --config_file full_shard --cpu --num_processes 2 examples/finetune_classifier.py
+    accel-trainer launch --cpu --num_processes 2 examples/finetune_classifier.py --deepspeed zero3
     python examples/finetune_classifier.py --model bert-base-cased --dataset nyu-mll/glue --config mrpc
 """
 
@@ -27,7 +28,7 @@ from classification import (
     tokenize,
 )
 from options import add_model_options, add_run_options, add_trainer_options, build_arguments
-from report import describe_layout, print_table
+from report import count_parameters, describe_layout, print_table
 from transformers import DataCollatorWithPadding, EvalPrediction
 from transformers.utils import logging as transformers_logging
 
@@ -53,9 +54,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     with arguments.main_process_first(desc="preparing the data"):
         texts = load_texts(options)
-        tokenizer, model = build_model(options, texts["train"])
+    # Outside: under ZeRO-3 the ranks build a model together, each a part of every parameter.
+    tokenizer, model = build_model(options, texts["train"])
+    with arguments.main_process_first(desc="tokenizing the data"):
         tokens = tokenize(texts, tokenizer)
-    num_parameters = sum(p.numel() for p in model.parameters())
+    num_parameters = count_parameters(model)
     accuracy = evaluate.load(METRIC, keep_in_memory=True)
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
@@ -78,13 +81,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     metrics = {**trained.metrics, **final.metrics, "majority_accuracy": baseline}
     layout = describe_layout(trainer.accelerator, trainer.model, num_parameters)
     if is_main:
+        with arguments.whole_models():  # this rank alone looks at it
+            same = check_saved(options.output_dir, texts["eval"], final.predictions.argmax(-1))
         rows = [
             *layout,
             ("samples", describe_data(texts)),
             ("training", f"{trainer.state.global_step} updates, {metrics['train_steps_per_second']:.2f} steps/s"),
             *describe_result(metrics),
             ("saved to", options.output_dir),
-            ("from_pretrained", check_saved(options.output_dir, texts["eval"], final.predictions.argmax(-1))),
+            ("from_pretrained", same),
         ]
         print_table("Fine-tuned classifier", rows)
     trainer.accelerator.end_training()

@@ -43,6 +43,7 @@ def add_trainer_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("strategy", "without these: what the launcher says, and one process or DDP else")
     group.add_argument("--fsdp", metavar="OPTIONS", help='shard the model, for instance "full_shard"')
     group.add_argument("--fsdp_config", metavar="FILE", help="YAML or JSON file, or a packaged name; read with --fsdp")
+    group.add_argument("--deepspeed", metavar="FILE", help="JSON or YAML file, or a packaged name such as zero3")
     group.add_argument("--bf16", action="store_true", help="compute in bfloat16 on fp32 weights")
     group.add_argument("--push_to_hub", action="store_true", help="upload what is saved")
 
@@ -86,6 +87,7 @@ def build_arguments(options: argparse.Namespace) -> TrainingArguments:
         seed=options.seed,
         fsdp=options.fsdp,
         fsdp_config=options.fsdp_config,
+        deepspeed=options.deepspeed,
         bf16=options.bf16,
         use_cpu=options.cpu,
         push_to_hub=options.push_to_hub,

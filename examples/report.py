@@ -9,7 +9,12 @@ from torch import nn
 
 from accel_trainer import Accelerator
 
-__all__ = ["describe_layout", "print_table"]
+__all__ = ["count_parameters", "describe_layout", "print_table"]
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of parameters of a whole model, also of one that DeepSpeed builds in pieces."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
 
 
 def describe_layout(accelerator: Accelerator, model: nn.Module, num_parameters: int) -> list[tuple[str, str]]:
@@ -19,8 +24,7 @@ def describe_layout(accelerator: Accelerator, model: nn.Module, num_parameters: 
         model: after `prepare` or after training.
         num_parameters: of the whole model, counted before it was laid out.
     """
-    # FSDP leaves each rank a part of every parameter, as a DTensor; other strategies leave the whole of it.
-    own = sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in model.parameters())
+    own = sum(_own_part(p).numel() for p in model.parameters())
     per_rank = accelerator.gather(torch.tensor([own], device=accelerator.device)).tolist()
     terms = " + ".join(f"{count:,}" for count in per_rank)
     total = f" = {sum(per_rank):,}" if len(per_rank) > 1 else ""
@@ -31,6 +35,13 @@ def describe_layout(accelerator: Accelerator, model: nn.Module, num_parameters: 
         ("parameters of the model", f"{num_parameters:,}"),
         ("parameters per rank", terms + total),
     ]
+
+
+def _own_part(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds: FSDP and ZeRO-3 leave it a part of every parameter, others the whole of it."""
+    if hasattr(parameter, "ds_tensor"):
+        return parameter.ds_tensor
+    return getattr(parameter, "to_local", lambda: parameter)()
 
 
 def print_table(title: str, rows: Iterable[tuple[str, str]]) -> None:

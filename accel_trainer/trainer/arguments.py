@@ -20,7 +20,7 @@ from accel_trainer import logging
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.runtime.process import hidden_variable, init_process, read_environment
 from accel_trainer.state import PartialState
-from accel_trainer.trainer.deepspeed_arguments import settle_engine
+from accel_trainer.trainer.deepspeed_arguments import settle_engine, whole_models
 from accel_trainer.trainer.fsdp_arguments import build_fsdp_dict, check_num_processes, resolve_arguments
 
 __all__ = ["Seq2SeqTrainingArguments", "TrainingArguments"]
@@ -197,6 +197,14 @@ class TrainingArguments(transformers.TrainingArguments):
         """Whether this process belongs to a process group."""
         has_group = self.distributed_state is not None and self.distributed_state.backend is not None
         return ParallelMode.DISTRIBUTED if has_group else ParallelMode.NOT_PARALLEL
+
+    def whole_models(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which `from_pretrained` and `from_config` build whole models, on the ranks that call them.
+
+        While arguments of ZeRO-3 live, all ranks build a model together, each a part: one that does so alone, to look
+        at what was saved for instance, would wait for the others. Elsewhere it changes nothing.
+        """
+        return whole_models()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, tokens hidden."""

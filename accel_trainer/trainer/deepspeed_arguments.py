@@ -7,11 +7,13 @@ reference: while the arguments live, models are built in pieces, and no longer t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.integrations.deepspeed import set_hf_deepspeed_config
+from transformers.integrations import deepspeed as transformers_deepspeed
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from accel_trainer import logging
 from accel_trainer.config import Resolved
@@ -22,7 +24,7 @@ from accel_trainer.runtime.process import current_process
 if TYPE_CHECKING:
     from accel_trainer.trainer.arguments import TrainingArguments
 
-__all__ = ["EngineQuery", "complete_block", "settle_engine"]
+__all__ = ["EngineQuery", "complete_block", "settle_engine", "whole_models"]
 
 logger = logging.get_logger(__name__)
 
@@ -78,6 +80,19 @@ def settle_engine(args: TrainingArguments) -> None:
     args.hf_deepspeed_config = EngineQuery(engine.data, engine.precision)
     if engine.stage < 3 or engine.builds_in_pieces:
         set_hf_deepspeed_config(args.hf_deepspeed_config)
+
+
+@contextmanager
+def whole_models() -> Iterator[None]:
+    """Have transformers build whole models in this block, whatever arguments live; not collective."""
+    reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
+    held = None if reference is None else reference()
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if held is not None:
+            set_hf_deepspeed_config(held)
 
 
 def _given(args: TrainingArguments) -> dict[str, tuple[Any, bool]]:

@@ -1,5 +1,6 @@
 """finetune_classifier.py and native_loop.py: one result on every layout, and what they print and save."""
 
+import importlib.util
 import re
 
 import pytest
@@ -26,6 +27,20 @@ def test_the_strategy_does_not_change_the_result(script, tmp_path):
     for layout in ("ddp", "fsdp2"):
         for metric in ("eval_loss", "eval_accuracy"):
             assert results[layout][metric] == pytest.approx(results["single"][metric], abs=1e-4), layout
+
+
+@pytest.mark.multirank
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_deepspeed_gives_the_result_of_one_process(tmp_path):
+    alone = run("finetune_classifier", "single", tmp_path / "alone", "--max_steps", 14)[0].result
+    argv = [*TINY, *SNIPPETS, "--output_dir", tmp_path / "zero3", "--max_steps", 14, "--deepspeed", "zero3"]
+
+    finished = run_example("finetune_classifier", argv, num_processes=2)[0]
+
+    for metric in ("eval_loss", "eval_accuracy"):
+        assert finished.result[metric] == pytest.approx(alone[metric], abs=1e-4)
+    assert finished.table["strategy"].strip() == "deepspeed (DEEPSPEED)"
+    assert "predictions are the same" in finished.table["from_pretrained"]
 
 
 @pytest.mark.multirank

@@ -118,6 +118,9 @@ def arguments_of(output_dir: str, sources: list[Any], **changes: Any) -> list[An
                 "environ": os.environ.get("ACCELERATE_USE_DEEPSPEED"),
             }
         )
+        with args.whole_models():
+            whole = transformers.AutoModelForCausalLM.from_config(build_model().config)
+        found[-1]["whole"] = not hasattr(next(whole.parameters()), "ds_id") and is_deepspeed_zero3_enabled()
         del args, model
         gc.collect()
         found[-1]["left"] = is_deepspeed_zero3_enabled()
@@ -147,6 +150,7 @@ def test_a_configuration_comes_from_anywhere_and_models_are_built_in_pieces_whil
         assert result["numbers"] == (2, 1, 0.5)
         assert result["field"]
         assert result["partitioned"] == (source != str(yaml))
+        assert result["whole"] == result["partitioned"]
         assert (result["left"], result["later"]) == (False, False)
 
 
