@@ -109,15 +109,16 @@ class Accelerator(
             strategy=strategy,
         )
         self.resolved = resolve_options(options, environ, config)
-        self.config = self.resolved.config
         self.process: ProcessContext = init_process(
             environ,
-            use_cpu=self.config.use_cpu,
+            use_cpu=self.resolved.config.use_cpu,
             timeout_seconds=stated_timeout(self.resolved),
             backend=options.backend,
         )
         self._options = options
         self.strategy = build_strategy(self.resolved, self.process)
+        self.resolved = self.strategy.start(self.resolved, self.process)
+        self.config = self.resolved.config
         self.precision = build_precision(
             self.config.mixed_precision,
             self.process.device,

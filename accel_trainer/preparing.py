@@ -73,7 +73,8 @@ class AcceleratorPreparing:
         places = {id(item): place for item, place in zip(objects, placements, strict=True)}
         models = [item for item in objects if isinstance(item, nn.Module)]
         optimizers = [item for item in objects if isinstance(item, Optimizer)]
-        results: dict[int, Any] = self._lay_out(models, optimizers, places)
+        rows = self._micro_batch_size([item for item in objects if isinstance(item, DataLoader)])
+        results: dict[int, Any] = self._lay_out(models, optimizers, places, micro_batch_size=rows)
         for optimizer in optimizers:
             results[id(optimizer)] = self._wrap(optimizer)
         for item in objects:
@@ -156,6 +157,7 @@ class AcceleratorPreparing:
         optimizers: Sequence[Optimizer],
         places: dict[int, bool],
         evaluation_mode: bool = False,
+        micro_batch_size: int | None = None,
     ) -> dict[int, nn.Module]:
         """Lay out what is not yet, once all of it has been checked; return what to call, by the id of each model."""
         found = {id(model): find_prepared(self._prepared, model) for model in models}
@@ -165,7 +167,8 @@ class AcceleratorPreparing:
         unbound = {id(o): o for o in optimizers if not isinstance(o, AcceleratedOptimizer) and not self._units_of(o)}
         pairing = pair(list(new.values()), list(unbound.values()), staying, self.strategy.capabilities)
         jobs = {
-            key: self._job(model, pairing.by_model[key], places[key], evaluation_mode) for key, model in new.items()
+            key: self._job(model, pairing.by_model[key], places[key], evaluation_mode, micro_batch_size)
+            for key, model in new.items()
         }
         for job in jobs.values():
             self.strategy.check(job, self.precision, self.process)
@@ -179,7 +182,20 @@ class AcceleratorPreparing:
             known.unit.bind_optimizer(optimizer)
         return called
 
-    def _job(self, model: nn.Module, optimizers: list[Optimizer], place: bool, evaluation_mode: bool) -> TrainJob:
+    def _micro_batch_size(self, loaders: Sequence[DataLoader]) -> int | None:
+        """Return the rows that one rank takes at a time, the fewest of several loaders; None where nothing tells."""
+        sizes = [loader.batch_size for loader in loaders if loader.batch_size is not None]
+        ranks = self.process.world_size if self.config.data.split_batches else 1
+        return max(1, min(sizes) // ranks) if sizes else None
+
+    def _job(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        place: bool,
+        evaluation_mode: bool,
+        micro_batch_size: int | None,
+    ) -> TrainJob:
         return TrainJob(
             model=model,
             optimizers=optimizers,
@@ -190,6 +206,7 @@ class AcceleratorPreparing:
             scaler=self.scaler,
             ddp_options=self._options.ddp_options,
             compile_options=self._options.compile_options,
+            micro_batch_size=micro_batch_size,
         )
 
     def _lay_out_one(self, job: TrainJob) -> nn.Module:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accel_trainer.config import MixedPrecision, OutputDtype, Resolved, RunConfig
 from accel_trainer.errors import ConfigError
+from accel_trainer.integrations.deepspeed_building import PiecewiseBuilding, build_in_pieces
 from accel_trainer.integrations.deepspeed_config import EngineConfig, Fact, Facts, hidden_size_of, resolve_engine_config
 from accel_trainer.integrations.deepspeed_runtime import (
     check_can_start,
@@ -16,14 +20,17 @@ from accel_trainer.integrations.deepspeed_runtime import (
     require_deepspeed,
 )
 from accel_trainer.integrations.deepspeed_unit import DeepSpeedUnit
-from accel_trainer.precision import PrecisionPolicy, apply_autocast
+from accel_trainer.precision import PrecisionPolicy, apply_autocast, cast_floating
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Capabilities, TrainJob
+from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.native import NativeUnit, check_optimizers, place, require_values
 from accel_trainer.strategies.sync import broadcast_module_states
+from accel_trainer.tree import map_leaves
 
 __all__ = ["DeepSpeedStrategy"]
 
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NEVER_PRINT = 2**31
 """Steps between two progress lines of the engine: the loop's own reporting is the user's."""
 
@@ -38,17 +45,34 @@ class DeepSpeedStrategy:
 
     def __init__(self) -> None:
         require_deepspeed()
+        self._building: PiecewiseBuilding | None = None
+
+    def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
+        """Bring the engine up before models are built: at stage 3 they may be built in pieces. Collective.
+
+        Returns:
+            The configuration with the accumulation steps and the precision that the engine's own one states.
+        """
+        config = _resolve(resolved, process, partial=True)
+        check_can_start(process, config.data)
+        join_engine_group(import_deepspeed(), process)
+        self._building = build_in_pieces(config)
+        own = resolved.config
+        accumulation = replace(own.accumulation, num_steps=config.accumulation_steps)
+        precision = MixedPrecision(config.precision)
+        return replace(resolved, config=replace(own, accumulation=accumulation, mixed_precision=precision))
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse what the engine cannot lay out; nothing of DeepSpeed is imported for that."""
         require_values(job.model)
         check_optimizers(job)
-        config = _resolve(job, process)
+        config = _resolve_job(job, process)
         if config.stage == 0:
             raise ConfigError(
                 "zero_optimization.stage of the DeepSpeed configuration is 0, or not given: nothing would be sharded; "
                 "write stage 1, 2 or 3, or use strategy 'ddp'"
             )
+        _check_groups(job)
         check_can_start(process, config.data)
 
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> DeepSpeedUnit | NativeUnit:
@@ -58,7 +82,7 @@ class DeepSpeedStrategy:
         Without an optimizer, ZeRO-3 shards the model for evaluation, and the other stages leave it whole.
         """
         self.check(job, precision, process)
-        config = _resolve(job, process)
+        config = _resolve_job(job, process)
         deepspeed = import_deepspeed()
         join_engine_group(deepspeed, process)
         if not job.optimizers and config.stage < 3:
@@ -66,37 +90,99 @@ class DeepSpeedStrategy:
         optimizer = job.optimizers[0] if job.optimizers else None
         groups = _group_names(job.model, optimizer)
         engine, *_ = deepspeed.initialize(model=job.model, optimizer=optimizer, config=config.data)
+        _cast_around(job.model, config, job.config)
+        apply_compile(job.model, job.config.compile, job.compile_options)
         return DeepSpeedUnit(engine, job.optimizers, groups)
 
 
-def _resolve(job: TrainJob, process: ProcessContext) -> EngineConfig:
-    """Return the engine's configuration, complete, with what the job knows."""
-    resolved, config = job.resolved, job.config
-    facts = Facts(
-        world_size=process.world_size,
-        micro_batch_size=Fact(1, "nobody", is_default=True),
-        accumulation_steps=Fact(
-            config.accumulation.num_steps,
-            resolved.describe("accumulation.num_steps"),
-            is_default=config.accumulation.num_steps == 1,
-        ),
-        precision=Fact(
-            str(config.mixed_precision), resolved.describe("mixed_precision"), is_default=config.mixed_precision == "no"
-        ),
+def _resolve_job(job: TrainJob, process: ProcessContext) -> EngineConfig:
+    """Return the engine's configuration for a job, with nothing left open."""
+    return _resolve(
+        job.resolved,
+        process,
+        micro_batch_size=job.micro_batch_size,
         hidden_size=hidden_size_of(getattr(job.model, "config", None)),
         given_optimizer="torch" if job.optimizers else "none",
     )
-    engine_config = resolve_engine_config(config.deepspeed, facts=facts)
+
+
+def _resolve(
+    resolved: Resolved,
+    process: ProcessContext,
+    *,
+    micro_batch_size: int | None = None,
+    partial: bool = False,
+    **known: Any,
+) -> EngineConfig:
+    """Return the engine's configuration with what is known of the run; `partial` before there is a job."""
+    config = resolved.config
+    # Where no loader tells the size of a batch: the engine only reports by it, and divides nothing.
+    rows = Fact(micro_batch_size or 1, "the prepared data loader", is_default=True)
+    facts = Facts(
+        world_size=process.world_size,
+        micro_batch_size=rows,
+        accumulation_steps=Fact(
+            config.accumulation.num_steps,
+            resolved.describe("accumulation.num_steps"),
+            is_default=not resolved.is_set("accumulation.num_steps"),
+        ),
+        precision=Fact(
+            str(config.mixed_precision),
+            resolved.describe("mixed_precision"),
+            is_default=not resolved.is_set("mixed_precision"),
+        ),
+        origins=resolved.block_places(),
+        **known,
+    )
+    engine_config = resolve_engine_config(config.deepspeed, facts=facts, partial=partial)
     engine_config.data.setdefault("steps_per_print", _NEVER_PRINT)
     return engine_config
 
 
+def _check_groups(job: TrainJob) -> None:
+    """Refuse a group without parameters: the engine drops it, and the optimizer's scheduler would no longer fit."""
+    for optimizer in job.optimizers:
+        empty = [index for index, group in enumerate(optimizer.param_groups) if not group["params"]]
+        if empty:
+            raise ConfigError(
+                f"group {empty[0]} of {type(optimizer).__name__} has no parameters, and DeepSpeed drops such groups, "
+                "so that a scheduler built on it no longer fits; leave the group out. (Parameters of a model that was "
+                "built in pieces under ZeRO-3 have one dimension: tell them apart by name, or by len(p.ds_shape).)"
+            )
+
+
 def _group_names(model: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
-    """Return the names of the parameters of each group; the engine leaves out groups without any."""
+    """Return the names of the parameters of each group."""
     if optimizer is None:
         return []
     names = {id(parameter): name.replace("_orig_mod.", "") for name, parameter in model.named_parameters()}
-    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups if group["params"]]
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _cast_around(model: nn.Module, engine_config: EngineConfig, config: RunConfig) -> None:
+    """Cast what a model of 16-bit weights is given, and what it returns, as other strategies do."""
+    dtype = _DTYPES.get(engine_config.precision)
+    if dtype is None:
+        return
+
+    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return _cast(args, dtype), _cast(kwargs, dtype)
+
+    def give(module: nn.Module, args: Any, output: Any) -> Any:
+        return cast_floating(output, torch.float32)
+
+    model.register_forward_pre_hook(take, with_kwargs=True)
+    if config.output_dtype == OutputDtype.FP32:
+        model.register_forward_hook(give)
+
+
+def _cast(data: Any, dtype: torch.dtype) -> Any:
+    """Return `data` with its fp32 tensors in `dtype`."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
+
+    return map_leaves(cast, data, is_leaf=lambda node: isinstance(node, torch.Tensor))
 
 
 def _whole_unit(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> NativeUnit:

@@ -65,10 +65,29 @@ class DeepSpeedUnit:
                 f"backward() got {', '.join(unknown)}, which DeepSpeed's engine cannot pass on; it knows retain_graph"
             )
         self._require_optimizer()
+        earlier = self._keep_exchanged()
         # The facade has divided the loss; the engine is to leave it as it is.
         self._engine.backward(loss, retain_graph=bool(kwargs.get("retain_graph", False)), scale_wrt_gas=False)
+        for group, gradients in earlier.items():
+            torch._foreach_add_(self._zero.averaged_gradients[group], gradients)
         self._holds_gradients = True
         self._is_exchanged = self._engine.is_gradient_accumulation_boundary()
+
+    def _keep_exchanged(self) -> dict[Any, list[Tensor]]:
+        """Return gradients that ZeRO-1 and 2 have exchanged for this update already, and would overwrite."""
+        if not self._holds_gradients:
+            return {}
+        # The engine does so in a forward, and there may have been none in between.
+        self._zero.clear_backward_seen_flag()
+        if not self._is_exchanged or hasattr(self._zero, "fp16_groups"):  # ZeRO-3 adds up by itself
+            return {}
+        if self._zero.cpu_offload:
+            raise ConfigError(
+                "a second backward() came after the one that ended the accumulation window, and with offloaded "
+                "optimizer state DeepSpeed would lose the first one's gradients; add the losses, or run both in "
+                "accumulate() with gradient_accumulation_steps"
+            )
+        return {group: gradients for group, gradients in self._zero.averaged_gradients.items() if gradients}
 
     def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Nothing: the engine takes the fp16 loss scale out in its step."""
@@ -165,13 +184,15 @@ class DeepSpeedUnit:
             self._bound, self._factor = None, None
 
     def _map_gradients(self, change: Callable[[Tensor], Tensor], parameters: Iterable[Tensor] | None = None) -> None:
-        """Replace gradients by what `change` makes of them, parameter by parameter. Collective."""
-        from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+        """Replace gradients by what `change` makes of each element, parameter by parameter. Collective."""
+        from deepspeed.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
 
         chosen = self.module.parameters() if parameters is None else parameters
         for parameter in {id(p): p for p in chosen if p.requires_grad}.values():
-            gradient = safe_get_full_grad(parameter)
-            if gradient is not None:
+            if hasattr(parameter, "ds_id"):
+                # Of ZeRO-3: the setter of whole gradients fails where the elements do not divide by the ranks.
+                safe_set_local_grad(parameter, change(safe_get_local_grad(parameter)))
+            elif (gradient := safe_get_full_grad(parameter)) is not None:
                 safe_set_full_grad(parameter, change(gradient))
 
     def _report_norm(self) -> Tensor | None:

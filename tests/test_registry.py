@@ -70,7 +70,8 @@ def test_built_in_strategies_load():
     ("name", "nearest"), [("fsdp", "fsdp2"), ("dpp", "ddp"), ("singel", "single"), ("FSDP2", "fsdp2")]
 )
 def test_an_unknown_strategy_gets_the_nearest_name(name: str, nearest: str):
-    message = rf"^unknown strategy '{name}'; did you mean '{nearest}'\? Known strategies: auto, ddp, fsdp2, single;"
+    known = "auto, ddp, deepspeed, fsdp2, single"
+    message = rf"^unknown strategy '{name}'; did you mean '{nearest}'\? Known strategies: {known};"
     with pytest.raises(ConfigError, match=message):
         load_strategy(name)
 

@@ -76,6 +76,8 @@ class TrainJob:
     """Extra keyword arguments for DistributedDataParallel, given in Python."""
     compile_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the compiler's backend, given in Python."""
+    micro_batch_size: int | None = None
+    """Rows of one batch on one rank, where a data loader was prepared with the model."""
 
     @property
     def config(self) -> RunConfig:
@@ -218,6 +220,16 @@ class Strategy(Protocol):
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
+
+    def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
+        """Do what has to be done before models are built. Collective: called once on every rank that has joined.
+
+        Returns:
+            The configuration that holds: where an engine has one of its own, what it says goes into ours.
+
+        Raises:
+            ConfigError: the two contradict each other, or the engine cannot run here.
+        """
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse a job that cannot be laid out as asked. Not collective; changes nothing.

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accel_trainer.config import Resolved
 from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Capabilities, TrainJob
@@ -60,6 +61,10 @@ class DDPStrategy:
 
     name: ClassVar[str] = "ddp"
     capabilities: ClassVar[Capabilities] = Capabilities(min_world_size=1, distributed_type="MULTI")
+
+    def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
+        """Nothing to do: the configuration holds as it is."""
+        return resolved
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse a model without values, and optimizers of something else."""

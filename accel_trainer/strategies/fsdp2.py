@@ -213,6 +213,10 @@ class FSDP2Strategy:
         """Nothing to do: the configuration holds as it is."""
         return resolved
 
+    def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
+        """Nothing to do: the configuration holds as it is."""
+        return resolved
+
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse options that do not fit the model or each other, and optimizers that cannot follow."""
         if not isinstance(job.model, FSDPModule):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accel_trainer.config import Resolved
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.process import ProcessContext
@@ -158,6 +159,10 @@ class SingleStrategy:
 
     name: ClassVar[str] = "single"
     capabilities: ClassVar[Capabilities] = Capabilities(max_world_size=1)
+
+    def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
+        """Nothing to do: the configuration holds as it is."""
+        return resolved
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse a model without values, and optimizers of something else."""

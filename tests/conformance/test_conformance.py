@@ -48,8 +48,8 @@ class Layout:
 
 
 def zero(stage: int, **options: Any) -> Layout:
-    """Return ZeRO of a stage, on two ranks."""
-    block = {"zero_optimization": {"stage": stage, **options}}
+    """Return ZeRO of a stage, on two ranks; of whole models, whose parameters the suite groups by their dimensions."""
+    block = {"zero_optimization": {"stage": stage, **options}, "zero3_init_flag": False}
     return Layout("deepspeed", options={"deepspeed": block}, needs="deepspeed")
 
 
@@ -180,7 +180,8 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @functools.cache
 def results_of(layout: str, kind: str, states: Path) -> list[dict[str, dict[str, Any]]]:
     """Return the results of `run_all` by rank; the state of the interrupted run is in `states`."""
-    return run_ranks(run_all, LAYOUTS[layout].world_size, kind, layout, str(states / f"{layout}-{kind}"))
+    directory = str(states / f"{layout}-{kind}")
+    return run_ranks(run_all, LAYOUTS[layout].world_size, kind, layout, directory, timeout=150)
 
 
 def is_tied_after_a_step(kind: str, layout: str) -> bool:

@@ -1,0 +1,38 @@
+"""Models built in pieces: transformers' own hook for `deepspeed.zero.Init`, so that no rank holds a whole one."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from accel_trainer.integrations.deepspeed_config import EngineConfig
+
+__all__ = ["PiecewiseBuilding", "build_in_pieces"]
+
+
+class PiecewiseBuilding:
+    """What transformers asks while it builds a model; it keeps a weak reference, so the strategy holds this."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def is_zero3(self) -> bool:
+        """Whether parameters are to be partitioned as they are made."""
+        return True
+
+
+def build_in_pieces(config: EngineConfig) -> PiecewiseBuilding | None:
+    """Have `from_pretrained` and `from_config` partition parameters as they are made, from now on.
+
+    Returns:
+        What has to live as long as that shall hold; None when it is not asked for, or transformers is not installed.
+    """
+    if not config.builds_in_pieces or importlib.util.find_spec("transformers") is None:
+        return None
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, set_hf_deepspeed_config
+
+    if is_deepspeed_zero3_enabled():  # by the Trainer's arguments, which say the same and more
+        return None
+    building = PiecewiseBuilding(config.data)
+    set_hf_deepspeed_config(building)
+    return building

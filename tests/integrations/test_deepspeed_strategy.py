@@ -1,0 +1,197 @@
+"""What the conformance suite does not ask of DeepSpeed: its gradients, its precisions, its limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("deepspeed")
+
+from accel_trainer.errors import ConfigError
+from tests.ranks import preload
+from tests.scenarios import Outcome, Scenarios
+from tests.zero import adamw, alone, batch, build, layout, own_rows, whole
+
+preload("accel_trainer.accelerator", "deepspeed")
+
+SCENARIOS = Scenarios(timeout=300)
+VARIANTS = {"zero1": (1, False), "zero2": (2, False), "zero3": (3, False), "zero3 offloaded": (3, True)}
+
+
+def run_all() -> dict[str, Outcome]:
+    return SCENARIOS.run()
+
+
+def results(name: str) -> list[Any]:
+    return SCENARIOS.results(name, run_all, 2)
+
+
+def refused(call: Any) -> str:
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+
+def for_each_variant(train: Any) -> dict[str, Any]:
+    return {name: train(stage, offload) for name, (stage, offload) in VARIANTS.items()}
+
+
+def close(trained: dict[str, Any], reference: list[torch.Tensor]) -> None:
+    assert trained.keys() == VARIANTS.keys()
+    for name, values in trained.items():
+        for value, expected in zip(values, reference, strict=True):
+            torch.testing.assert_close(
+                value, expected, atol=1e-6, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+@SCENARIOS.add
+def gradients_beyond_one() -> Any:
+    """Nobody asks for clipping, and the engine clips at 1.0 when its configuration is silent."""
+
+    def train(stage: int, offload: bool) -> Any:
+        made, model, optimizer = layout(stage, offload)
+        for step in range(3):
+            made.backward(model(own_rows(step)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole(made, model)
+
+    return for_each_variant(train)
+
+
+def test_nothing_is_clipped_where_nobody_asked():
+    norms = []
+    reference = alone(lambda model: norms.append(nn.utils.get_total_norm(p.grad for p in model.parameters())))
+    assert max(norms) > 2  # the engine's default would show
+    close(results("gradients_beyond_one")[0], reference)
+
+
+@SCENARIOS.add
+def configured_bound() -> Any:
+    def train(stage: int, offload: bool) -> Any:
+        made, model, optimizer = layout(stage, offload, {"gradient_clipping": 0.3})
+        for step in range(3):
+            made.backward(model(own_rows(step)))
+            if step == 1:
+                made.clip_grad_norm_(model.parameters(), 0.1)  # for this step only
+            optimizer.step()
+        return whole(made, model)
+
+    return for_each_variant(train)
+
+
+def test_a_configured_bound_holds_and_an_explicit_one_wins():
+    bounds = iter((0.3, 0.1, 0.3))
+    close(
+        results("configured_bound")[0], alone(lambda model: nn.utils.clip_grad_norm_(model.parameters(), next(bounds)))
+    )
+
+
+@SCENARIOS.add
+def clamped() -> Any:
+    def train(stage: int, offload: bool) -> Any:
+        made, model, optimizer = layout(stage, offload)
+        for step in range(3):
+            made.backward(model(own_rows(step)))
+            made.clip_grad_value_(model.parameters(), 0.02)
+            norm = made.clip_grad_norm_(model.parameters(), 0.05)
+            before = norm.item()
+            optimizer.step()
+            assert before != before, "NaN until the step"
+            assert norm.item() > 0
+        return whole(made, model)
+
+    return for_each_variant(train)
+
+
+def test_values_are_clamped_before_the_norm_is_bounded():
+    def clamp(model: nn.Module) -> None:
+        nn.utils.clip_grad_value_(model.parameters(), 0.02)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+    close(results("clamped")[0], alone(clamp))
+
+
+@SCENARIOS.add
+def dropped_gradients() -> Any:
+    def train(stage: int, offload: bool) -> Any:
+        made, model, optimizer = layout(stage, offload)
+        for step in range(3):
+            made.backward(model(own_rows(step + 10)))
+            optimizer.zero_grad()
+            optimizer.step()  # nothing to step with
+            made.backward(model(own_rows(step)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole(made, model)
+
+    return for_each_variant(train)
+
+
+def test_zero_grad_drops_what_a_backward_has_left():
+    close(results("dropped_gradients")[0], alone())
+
+
+@SCENARIOS.add
+def several_backwards() -> Any:
+    def train(stage: int, offload: bool) -> Any:
+        made, model, optimizer = layout(stage, offload)
+        for step in range(3):
+            losses = [model(own_rows(step)), model(own_rows(step + 10))]
+            made.backward(losses[0])
+            made.backward(losses[1])
+            made.backward(model(own_rows(step + 20)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole(made, model)
+
+    return for_each_variant(train)
+
+
+def test_gradients_of_several_backwards_add_up():
+    model = build()
+    optimizer = adamw(model)
+    for step in range(3):
+        (model(batch(step)) + model(batch(step + 10)) + model(batch(step + 20))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    close(results("several_backwards")[0], [p.detach() for p in model.parameters()])
+
+
+@SCENARIOS.add
+def token_means() -> Any:
+    def train(stage: int, offload: bool) -> Any:
+        made, model, optimizer = layout(stage, offload, gradient_accumulation_steps=2)
+        rank = made.process_index
+        for step in range(4):
+            with made.accumulate(model):
+                rows = own_rows(step)[: 1 + rank + step % 2]
+                made.backward(made.global_token_mean(model(rows) * len(rows), len(rows)))
+                made.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        return whole(made, model)
+
+    return for_each_variant(train)
+
+
+def test_losses_are_weighed_by_tokens():
+    model = build()
+    optimizer = adamw(model)
+    for window in range(2):
+        rows = [
+            batch(step).chunk(2)[rank][: 1 + rank + step % 2]
+            for step in (2 * window, 2 * window + 1)
+            for rank in range(2)
+        ]
+        model(torch.cat(rows)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    close(results("token_means")[0], [p.detach() for p in model.parameters()])
