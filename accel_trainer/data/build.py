@@ -84,7 +84,7 @@ def _check(loader: DataLoader[Any], config: DataConfig, shards: int) -> None:
 def _index_source(
     loader: DataLoader[Any], process: ProcessContext, config: DataConfig, seed: int, shards: int, shard: int | None
 ) -> IndexSource:
-    base: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    base: Any = _plain(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, loader)
     generator = find_generator(base)
     order_seed = seed if generator is None else broadcast_object(generator.initial_seed(), process)
     if config.use_seedable_sampler:
@@ -105,6 +105,17 @@ def _index_source(
         sampler.num_ahead = loader.num_workers * (loader.prefetch_factor or 0)
     is_batched = loader.batch_sampler is not None
     return IndexSource(sampler, loader.dataset, _worker_seed(loader, seed), is_batched=is_batched, in_order=in_order)
+
+
+def _plain(sampler: Any, loader: DataLoader[Any]) -> Any:
+    """Return torch's own sampler in the place of torchdata's, which adds a state that prepared loaders do not need."""
+    if not type(sampler).__module__.startswith("torchdata."):
+        return sampler
+    if isinstance(sampler, BatchSampler):
+        return BatchSampler(_plain(sampler.sampler, loader), sampler.batch_size, sampler.drop_last)
+    if type(sampler).__name__ == "RandomSampler":  # no subclass of torch's
+        return RandomSampler(sampler.data_source, sampler.replacement, sampler.num_samples, loader.generator)
+    return sampler
 
 
 def _is_plain_shuffle(sampler: Any) -> TypeGuard[RandomSampler]:

@@ -17,8 +17,6 @@ class Place(NamedTuple):
 
     samples: int = 0
     steps: int = 0
-    batches: int = 0
-    """Batches of the user's own batch sampler."""
 
 
 class Pass:
@@ -62,8 +60,6 @@ class Position:
     samples: int = 0
     """Samples of the epoch that loops have been given. Batches that workers have read ahead do not count."""
     steps: int = 0
-    batches: int = 0
-    """Batches of the user's own batch sampler; 0 where samples are counted."""
     is_complete: bool = False
     """Whether that was the epoch's last batch."""
     seed: int | None = None

@@ -23,7 +23,7 @@ from accel_trainer.data.plan import (
 )
 from accel_trainer.data.position import Place
 from accel_trainer.data.randomness import draw_alike
-from accel_trainer.errors import ConfigError
+from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 
 __all__ = ["Clock", "SeedableRandomSampler", "ShardedBatchSampler", "find_generator"]
 
@@ -158,12 +158,34 @@ class ShardedBatchSampler(Sampler[Any]):
 
     @property
     def counts_samples(self) -> bool:
-        """Whether a place in an epoch is a number of samples; else it is one of whole batches of the user's."""
+        """Whether a pass can begin at any sample; else only where a batch of the user's batch sampler begins."""
         return type(self.batch_sampler) is BatchSampler
+
+    def origin_of(self, num_samples: int) -> int:
+        """Return the origin that leaves out the first samples of the present epoch.
+
+        Raises:
+            IncompatibleCheckpointError: no batch begins there.
+        """
+        if self.counts_samples or not num_samples:
+            return num_samples
+        found = num_batches = 0
+        for batch in self._draw(self.batch_sampler):
+            found += count_rows(batch)
+            num_batches += 1
+            if found >= num_samples:
+                break
+        if found != num_samples:
+            raise IncompatibleCheckpointError(
+                f"the state was saved after {num_samples} samples, and {num_batches} batches of this loader's "
+                f"{type(self.batch_sampler).__name__} have {found}: it cannot begin within a batch. Use the batch "
+                "sizes that it was saved with"
+            )
+        return num_batches
 
     @property
     def origin(self) -> int:
-        """Samples (or batches, see `counts_samples`) left out at the beginning of the next pass."""
+        """Samples, or batches of the user's own batch sampler, left out at the beginning of the next pass."""
         return self._origin[1] if self._origin is not None and self._origin[0] == self.epoch else 0
 
     def begin_at(self, step: int, origin: tuple[int, int] | None = None) -> None:
@@ -177,9 +199,9 @@ class ShardedBatchSampler(Sampler[Any]):
         return shuffle.seed if type(shuffle) is SeedableRandomSampler else self.seed
 
     @order_seed.setter
-    def order_seed(self, seed: int) -> None:
+    def order_seed(self, seed: int | None) -> None:
         shuffle = getattr(self.batch_sampler, "sampler", self.batch_sampler)
-        if type(shuffle) is SeedableRandomSampler:
+        if type(shuffle) is SeedableRandomSampler and seed is not None:
             shuffle.seed = seed
         self.seed = None if self.seed is None else seed
 
@@ -219,7 +241,7 @@ class ShardedBatchSampler(Sampler[Any]):
         first = list(islice(source, width))
         rest = chain(first, source)
         samples = sum(map(count_rows, islice(rest, origin + skip)))
-        self.began_at = Place(samples, self.start, origin + skip)
+        self.began_at = Place(samples, self.start)
         return first, rest
 
     def _batches_from(self, origin: int, width: int) -> tuple[list[Any], Iterator[Any]]:

@@ -179,24 +179,18 @@ class IndexSource:
             yield together, planned.popleft()
 
     def position(self, epoch: int, progress: Pass | None) -> Position:
-        """Return where a pass stands: samples where the user's batches are all of one size, else whole batches."""
-        sampler = self.sampler
-        if progress is None:
-            place = Place(sampler.origin) if sampler.counts_samples else Place(0, 0, sampler.origin)
-        else:
-            start, taken = progress.start, progress.taken
-            place = Place(
-                start.samples + progress.num_samples,
-                start.steps + taken,
-                start.batches + taken * sampler.rule.batches_per_round,
-            )
+        """Return where a pass stands, or where the next one begins."""
+        resumed, place = self.loaded, Place()
+        if progress is not None:
+            place = Place(progress.start.samples + progress.num_samples, progress.start.steps + progress.taken)
+        elif resumed is not None:
+            place = Place(resumed.samples, resumed.steps)
         return Position(
             epoch=epoch,
             samples=place.samples,
             steps=place.steps,
-            batches=0 if sampler.counts_samples else place.batches,
-            is_complete=progress is not None and progress.is_complete,
-            seed=sampler.order_seed,
+            is_complete=resumed.is_complete if progress is None and resumed else is_at_end(progress),
+            seed=self.sampler.order_seed,
             dataset_length=length_of(self._dataset),
             global_batch=self.total_batch_size,
         )
@@ -204,17 +198,19 @@ class IndexSource:
     def resume(self, position: Position) -> None:
         """Begin the next pass of an epoch where `position` says."""
         check_length(self._dataset, position)
-        if position.samples and self.sampler.counts_samples == bool(position.batches):
-            raise IncompatibleCheckpointError(
-                f"the state was saved after {position.samples} samples, in {position.batches} batches of a batch "
-                f"sampler of the user's own, and this loader has a {type(self.sampler.batch_sampler).__name__}; "
-                "prepare it with the kind of batch sampler that it was saved with"
-            )
-        if position.seed is not None:
-            self._seed = position.seed if self._seed == self.sampler.order_seed else self._seed
-            self.sampler.order_seed = position.seed
+        sampler, before = self.sampler, (self.epoch, self.sampler.order_seed)
         self.set_epoch(position.epoch)
-        self.sampler.begin_at(0, (position.epoch, position.batches or position.samples))
+        if position.seed is not None:
+            sampler.order_seed = position.seed
+        try:
+            origin = sampler.origin_of(position.samples)
+        except IncompatibleCheckpointError:
+            self.set_epoch(before[0])
+            sampler.order_seed = before[1]
+            raise
+        if self._seed == before[1]:
+            self._seed = position.seed if position.seed is not None else self._seed
+        sampler.begin_at(0, (position.epoch, origin))
         self._resumed = position if position.samples else None
 
     @property
@@ -336,6 +332,11 @@ class DispatchSource:
             yield [f"{type(error).__name__}: {error}"] * size
             raise
         yield [None] * size
+
+
+def is_at_end(progress: Pass | None) -> bool:
+    """Return whether a pass has handed out its last batch."""
+    return progress is not None and progress.is_complete
 
 
 def length_of(dataset: Any) -> int | None:

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torch.utils.data.graph import traverse_dps
-from torch.utils.data.graph_settings import apply_sharding, get_all_graph_pipes
+from torch.utils.data.graph_settings import apply_random_seed, apply_sharding, get_all_graph_pipes
 
 from accel_trainer.data.plan import BatchRows, seed_for_epoch
 from accel_trainer.data.randomness import PrivateStreams
@@ -28,9 +28,9 @@ __all__ = [
     "Step",
     "StreamRule",
     "keeps_own_state",
+    "open_pipe",
     "reads_own_part",
     "set_dataset_epoch",
-    "shard_over_workers",
     "shards_of",
 ]
 
@@ -118,7 +118,7 @@ class _EpochStream(IterableDataset[Any]):
         generator = getattr(self.dataset, "generator", None)
         if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
             generator.manual_seed(seed_for_epoch(self.seed, epoch))
-        shard_over_workers(self.dataset)
+        open_pipe(self.dataset, seed_for_epoch(self.seed, epoch))
         return iter(self.dataset)
 
 
@@ -272,10 +272,14 @@ def reads_own_part(dataset: Any) -> bool:
     return any(getattr(pipe, "num_of_instances", 1) > 1 for pipe in _sharding_filters(dataset))
 
 
-def shard_over_workers(dataset: Any) -> None:
-    """Within a worker, let a pipe's `sharding_filter` keep this worker's samples, as torch's own loader does."""
+def open_pipe(dataset: Any, seed: int) -> None:
+    """Prepare an `IterDataPipe` as torch's loader does: one seed for all its readers, and a part for each worker."""
+    if not isinstance(dataset, IterDataPipe):
+        return
+    # Workers that shuffle before a sharding_filter must shuffle alike, or samples are lost.
+    apply_random_seed(dataset, torch.Generator().manual_seed(seed))
     worker = get_worker_info()
-    if worker is not None and _sharding_filters(dataset):
+    if worker is not None:
         apply_sharding(dataset, worker.num_workers, worker.id, SHARDING_PRIORITIES.MULTIPROCESSING)
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from accel_trainer.data.plan import BatchRows, mix_seed
 from accel_trainer.data.position import Pass, Place, Position
 from accel_trainer.data.sampler import Clock
-from accel_trainer.data.sources import check_length, length_of
+from accel_trainer.data.sources import check_length, is_at_end, length_of
 from accel_trainer.data.stream import OwnShards, SlicedStream, Step, keeps_own_state, set_dataset_epoch
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.runtime.collectives import broadcast_object, exchange_integers
@@ -107,7 +107,7 @@ class _StreamSource:
             epoch=epoch,
             samples=place.samples,
             steps=place.steps,
-            is_complete=progress is not None and progress.is_complete,
+            is_complete=origin.is_complete if progress is None and origin else is_at_end(progress),
             seed=self._stream.seed,
             dataset_length=length_of(self._stream.dataset),
             global_batch=self.total_batch_size,

@@ -211,7 +211,7 @@ def test_batches_of_the_users_own_are_counted_whole(world_size: int) -> None:
     head = [item for item, _ in zip(steps(prepare_ranks("batches", 2)), range(3), strict=False)]
     loaders = load(prepare_ranks("batches", world_size), head[-1][1])
 
-    assert json.loads(head[-1][1])["batches"] == 6
+    assert json.loads(head[-1][1])["samples"] == 1 + 2 + 3 + 4 + 1 + 2
     assert len(loaders[0]) == -(-(len(Growing()) - 6) // world_size)
     assert [*ids_of(head), *ids_of(steps(loaders))] == ids_of(whole)
 
@@ -354,9 +354,32 @@ def test_another_dataset_another_reading_and_another_kind_are_refused() -> None:
     refuse(sequential, {**state, "dataset_length": 50}, "after 16 samples of a dataset of 50, .* dataset has 37")
     refuse(sequential, {**state, "colour": 1}, "holds .*'colour'.* and this version knows")
     refuse(sequential, {"samples": 3}, "load what state_dict")
-    refuse(prepare_ranks("batches", 1)[0], state, "after 16 samples, in 0 batches .* has a Growing")
+    refuse(
+        prepare_ranks("batches", 1)[0],
+        {**state, "samples": 15},
+        "15 samples, and 6 batches of this loader's Growing have 16",
+    )
     stream = prepare_ranks("stream", 1, 2)[0]
     refuse(stream, {**state, "dataset_length": None}, "stream read in 1 parts, .* reads it in 2")
     refuse(stream, {**state, "readers": 2, "global_batch": 4}, "2 steps of 4 samples, and a step of this loader has 8")
     sequential.load_state_dict({"epoch": 3})
     assert sequential.epoch == 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_of_torchdata_is_one_of_torch(workers: int) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def build(world_size: int) -> list[PreparedDataLoader]:
+        loaders = []
+        for rank in range(world_size):
+            process = ProcessContext(rank, rank, world_size, world_size, torch.device("cpu"), None)
+            loader = stateful.StatefulDataLoader(
+                Numbers(), GLOBAL_BATCH // world_size, shuffle=True, num_workers=workers, collate_fn=collate
+            )
+            loaders.append(prepare_data_loader(loader, process=process, config=DataConfig(), seed=3))
+        return loaders
+
+    whole = ids_of(steps(prepare_ranks("shuffled", 2)))
+    head = [item for item, _ in zip(steps(build(2)), range(2), strict=False)]
+    assert [*ids_of(head), *ids_of(steps(load(build(1), head[-1][1])))] == whole

@@ -10,6 +10,8 @@ import pytest
 import torch
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
+from torch.utils.data.graph_settings import apply_sharding
 
 from accel_trainer.config.schema import DataConfig
 from accel_trainer.data import PreparedDataLoader, prepare_data_loader, skip_first_batches
@@ -294,6 +296,30 @@ def test_a_shuffled_stream_of_datasets_follows_the_epoch() -> None:
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(12))
     assert orders[0] != orders[1]
     assert loader.epoch == loader.dataset.epoch == 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_sharding_filter_is_not_cut_twice(workers: int, shuffle: bool) -> None:
+    def build(rank: int) -> PreparedDataLoader:
+        pipe = IterableWrapper(range(13))
+        pipe = pipe.shuffle().sharding_filter().map(int) if shuffle else pipe.sharding_filter()
+        return prepare(DataLoader(pipe, 2, num_workers=workers, shuffle=shuffle), rank, 2)
+
+    orders = [valid_ids(loaders) for loaders in [[build(0), build(1)]] for _ in range(2)]
+
+    assert [sorted(ids) for ids in orders] == [list(range(13))] * 2
+    assert (orders[0] != orders[1]) == shuffle
+    assert shuffle or workers or orders[0] == list(range(13))
+    fresh = [build(0), build(1)]
+    assert valid_ids(fresh) == orders[0]
+
+
+def test_a_pipe_that_is_cut_already_reads_its_own_part() -> None:
+    pipe = IterableWrapper(range(13)).sharding_filter()
+    assert not reads_own_part(DataLoader(pipe, 2).dataset)
+    apply_sharding(pipe, 2, 1)
+    assert reads_own_part(DataLoader(pipe.map(int), 2).dataset)
 
 
 def test_what_reads_its_own_part_is_recognised() -> None:
