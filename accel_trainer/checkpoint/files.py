@@ -113,7 +113,7 @@ class BroadcastFiles(Mapping[str, Tensor]):
             tensor = self._weights[name].to(self._device).contiguous()
         else:
             tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        dist.broadcast(tensor, src=0)
+        dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0)  # gloo knows few types
         return tensor
 
     def read(self, name: str, index: Index) -> Tensor:

@@ -24,10 +24,10 @@ from accel_trainer.runtime.mesh import build_mesh_shape, init_mesh
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Capabilities, CheckpointIO, TrainJob
 from accel_trainer.strategies.compile import apply_compile
-from accel_trainer.strategies.native import NativeUnit, check_optimizers, place, require_values
+from accel_trainer.strategies.native import NativeUnit, check_optimizers, place
 from accel_trainer.strategies.ownership import parameters_of
 from accel_trainer.strategies.recompute import apply_activation_checkpointing
-from accel_trainer.strategies.sync import broadcast_module_states
+from accel_trainer.strategies.values import bring_whole, compare_values, hold, send_differing, settle
 from accel_trainer.strategies.whole_gradients import WholeGradients
 from accel_trainer.strategies.whole_weights import exchange_whole_weights, refuse_copies
 from accel_trainer.strategies.wrapping import find_blocks, find_ignored_modules, warn_of_one_unit
@@ -213,10 +213,6 @@ class FSDP2Strategy:
         """Nothing to do: the configuration holds as it is."""
         return resolved
 
-    def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
-        """Nothing to do: the configuration holds as it is."""
-        return resolved
-
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse options that do not fit the model or each other, and optimizers that cannot follow."""
         if not isinstance(job.model, FSDPModule):
@@ -226,9 +222,10 @@ class FSDP2Strategy:
         check_optimizers(job)
 
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> NativeUnit:
-        """Shard the model in place. Collective: meshes are created and rank 0's values are broadcast.
+        """Shard the model in place. Collective: meshes are created, and rank 0's values count where ranks differ.
 
-        The model keeps its class (torch adds FSDPModule to its bases), its parameter names and its tied weights.
+        The model keeps its class (torch adds FSDPModule to its bases), its parameter names and its tied weights. One on
+        the meta device is laid out without values, to be loaded afterwards.
         """
         self.check(job, precision, process)
         model, config = job.model, job.config.fsdp
@@ -244,16 +241,15 @@ class FSDP2Strategy:
         blocks = _drop_blocks_with_outside_ties(model, layers)
         tied = _tied_names(model)
         # Weak: an optimizer that is bound later keeps alive what it holds, and nothing else need be.
-        originals = [(name, weakref.ref(p)) for name, p in model.named_parameters()]
+        originals = [(name, weakref.ref(p)) for name, p in model.named_parameters() if p not in whole]
         if precision.compute is not None:
             _upcast_trainable(model)
-        broadcast_module_states(model, process.device)
+        values = compare_values(
+            model, process, may_await=config.cpu_ram_efficient_loading, option="fsdp.cpu_ram_efficient_loading"
+        )
+        send_differing(model, values, process.device)
+        held = hold(model, values, process)
         _leave_whole(ignored_modules, whole, precision, process.device)
-        if config.cpu_ram_efficient_loading:
-            logger.warning(
-                "%s has no effect: every rank holds the whole model in CPU memory until it is sharded",
-                job.resolved.describe("fsdp.cpu_ram_efficient_loading"),
-            )
         if config.activation_checkpointing:
             apply_activation_checkpointing(layers)
         apply_compile(model, job.config.compile, job.compile_options)
@@ -272,6 +268,7 @@ class FSDP2Strategy:
                 **options,
             )
         root = fully_shard(model, mp_policy=_mixed_precision_policy(precision, root=True), **options)
+        settle(model, values, held, process.device, torch.device("cpu") if config.offload_params else process.device)
         _set_prefetch(model, blocks, config)
         _assert_tied(model, tied)
         exchange_whole_weights(model, process)
@@ -306,7 +303,6 @@ def _choose_modules(
     """
     model = job.model
     _require_autocast(precision)
-    require_values(model)
     if next(model.parameters(), None) is None:
         return [], [], set()
     layers = find_blocks(model, job.resolved, job.wrap_policy)
@@ -366,11 +362,10 @@ def _leave_whole(
 ) -> None:
     """Do for what is not sharded what fully_shard does for the rest: move it, and compute in the configured dtype."""
     for module in modules:
-        module.to(device)
+        bring_whole([*module.parameters(), *module.buffers()], device)
         # Its weights stay in fp32 and are handed activations of 16 bits, which it returns as such.
         apply_autocast(module, replace(precision, output=None))
-    for parameter in parameters:
-        parameter.data = parameter.data.to(device)
+    bring_whole(parameters, device)
 
 
 def _check_combination(job: TrainJob, layers: list[nn.Module], whole: set[nn.Parameter]) -> None:

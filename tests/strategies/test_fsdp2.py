@@ -171,23 +171,6 @@ def test_a_non_persistent_buffer_survives_in_full_precision():
     assert results("rotary_buffer") == [(True, "torch.float32", False)] * 2
 
 
-@SCENARIOS.add
-def meta_models() -> Any:
-    with torch.device("meta"):
-        empty = build()
-    partly = build()
-    partly.register_buffer("late", torch.empty(2, device="meta"))
-    return [refused(lambda: prepare(empty)), refused(lambda: prepare(partly))], isinstance(partly.stem.weight, DTensor)
-
-
-def test_a_model_without_values_is_refused():
-    for (empty, partly), is_sharded in results("meta_models"):
-        assert "10 parameter(s) of Net are on the meta device (first: 'stem.weight')" in empty
-        assert "load the model's weights" in empty
-        assert "1 buffer(s) of Net are on the meta device (first: 'late')" in partly
-        assert not is_sharded
-
-
 # --- precision -----------------------------------------------------------------------------------------------------
 
 

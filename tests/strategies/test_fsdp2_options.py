@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from accel_trainer import Accelerator, FullyShardedDataParallelPlugin
+from accel_trainer import Accelerator
 from tests.ranks import preload, run_ranks
 from tests.scenarios import Outcome, Scenarios
 from tests.sharded import Net, adamw, batch, build, full, own_rows, prepare, refused, train, train_alone
@@ -335,19 +335,3 @@ def test_hybrid_sharding_gives_the_same_losses(options: dict[str, Any], env: dic
         assert losses == pytest.approx(reference, abs=1e-6)
         assert found == pytest.approx(norm, rel=1e-5)
         assert (tuple(shape), placements, rows) == ((2, 2), ["R", "S(0)"], 4)
-
-
-def warnings_of_loading() -> list[str]:
-    """What this rank logs when sparing memory while loading is asked for."""
-    plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True, auto_wrap_policy="no_wrap")
-    with logged() as messages:
-        Accelerator(cpu=True, fsdp_plugin=plugin).prepare(nn.Linear(4, 4))
-    return [message for message in messages if "memory" in message]
-
-
-def test_loading_that_spares_no_memory_says_so_once():
-    main, other = run_ranks(warnings_of_loading, 2)
-    assert len(main) == 1
-    assert main[0].startswith("fsdp.cpu_ram_efficient_loading=true")
-    assert "has no effect" in main[0]
-    assert other == []
