@@ -357,7 +357,7 @@ def test_another_dataset_another_reading_and_another_kind_are_refused() -> None:
     refuse(
         prepare_ranks("batches", 1)[0],
         {**state, "samples": 15},
-        "15 samples, and 6 batches of this loader's Growing have 16",
+        "15 samples, and 7 batches of this loader's Growing have 16",
     )
     stream = prepare_ranks("stream", 1, 2)[0]
     refuse(stream, {**state, "dataset_length": None}, "stream read in 1 parts, .* reads it in 2")
