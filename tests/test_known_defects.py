@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +247,7 @@ def test_d20_a_frozen_model_can_be_prepared(strategy: str):
     assert first[1] == 2
 
 
-def draw_streams(workers: int, **options: Any) -> dict[str, Any]:
+def draw_streams(kind: str, workers: int, **options: Any) -> dict[str, Any]:
     """What a rank draws before and after its model is prepared, and in the workers of a loader."""
     accelerator = Accelerator(cpu=True, strategy="ddp")
     set_seed(3, **options)
@@ -254,7 +255,9 @@ def draw_streams(workers: int, **options: Any) -> dict[str, Any]:
     accelerator.prepare(nn.Linear(4, 4))
     own = [torch.rand(1).item(), float(np.random.rand()), random.random()]
     mask = nn.functional.dropout(torch.ones(64)).tolist()
-    loader = accelerator.prepare(DataLoader(Augmented(), batch_size=2, shuffle=True, num_workers=workers))
+    data: Any = {"map": Augmented, "shards": AugmentedShards}[kind]()
+    shuffle = True if kind == "map" else None
+    loader = accelerator.prepare(DataLoader(data, batch_size=2, shuffle=shuffle, num_workers=workers))
     rows = torch.cat(list(loader))
     return {"weights": weights, "own": own, "mask": mask, "order": rows[:, 0].tolist(), "noise": rows[:, 1].tolist()}
 
@@ -269,19 +272,38 @@ class Augmented(torch.utils.data.Dataset):
         return torch.tensor([float(index), torch.rand(1).item()])
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_d21_initial_weights_are_equal_and_dropout_and_augmentation_are_each_ranks_own(workers: int):
-    first, second = run_ranks(draw_streams, 2, workers)
+class AugmentedShards(torch.utils.data.IterableDataset):
+    """The same in two shards, of which each rank reads one."""
+
+    def __init__(self, kept: tuple[int, ...] = (0, 1)) -> None:
+        self.kept = kept
+        self.num_shards = len(kept)
+
+    def shard(self, num_shards: int, index: int) -> AugmentedShards:
+        """Return a part of the shards."""
+        return AugmentedShards(self.kept[index::num_shards])
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for shard in self.kept:
+            yield from (Augmented()[4 * shard + index] for index in range(4))
+
+
+LOADERS = pytest.mark.parametrize(("kind", "workers"), [("map", 0), ("map", 1), ("shards", 1)])
+
+
+@LOADERS
+def test_d21_initial_weights_are_equal_and_dropout_and_augmentation_are_each_ranks_own(kind: str, workers: int):
+    first, second = run_ranks(draw_streams, 2, kind, workers)
     assert first["weights"] == second["weights"]
     assert first["mask"] != second["mask"]
     assert not set(first["own"] + first["noise"]) & set(second["own"] + second["noise"])
     assert sorted(first["order"] + second["order"]) == list(range(8))
-    assert run_ranks(draw_streams, 2, workers) == [first, second]
+    assert run_ranks(draw_streams, 2, kind, workers) == [first, second]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_d21_streams_stay_equal_where_that_is_asked_for(workers: int):
-    first, second = run_ranks(draw_streams, 2, workers, same_on_all_ranks=True)
+@LOADERS
+def test_d21_streams_stay_equal_where_that_is_asked_for(kind: str, workers: int):
+    first, second = run_ranks(draw_streams, 2, kind, workers, same_on_all_ranks=True)
     assert first.pop("order") != second.pop("order")
     assert first == second
 
