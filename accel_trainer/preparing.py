@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from accel_trainer.accumulation import AccumulationWindow
 from accel_trainer.config import Resolved, RunConfig
 from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader
 from accel_trainer.data.loader import skip_first_batches as skip_loader_batches
+from accel_trainer.deepspeed_plugin import DummyScheduler
+from accel_trainer.described import NO_HINTS, JobHints, is_optimizer, real_optimizer, schedules_of, stand_ins
 from accel_trainer.errors import ConfigError
 from accel_trainer.optimizer import AcceleratedOptimizer
 from accel_trainer.options import AcceleratorOptions
@@ -26,7 +28,7 @@ from accel_trainer.runtime.rng import separate_streams, synchronize_rng
 from accel_trainer.scheduler import AcceleratedScheduler
 from accel_trainer.state import GradientState
 from accel_trainer.strategies.api import Strategy, TrainJob
-from accel_trainer.units import PreparedUnit, find_prepared
+from accel_trainer.units import PreparedUnit, find_prepared, prepared_of
 
 __all__ = ["AcceleratorPreparing"]
 
@@ -72,11 +74,17 @@ class AcceleratorPreparing:
             )
         places = {id(item): place for item, place in zip(objects, placements, strict=True)}
         models = [item for item in objects if isinstance(item, nn.Module)]
-        optimizers = [item for item in objects if isinstance(item, Optimizer)]
-        rows = self._micro_batch_size([item for item in objects if isinstance(item, DataLoader)])
-        results: dict[int, Any] = self._lay_out(models, optimizers, places, micro_batch_size=rows)
-        for optimizer in optimizers:
-            results[id(optimizer)] = self._wrap(optimizer)
+        described = stand_ins(objects, self.strategy)
+        optimizers = {id(item): described.get(id(item), item) for item in objects if is_optimizer(item)}
+        hints = JobHints(
+            rows=self._micro_batch_size([item for item in objects if isinstance(item, DataLoader)]),
+            schedules={id(optimizers.get(id(s.optimizer), s.optimizer)): s.numbers for s in schedules_of(objects)},
+        )
+        results: dict[int, Any] = self._lay_out(models, list(optimizers.values()), places, hints=hints)
+        for key, optimizer in optimizers.items():
+            results[key] = self._wrap(optimizer)
+        for schedule in schedules_of(objects):
+            results[id(schedule)] = self._prepare_described(schedule, results)
         for item in objects:
             if isinstance(item, DataLoader):
                 results[id(item)] = self.prepare_data_loader(item, device_placement=places[id(item)])
@@ -115,6 +123,17 @@ class AcceleratorPreparing:
         wrapped = AcceleratedScheduler(scheduler, optimizers, self.step_scheduler_with_optimizer)
         self._schedulers.append(wrapped)
         return wrapped
+
+    def _prepare_described(self, schedule: DummyScheduler, results: Mapping[int, Any]) -> AcceleratedScheduler:
+        """Return the schedule that a stand-in stands for: the engine's, or one that its callable builds."""
+        wrapped = results.get(id(schedule.optimizer)) or self._wrap(schedule.optimizer)
+        if schedule.lr_scheduler_callable is not None:
+            real = schedule.lr_scheduler_callable(real_optimizer(wrapped.optimizer))
+        else:
+            real = prepared_of(self._prepared, wrapped).unit.take_scheduler()
+        prepared = AcceleratedScheduler(real, [wrapped], self.step_scheduler_with_optimizer)
+        self._schedulers.append(prepared)
+        return prepared
 
     def prepare_data_loader(self, data_loader: DataLoader, device_placement: bool | None = None) -> PreparedDataLoader:
         """Return a loader that yields this rank's share, on this rank's device. Collective for the first loader."""
@@ -157,7 +176,7 @@ class AcceleratorPreparing:
         optimizers: Sequence[Optimizer],
         places: dict[int, bool],
         evaluation_mode: bool = False,
-        micro_batch_size: int | None = None,
+        hints: JobHints = NO_HINTS,
     ) -> dict[int, nn.Module]:
         """Lay out what is not yet, once all of it has been checked; return what to call, by the id of each model."""
         found = {id(model): find_prepared(self._prepared, model) for model in models}
@@ -167,19 +186,20 @@ class AcceleratorPreparing:
         unbound = {id(o): o for o in optimizers if not isinstance(o, AcceleratedOptimizer) and not self._units_of(o)}
         pairing = pair(list(new.values()), list(unbound.values()), staying, self.strategy.capabilities)
         jobs = {
-            key: self._job(model, pairing.by_model[key], places[key], evaluation_mode, micro_batch_size)
+            key: self._job(model, pairing.by_model[key], places[key], evaluation_mode, hints)
             for key, model in new.items()
         }
         for job in jobs.values():
             self.strategy.check(job, self.precision, self.process)
+        # Before anything is laid out: a unit may find only now that it cannot take the optimizer.
+        for known, optimizer in pairing.later:
+            known.unit.bind_optimizer(optimizer)
         for known in replaced:
             self._prepared.remove(known)
             self._models = [model for model in self._models if model is not known.unit.model]
         called = {key: known.unit.model for key, known in found.items() if known is not None}
         for key, job in jobs.items():
             called[key] = self._lay_out_one(job)
-        for known, optimizer in pairing.later:
-            known.unit.bind_optimizer(optimizer)
         return called
 
     def _micro_batch_size(self, loaders: Sequence[DataLoader]) -> int | None:
@@ -194,7 +214,7 @@ class AcceleratorPreparing:
         optimizers: list[Optimizer],
         place: bool,
         evaluation_mode: bool,
-        micro_batch_size: int | None,
+        hints: JobHints,
     ) -> TrainJob:
         return TrainJob(
             model=model,
@@ -206,7 +226,8 @@ class AcceleratorPreparing:
             scaler=self.scaler,
             ddp_options=self._options.ddp_options,
             compile_options=self._options.compile_options,
-            micro_batch_size=micro_batch_size,
+            schedule=next((hints.schedules[id(own)] for own in optimizers if id(own) in hints.schedules), None),
+            micro_batch_size=hints.rows,
         )
 
     def _lay_out_one(self, job: TrainJob) -> nn.Module:

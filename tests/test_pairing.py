@@ -223,3 +223,24 @@ def test_models_on_ranks_are_checked_before_one_is_laid_out_and_share_a_mesh(str
         ) in message
         assert unchanged
         assert num_meshes == (1 if strategy == "fsdp2" else 0)
+
+
+def bind_wrongly() -> tuple[str, bool]:
+    """Prepare a model beside an optimizer of an earlier one that cannot follow; say whether the model stayed whole."""
+    body, head = two_models()
+    used = torch.optim.AdamW(body.parameters())
+    body(torch.ones(1, 2)).sum().backward()
+    used.step()
+    accelerator = Accelerator(cpu=True, strategy="fsdp2")
+    accelerator.prepare(body)
+    try:
+        accelerator.prepare(head, used)
+    except ConfigError as error:
+        return str(error), type(head) is Head
+    raise AssertionError("nothing was refused")
+
+
+def test_an_optimizer_that_cannot_follow_leaves_a_new_model_as_it_was():
+    for message, is_whole in run_ranks(bind_wrongly, 2):
+        assert "AdamW already holds state for 2 parameter(s) and was built before prepare()" in message
+        assert is_whole
