@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from accel_trainer.precision import PrecisionPolicy, apply_autocast, cast_floati
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Capabilities, TrainJob
 from accel_trainer.strategies.compile import apply_compile
+from accel_trainer.strategies.described import DescribedOptimizer
 from accel_trainer.strategies.native import NativeUnit, check_optimizers, place, require_values
 from accel_trainer.strategies.sync import broadcast_module_states
 from accel_trainer.tree import map_leaves
@@ -40,7 +42,11 @@ class DeepSpeedStrategy:
 
     name: ClassVar[str] = "deepspeed"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        deferred_sync=False, shards_parameters=True, joint_optimizers=False, distributed_type="DEEPSPEED"
+        deferred_sync=False,
+        shards_parameters=True,
+        joint_optimizers=False,
+        describes_optimizers=True,
+        distributed_type="DEEPSPEED",
     )
 
     def __init__(self) -> None:
@@ -56,6 +62,7 @@ class DeepSpeedStrategy:
         config = _resolve(resolved, process, partial=True)
         check_can_start(process, config.data)
         join_engine_group(import_deepspeed(), process)
+        self._building = None  # of another configuration: transformers sees that it is gone
         self._building = build_in_pieces(config)
         own = resolved.config
         accumulation = replace(own.accumulation, num_steps=config.accumulation_steps)
@@ -89,7 +96,15 @@ class DeepSpeedStrategy:
             return _whole_unit(job, precision, process)
         optimizer = job.optimizers[0] if job.optimizers else None
         groups = _group_names(job.model, optimizer)
-        engine, *_ = deepspeed.initialize(model=job.model, optimizer=optimizer, config=config.data)
+        described = optimizer if isinstance(optimizer, DescribedOptimizer) else None
+        engine, *_ = deepspeed.initialize(
+            model=job.model,
+            optimizer=optimizer if described is None else None,
+            model_parameters=None if described is None else described.given,
+            config=config.data,
+        )
+        if described is not None:
+            described.adopt(engine.basic_optimizer)
         _cast_around(job.model, config, job.config)
         apply_compile(job.model, job.config.compile, job.compile_options)
         return DeepSpeedUnit(engine, job.optimizers, groups)
@@ -97,13 +112,24 @@ class DeepSpeedStrategy:
 
 def _resolve_job(job: TrainJob, process: ProcessContext) -> EngineConfig:
     """Return the engine's configuration for a job, with nothing left open."""
+    known: dict[str, Any] = {"given_optimizer": "torch" if job.optimizers else "none"}
+    if job.optimizers and isinstance(job.optimizers[0], DescribedOptimizer):
+        known["given_optimizer"] = "dummy"
+        known["optimizer"] = _facts(job.optimizers[0].numbers, "DummyOptim")
+    if job.schedule is not None:
+        known["given_scheduler"] = "dummy"
+        known["scheduler"] = _facts(job.schedule, "DummyScheduler")
     return _resolve(
         job.resolved,
         process,
         micro_batch_size=job.micro_batch_size,
         hidden_size=hidden_size_of(getattr(job.model, "config", None)),
-        given_optimizer="torch" if job.optimizers else "none",
+        **known,
     )
+
+
+def _facts(numbers: Mapping[str, Any], stand_in: str) -> dict[str, Fact]:
+    return {name: Fact(value, f"{stand_in}({name}=...)") for name, value in numbers.items()}
 
 
 def _resolve(

@@ -224,6 +224,11 @@ class DeepSpeedUnit:
         if getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
             zero.reset_cpu_buffers()
 
+    def take_scheduler(self) -> Any:
+        """Return the schedule of the engine's configuration, which the engine steps no longer; None without one."""
+        schedule, self._engine.lr_scheduler = self._engine.lr_scheduler, None
+        return schedule
+
     def bind_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse: the engine is built around its optimizer.
 

@@ -52,6 +52,8 @@ class Capabilities:
     """Whether a rank holds only its part of each parameter; a forward is then collective, in evaluation too."""
     joint_optimizers: bool = True
     """Whether a model may have several optimizers, and an optimizer the parameters of several models."""
+    describes_optimizers: bool = False
+    """Whether its own configuration may describe the optimizer and its schedule, which it builds then."""
     distributed_type: str = "NO"
     """The member of DistributedType that users compare with; `MULTI` stands for MULTI_CPU, MULTI_GPU, ... by device."""
 
@@ -76,6 +78,8 @@ class TrainJob:
     """Extra keyword arguments for DistributedDataParallel, given in Python."""
     compile_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the compiler's backend, given in Python."""
+    schedule: Mapping[str, Any] | None = None
+    """Numbers for a schedule that the strategy's own configuration describes; None where none stands for it."""
     micro_batch_size: int | None = None
     """Rows of one batch on one rank, where a data loader was prepared with the model."""
 
@@ -201,6 +205,12 @@ class TrainUnit(Protocol):
 
     def zero_grad(self, set_to_none: bool = True, *, optimizer: Optimizer | None = None) -> None:
         """Drop the gradients of an optimizer's parameters; None for all of the unit's optimizers."""
+
+    def take_scheduler(self) -> Any:
+        """Return the schedule that the engine has made from its own configuration, to step it once per update.
+
+        The engine steps it no longer. None where there is none.
+        """
 
     def bind_optimizer(self, optimizer: Optimizer) -> None:
         """Take an optimizer built before or after layout; one built before is re-bound by parameter name.

@@ -133,6 +133,9 @@ class NativeUnit:
                 self._scale.drop(each)
             each.zero_grad(set_to_none)
 
+    def take_scheduler(self) -> None:
+        """None: schedules are the user's own."""
+
     def bind_optimizer(self, optimizer: Optimizer) -> None:
         """Take an optimizer that holds parameters of this module.
 
