@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.logging import current_rank
 from accel_trainer.registry import load_tracker, register_tracker
 
 __all__ = [
@@ -153,12 +152,15 @@ class BlankTracker(GeneralTracker):
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a tracker's method so that it runs on rank 0, or everywhere with `main_process_only = False`.
 
-    The Accelerator calls trackers on the right ranks by itself; this is for methods that a script calls.
+    The Accelerator calls trackers on the right ranks by itself; this is for methods that a script calls, `__init__`
+    before there is an Accelerator included.
     """
 
     @functools.wraps(function)
     def run(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
-        if current_rank() == 0 or not self.main_process_only:
+        from accel_trainer.runtime.process import find_rank  # imports torch
+
+        if not self.main_process_only or find_rank() == 0:
             return function(self, *args, **kwargs)
         return None
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from accel_trainer import logging, tracking
+from accel_trainer import Accelerator, tracking
 from accel_trainer.errors import ConfigError, MissingExtraError
 from accel_trainer.tracking import BlankTracker, GeneralTracker, mask_secrets, on_main_process, redact, secrets_of
+from tests.ranks import preload, run_ranks
+
+preload("accel_trainer.accelerator")
 
 
 class Notes(GeneralTracker):
@@ -69,11 +72,36 @@ def test_a_tracker_without_images_and_tables_says_so():
         Notes().log_table("table")
 
 
-def test_methods_can_be_bound_to_the_main_process(monkeypatch: pytest.MonkeyPatch):
-    assert Notes().summarize() == "summary"
-    monkeypatch.setattr(logging, "_rank", 1)
-    assert Notes().summarize() is None
-    assert Everywhere().summarize() == "summary"
+class Opened(Notes):
+    """A tracker as the documents of similar libraries show it: it opens its run when it is made."""
+
+    name = "opened"
+    runs: ClassVar[list[str]] = []
+
+    @on_main_process
+    def __init__(self, run_name: str) -> None:
+        super().__init__()
+        self.runs.append(run_name)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        """Keep the values."""
+        self.runs.append(f"{step}: {values}")
+
+
+def use_bound_methods() -> list[Any]:
+    """Make trackers before the job is joined, and log to one of them afterwards."""
+    answers = [Notes().summarize(), Everywhere().summarize()]
+    accelerator = Accelerator(cpu=True, log_with=Opened("first"))
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": 1.0}, step=2)
+    return [*answers, Notes().summarize(), Opened.runs]
+
+
+def test_methods_can_be_bound_to_the_main_process():
+    first, second = run_ranks(use_bound_methods, 2)
+    assert first == ["summary", "summary", "summary", ["first", "2: {'loss': 1.0}"]]
+    assert second == [None, "summary", None, []]
 
 
 def test_a_blank_tracker_takes_everything():

@@ -25,6 +25,7 @@ __all__ = [
     "ProcessContext",
     "current_process",
     "destroy_process_group",
+    "find_rank",
     "hidden_variable",
     "init_process",
     "read_environment",
@@ -259,6 +260,18 @@ def current_process() -> ProcessContext:
             "others yet; make an Accelerator() or a PartialState() first"
         )
     return ProcessContext(0, 0, 1, 1, select_device(0, 1, use_cpu=False), None)
+
+
+def find_rank() -> int:
+    """Return this process's rank, which its launcher tells already before it joins its job; 0 without a launcher.
+
+    Raises:
+        ProcessGroupError: the launcher's variables are incomplete.
+    """
+    if _current is not None:
+        return _current.rank
+    info = find_launch_info(os.environ)
+    return 0 if info is None else info.rank
 
 
 def _wait_for_ranks() -> None:
