@@ -7,7 +7,8 @@ A sharded Trainer writes:
     optimizer_0/                          state_dict_type sharded: a torch.distributed.checkpoint directory
     scheduler.pt  rng_state_R.pth  trainer_state.json  training_args.bin
 
-Read as well: what the stock Trainer writes (`optimizer.pt`; `pytorch_model_fsdp.bin`, `pytorch_model_fsdp_0/`).
+Read as well: what the stock Trainer writes (`optimizer.pt`; `pytorch_model_fsdp.bin`, `pytorch_model_fsdp_0/`; under
+DeepSpeed `global_step*/`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from accel_trainer.strategies.api import CheckpointIO
 
 __all__ = [
     "PLAIN_OPTIMIZER_NAME",
+    "has_engine_state",
     "has_optimizer",
+    "load_engine_state",
     "load_model",
     "load_optimizer",
     "load_scheduler",
@@ -51,6 +54,7 @@ SHARDED_OPTIMIZER_NAME = "optimizer_0"
 PLAIN_OPTIMIZER_NAME = "optimizer.pt"
 TRAINER_STATE_NAME = "trainer_state.json"
 SCHEDULER_NAME = "scheduler.pt"
+ENGINE_STATE_PATTERN = "global_step*"
 STOCK_FULL_MODEL_NAME = "pytorch_model_fsdp.bin"
 STOCK_SHARDED_MODEL_NAME = "pytorch_model_fsdp_0"
 
@@ -194,6 +198,39 @@ def _warn_of_differences(trainer: Any, own: set[str], stored: set[str], module: 
         logger.warning(f"There were missing keys in the checkpoint model loaded: {missing}.")
     if stored - own:
         logger.warning(f"There were unexpected keys in the checkpoint model loaded: {sorted(stored - own)}.")
+
+
+def has_engine_state(directory: str) -> bool:
+    """Whether the stock Trainer wrote a checkpoint under DeepSpeed: the engine's own files hold weights and state."""
+    return not has_optimizer(directory) and any(Path(directory).glob(ENGINE_STATE_PATTERN))
+
+
+def load_engine_state(trainer: Any, directory: str) -> None:
+    """Load weights and optimizer's state from the engine's own files. Collective.
+
+    Raises:
+        IncompatibleCheckpointError: another number of ranks wrote them, or this run has no such engine.
+    """
+    written = len(list(Path(directory).glob(f"{ENGINE_STATE_PATTERN}/*_optim_states.pt")))
+    if not trainer.is_deepspeed_enabled:
+        raise IncompatibleCheckpointError(
+            f"{directory} holds the optimizer's state of a DeepSpeed engine, which strategy "
+            f"{trainer.accelerator.strategy.name!r} cannot read; resume with deepspeed=..., or begin a new training "
+            "from its weights: pass the directory as the model"
+        )
+    if written != trainer.args.world_size:
+        raise IncompatibleCheckpointError(
+            f"{directory} was written by DeepSpeed's engine on {written} ranks, and this run has "
+            f"{trainer.args.world_size}: its parts cannot be split anew. Resume on {written} ranks once; what this "
+            "Trainer saves then loads on any number"
+        )
+    logger.info(f"Loading the state of DeepSpeed's engine from {directory}.")
+    path, _ = trainer.deepspeed.load_checkpoint(directory)
+    if path is None:
+        raise CheckpointNotFoundError(
+            f"DeepSpeed's engine finds nothing to load in {directory}: the file `latest` there does not lead to one of "
+            f"its {ENGINE_STATE_PATTERN} directories"
+        )
 
 
 def has_optimizer(directory: str) -> bool:

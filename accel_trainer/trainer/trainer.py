@@ -339,7 +339,9 @@ class CoreTrainerMixin(_Upstream):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self._is_sharded:
+        if checkpointing.has_engine_state(resume_from_checkpoint):
+            checkpointing.load_engine_state(self, resume_from_checkpoint)
+        elif self._is_sharded:
             checkpointing.load_model(self, self.model if model is None else model, Path(resume_from_checkpoint))
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -353,6 +355,9 @@ class CoreTrainerMixin(_Upstream):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
+            return
+        if checkpointing.has_engine_state(checkpoint):
+            checkpointing.load_scheduler(self, Path(checkpoint))
             return
         if not checkpointing.has_optimizer(checkpoint):
             logger.warning(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import TrainerCallback
 
-from accel_trainer.errors import ConfigError, MissingExtraError
+from accel_trainer.errors import AccelTrainerError, ConfigError, IncompatibleCheckpointError, MissingExtraError
 from tests.ranks import preload, run_ranks
-from tests.trainer_jobs import arguments, build_model, build_trainer, summary
+from tests.trainer_jobs import arguments, build_model, build_trainer, summary, train
 
 pytest.importorskip("deepspeed")
 preload("deepspeed")
@@ -48,16 +50,49 @@ def everything(output_dir: str, batch_size: int, **options: Any) -> dict[str, An
     return {**result, "second": summary(trainer)["losses"], "modules": sorted(sys.modules)}
 
 
-def resumed(output_dir: str, batch_size: int, **options: Any) -> dict[str, Any]:
-    trainer = build_trainer(Path(output_dir, "again"), per_device_train_batch_size=batch_size, **RUN, **options)
-    trainer.train(resume_from_checkpoint=str(Path(output_dir, "checkpoint-6")))
+def resumed(output_dir: str, checkpoint: str, engine_checkpoint: str = "", **options: Any) -> dict[str, Any]:
+    """Go on from a checkpoint; write what the engine alone would write at the next one."""
+    trainer = build_trainer(Path(output_dir, "again"), per_device_train_batch_size=2, **RUN, **options)
+    if engine_checkpoint:
+        trainer.add_callback(EngineCheckpoint(trainer, engine_checkpoint))
+    trainer.train(resume_from_checkpoint=str(Path(output_dir, checkpoint)))
     return summary(trainer)
 
 
-def both(output_dir: str, **options: Any) -> dict[str, Any]:
-    whole = everything(output_dir, 2, **options)
-    gc.collect()
-    return {**whole, "resumed": resumed(output_dir, 2, **options)}
+class EngineCheckpoint(TrainerCallback):
+    """Makes the first checkpoint one of the stock Trainer's: the optimizer's state is in the engine's own files."""
+
+    def __init__(self, trainer: Any, path: str) -> None:
+        self.trainer = trainer
+        self.path = path
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 9:
+            self.trainer.deepspeed.save_checkpoint(self.path)
+            if state.is_world_process_zero:
+                ours = Path(args.output_dir, "checkpoint-9")
+                names = {"optimizer.bin", "manifest.json", "COMMITTED"}
+                shutil.copytree(ours, self.path, ignore=lambda *_: names, dirs_exist_ok=True)
+
+
+def best(output_dir: str, **options: Any) -> dict[str, Any]:
+    """Train worse and worse, saving weights only, and end with the best of them."""
+    trainer = build_trainer(
+        Path(output_dir, "best"), eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True,
+        num_train_epochs=3, samples=16, learning_rate=0.05, save_only_model=True, save_total_limit=1, **options,
+    )  # fmt: skip
+    trainer.train()
+    files = sorted(os.listdir(trainer.state.best_model_checkpoint))
+    return {"end": trainer.evaluate()["eval_loss"], "files": files, **summary(trainer)}
+
+
+def job(output_dir: str, **options: Any) -> dict[str, Any]:
+    result = everything(output_dir, 2, **options)
+    stock = str(Path(output_dir, "stock"))
+    result["resumed"] = resumed(output_dir, "checkpoint-6", stock, **options)
+    result["stock"] = resumed(output_dir, "stock", **options)
+    result["best"] = best(output_dir, **options)
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -71,19 +106,23 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_numbers_are_those_of_one_process_and_a_resume_is_exact(tmp_path, alone, stage):
     if stage == 2:
-        results = run_ranks(both, 2, str(tmp_path), deepspeed=STAGE_2, timeout=250)
+        results = run_ranks(job, 2, str(tmp_path), deepspeed=STAGE_2, timeout=250)
     else:
         # As accelerate's launcher hands it over.
         path = tmp_path / "zero3.json"
         path.write_text(json.dumps(STAGE_3))
         environ = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
-        results = run_ranks(both, 2, str(tmp_path), env=environ, timeout=250)
+        results = run_ranks(job, 2, str(tmp_path), env=environ, timeout=250)
 
     for result in results:
         for name in ("losses", "grad_norms", "eval_losses", "before", "second", "train_loss"):
             np.testing.assert_allclose(result[name], alone[name], rtol=1e-5, err_msg=name)
         np.testing.assert_allclose(result["predictions"], alone["predictions"], rtol=1e-4, atol=1e-5)
-        assert result["resumed"]["losses"] == result["losses"]
+        assert result["resumed"]["losses"] == result["stock"]["losses"] == result["losses"]
+        assert result["best"]["end"] == pytest.approx(min(result["best"]["eval_losses"][:3]), rel=1e-6)
+        assert result["best"]["eval_losses"][0] < result["best"]["eval_losses"][2]
+        assert "model.safetensors" in result["best"]["files"]
+        assert not {"optimizer.bin", "scheduler.pt"} & set(result["best"]["files"])
         assert not [name for name in result["modules"] if name.split(".")[0] == "accelerate"]
     for name, values in results[0]["weights"].items():
         np.testing.assert_allclose(values, alone["weights"][name], rtol=1e-4, atol=1e-6, err_msg=name)
@@ -210,22 +249,43 @@ def test_fsdp_and_deepspeed_exclude_each_other(tmp_path):
         arguments(tmp_path, deepspeed=STAGE_2, fsdp=True)
 
 
+def engine_checkpoint_of(output_dir: Path, num_ranks: int) -> str:
+    """Make a checkpoint look as if the stock Trainer had written it under DeepSpeed on a number of ranks."""
+    train(output_dir, strategy="single", save_strategy="steps", save_steps=2)
+    path = output_dir / "checkpoint-2"
+    (path / "optimizer.pt").unlink()
+    (path / "global_step2").mkdir()
+    for rank in range(num_ranks):
+        (path / "global_step2" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    return str(path)
+
+
+def test_the_state_of_an_engine_is_not_left_out_without_one(tmp_path):
+    path = engine_checkpoint_of(tmp_path, 2)
+
+    with pytest.raises(IncompatibleCheckpointError, match="of a DeepSpeed engine, which strategy .single. cannot"):
+        build_trainer(tmp_path / "again").train(resume_from_checkpoint=path)
+
+
 def refusals(output_dir: str) -> list[str]:
     messages = []
+    path = engine_checkpoint_of(Path(output_dir), 4)
     for call in (
         lambda: build_trainer(output_dir, deepspeed=STAGE_2, auto_find_batch_size=True),
         lambda: build_trainer(output_dir, deepspeed=STAGE_2).hyperparameter_search(),
+        lambda: build_trainer(output_dir, deepspeed=STAGE_2).train(resume_from_checkpoint=path),
     ):
         try:
             call()
-        except ConfigError as error:
+        except AccelTrainerError as error:
             messages.append(str(error))
     return messages
 
 
 @pytest.mark.multirank
 def test_what_an_engine_cannot_do_is_refused(tmp_path):
-    search, trials = run_ranks(refusals, 1, str(tmp_path), timeout=100)[0]
+    search, trials, other_ranks = run_ranks(refusals, 1, str(tmp_path), timeout=100)[0]
 
     assert "auto_find_batch_size is set with DeepSpeed, whose engine is built for one batch size" in search
     assert "hyperparameter_search() builds a model and an optimizer for each trial" in trials
+    assert "was written by DeepSpeed's engine on 4 ranks, and this run has 1" in other_ranks
