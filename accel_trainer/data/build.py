@@ -97,8 +97,8 @@ def _index_source(
     )
     if len_or_none(sampler) == 0:
         logger.warning(
-            f"a loader has no steps: drop_last leaves out what does not fill {sampler.batch_size} samples on each of "
-            f"{shards} processes"
+            f"a loader has no steps: drop_last leaves out what does not fill a batch of {sampler.batch_size} "
+            f"{'over all' if config.split_batches else 'on each'} of {shards} processes"
         )
     in_order = loader.in_order or type(base) is not BatchSampler
     if not in_order:

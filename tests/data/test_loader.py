@@ -597,7 +597,7 @@ def test_a_loader_without_a_single_step_warns(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING):
         loader = prepare(DataLoader(Numbers(3), 2, drop_last=True), 0, 2)
 
-    assert "a loader has no steps: drop_last leaves out what does not fill 2 samples on each of 2" in caplog.text
+    assert "a loader has no steps: drop_last leaves out what does not fill a batch of 2 on each of 2 pr" in caplog.text
     assert list(loader) == []
 
 
