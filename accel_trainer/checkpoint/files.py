@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from accel_trainer.checkpoint.slices import Index
+from accel_trainer.checkpoint.tensor_file import dtype_of
 from accel_trainer.checkpoint.weights import BIN_INDEX_NAME, BIN_NAME, INDEX_NAME, WEIGHTS_NAME, read_index
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError, IncompatibleCheckpointError
 
@@ -59,6 +60,11 @@ class WeightFiles(Mapping[str, Tensor]):
         file = self._open(self._files[name])
         return tuple(file[name].shape if isinstance(file, dict) else file.get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor without reading its values."""
+        file = self._open(self._files[name])
+        return file[name].dtype if isinstance(file, dict) else dtype_of(file.get_slice(name).get_dtype())
+
     def by_file(self) -> list[str]:
         """Return all names, those of one file together, so that each file is opened once."""
         return sorted(self._files, key=lambda name: self._files[name])
@@ -99,7 +105,7 @@ class BroadcastFiles(Mapping[str, Tensor]):
             try:
                 self._weights = WeightFiles(checkpoint)
                 names = self._weights.by_file()
-                box = [{name: (self._weights.shape(name), self._weights[name].dtype) for name in names}]
+                box = [{name: (self._weights.shape(name), self._weights.dtype(name)) for name in names}]
             except AccelTrainerError as error:
                 box = [error]
         dist.broadcast_object_list(box, src=0)

@@ -13,6 +13,7 @@ from accel_trainer.checkpoint.replacing import sweep
 from accel_trainer.checkpoint.retention import numbered_checkpoints, retire
 from accel_trainer.checkpoint.verification import check_files, find_extra
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError
+from accel_trainer.launch.weights import add_export_options, run_export
 
 __all__ = ["run_ckpt"]
 
@@ -31,7 +32,13 @@ def run_ckpt(words: Sequence[str]) -> int:
     pruning.add_argument("--keep", type=int, required=True, metavar="N", help="how many stay, at least 1")
     for command in (listing, verifying, pruning):
         command.add_argument("directory", type=Path, help="of checkpoints, or one checkpoint")
+    exporting = commands.add_parser(
+        "export", help="write a checkpoint's weights for from_pretrained", allow_abbrev=False
+    )
+    add_export_options(exporting)
     arguments = parser.parse_args(words)
+    if arguments.command == "export":
+        return run_export(arguments)
     if not arguments.directory.is_dir():
         raise CheckpointNotFoundError(f"{arguments.directory.absolute()} is no directory; give one with checkpoints")
     if arguments.command == "list":

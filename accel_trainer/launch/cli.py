@@ -150,11 +150,18 @@ def _ckpt(words: Sequence[str]) -> int:
     return run_ckpt(words)
 
 
+def _merge_weights(words: Sequence[str]) -> int:
+    from accel_trainer.launch.weights import run_merge_weights
+
+    return run_merge_weights(words)
+
+
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "launch": (_launch, "run a script on one or several processes"),
     "config": (_config, "make a configuration file (config default)"),
     "convert-config": (_convert_config, "turn a DeepSpeed configuration into one for FSDP2, or back"),
-    "ckpt": (_ckpt, "list, verify and prune checkpoints"),
+    "ckpt": (_ckpt, "list, verify, prune and export checkpoints"),
+    "merge-weights": (_merge_weights, "write sharded weights as files that from_pretrained reads"),
     "explain": (_explain, "print every option, its value and where it came from"),
     "env": (_env, "print versions, devices and configuration for a bug report"),
 }

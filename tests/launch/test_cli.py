@@ -31,6 +31,7 @@ def test_the_overview_names_every_command(words: list[str], capsys: pytest.Captu
         "config",
         "convert-config",
         "ckpt",
+        "merge-weights",
         "explain",
         "env",
     ]
