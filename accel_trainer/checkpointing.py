@@ -71,6 +71,12 @@ class CheckpointRegistry:
             name = f"{stem}_{count}"
         self.objects[name or stem] = item
 
+    def start_background(self, process: ProcessContext) -> BackgroundSaver:
+        """Return what writes in the background, with its memory free for the next save. Collective the first time."""
+        self.background = self.background or BackgroundSaver(process)
+        self.background.memory.begin()
+        return self.background
+
     def wait(self) -> None:
         """Wait for a background save; see `AcceleratorCheckpointing.wait_for_checkpoint`."""
         if self.background is not None:
@@ -193,13 +199,14 @@ class AcceleratorCheckpointing:
         begin = time.perf_counter()
         self.wait_for_checkpoint()
         target, step = self._save_target(output_dir)
+        background = self._checkpoints.start_background(self.process) if async_ else None
         publication = Publication(
             target,
             self.process,
             step=step,
             each_node=self.project_configuration.save_on_each_node,
             need_bytes=self._state_bytes(),
-            deferred=async_,
+            memory=background.memory if background is not None else None,
             is_locked=output_dir is None,
         )
         with publication as staged, explain_full_disk(staged.path):
@@ -216,10 +223,9 @@ class AcceleratorCheckpointing:
             size, seconds = publication.num_bytes / 2**20, metrics["ckpt/duration_s"]
             logger.info("saved %s: %.1f MiB in %.2f s", target, size, seconds)
 
-        if async_:
+        if background is not None:
             publication.agree()
-            self._checkpoints.background = self._checkpoints.background or BackgroundSaver(self.process)
-            self._checkpoints.background.start(publication, on_commit)
+            background.start(publication, on_commit)
         else:
             publication.commit()
             on_commit()

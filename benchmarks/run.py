@@ -17,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import checkpoints
 import data_loading
 import native_step
 import startup
@@ -55,6 +56,7 @@ BENCHMARKS = {
     "trainer": _trainer,
     "fsdp2": lambda rounds: _two_processes("fsdp2_step.py", rounds),
     "data": data_loading.measure,
+    "checkpoints": checkpoints.measure,
     "gather": lambda rounds: _two_processes("gathering.py", rounds),
     "startup": lambda rounds: startup.measure(rounds, PEER if PEER.is_dir() else None),
 }

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.directory import Publication
+from accel_trainer.checkpoint.tensor_file import StagingMemory
 from accel_trainer.runtime.health import gather_votes
 from accel_trainer.runtime.process import ProcessContext
 
@@ -33,6 +34,7 @@ class BackgroundSaver:
         self._process = process
         groups = [dist.new_group(backend="gloo") for _ in range(2)] if process.is_distributed else [None, None]
         self._thread_group, self._main_group = groups
+        self.memory = StagingMemory()
         self._thread: threading.Thread | None = None
         self._section = ""
         self._error: BaseException | None = None

@@ -28,6 +28,7 @@ from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, FileEn
 from accel_trainer.checkpoint.replacing import check_target, publish_name, remove_tree, sweep
 from accel_trainer.checkpoint.staged import StagedDirectory
 from accel_trainer.checkpoint.stored import StoredCheckpoint, open_checkpoint
+from accel_trainer.checkpoint.tensor_file import StagingMemory
 from accel_trainer.checkpoint.verification import list_files
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.faults import fault_point
@@ -55,7 +56,7 @@ class Publication:
         step: int | None = None,
         each_node: bool = False,
         need_bytes: int = 0,
-        deferred: bool = False,
+        memory: StagingMemory | None = None,
         owns_name: bool = False,
         is_locked: bool = False,
     ) -> None:
@@ -65,7 +66,7 @@ class Publication:
             step: number of the checkpoint, for its manifest.
             each_node: every node has a disk of its own, and commits what its ranks have written; rank 0's vote decides.
             need_bytes: what this rank is about to write; the sum is compared with the room on the disk.
-            deferred: what is written is kept as a copy in host memory until `commit`; see StagedDirectory.
+            memory: where copies of what is written are kept until `commit`; see StagedDirectory.
             owns_name: a directory of that name is replaced whatever it holds, also files that no checkpoint wrote.
             is_locked: the caller holds the lock of the directory around it; otherwise `target` has one for this save.
         """
@@ -76,7 +77,7 @@ class Publication:
         self._first = process.rank - process.local_rank if each_node else 0
         self._each_node = each_node
         self._need_bytes = need_bytes
-        self._deferred = deferred
+        self._memory = memory
         self._owns_name = owns_name
         self._is_locked = is_locked
         self._section = f"save of {target}"
@@ -120,9 +121,7 @@ class Publication:
             raise
         # The committing rank is the first of those whose files it commits.
         path = self.target.parent / names[self._first]
-        self.staged = StagedDirectory(
-            path, self.step, commits=self.commits, deferred=self._deferred, ranks=self._ranks()
-        )
+        self.staged = StagedDirectory(path, self.step, commits=self.commits, memory=self._memory, ranks=self._ranks())
         try:
             fault_point("save.tmp_made", self.step)
         except Exception as raised:

@@ -15,7 +15,13 @@ from torch import Tensor
 from accel_trainer.checkpoint.disk import check_space, explain_full_disk, fsync_path
 from accel_trainer.checkpoint.hashing import HashingFile, hash_file
 from accel_trainer.checkpoint.manifest import FileEntry, TensorEntry, check_name
-from accel_trainer.checkpoint.tensor_file import LazyTensor, dtype_name, tensor_file_bytes, write_tensor_file
+from accel_trainer.checkpoint.tensor_file import (
+    LazyTensor,
+    StagingMemory,
+    dtype_name,
+    tensor_file_bytes,
+    write_tensor_file,
+)
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError
 from accel_trainer.runtime.faults import fault_point
 
@@ -31,8 +37,8 @@ class StagedDirectory(os.PathLike[str]):
     Each rank has its own, over one directory (one per node with `each_node`), and writes files under names that no
     other rank uses. Files that are written by path and not adopted are adopted at the end, by the committing rank.
 
-    When it is deferred, `write_tensors` and `write_json` keep copies in host memory, and `write_deferred` writes them,
-    on any thread. The other methods act at once.
+    When it is given memory, `write_tensors` and `write_json` keep copies, and `write_deferred` writes them, on any
+    thread. The other methods act at once.
     """
 
     def __init__(
@@ -41,7 +47,7 @@ class StagedDirectory(os.PathLike[str]):
         step: int | None = None,
         *,
         commits: bool = True,
-        deferred: bool = False,
+        memory: StagingMemory | None = None,
         ranks: Sequence[int] = (0,),
     ) -> None:
         self.path = path
@@ -54,7 +60,8 @@ class StagedDirectory(os.PathLike[str]):
         self.tensors: dict[str, dict[str, TensorEntry]] = {}
         self.metadata: dict[str, Any] = {}
         """For the manifest, as JSON; that of the committing rank counts."""
-        self._deferred: list[Callable[[], None]] | None = [] if deferred else None
+        self._memory = memory
+        self._deferred: list[Callable[[], None]] = []
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -85,9 +92,9 @@ class StagedDirectory(os.PathLike[str]):
         """
         self._claim(name)
         entries = {key: _tensor_entry(key, tensor, (slices or {}).get(key)) for key, tensor in tensors.items()}
-        if self._deferred is not None:
+        if self._memory is not None:
             fault_point("stage", self.step)
-            copies = {key: _copy(tensor) for key, tensor in tensors.items()}
+            copies = self._memory.copy(tensors)
             self._deferred.append(partial(self._write_tensors, name, copies, entries, metadata))
         else:
             self._write_tensors(name, tensors, entries, metadata)
@@ -109,7 +116,7 @@ class StagedDirectory(os.PathLike[str]):
         """Write plain data: what `json.dumps` takes."""
         self._claim(name)
         text = json.dumps(value).encode()
-        if self._deferred is not None:
+        if self._memory is not None:
             self._deferred.append(partial(self._write_bytes, name, text))
         else:
             self._write_bytes(name, text)
@@ -161,16 +168,9 @@ class StagedDirectory(os.PathLike[str]):
             raise ConfigError(f"{name!r} is in {self.path.absolute()} already; each file is written once")
 
     def write_deferred(self) -> None:
-        """Write what was kept, and let go of each copy once it is written. Nothing when it is not deferred."""
-        waiting = self._deferred or []
-        while waiting:
-            waiting.pop(0)()
-
-    @property
-    def deferred_bytes(self) -> int:
-        """Host memory that the kept copies take."""
-        kept = [part for part in self._deferred or [] if isinstance(part, partial) and part.func == self._write_tensors]
-        return sum(tensor_file_bytes(part.args[1]) for part in kept)
+        """Write what was kept. Nothing where all was written at once."""
+        while self._deferred:
+            self._deferred.pop(0)()
 
     def sync_directories(self) -> None:
         """Bring the names of this rank's files to the disk."""
@@ -194,8 +194,3 @@ def _tensor_entry(
     if not fits:
         raise ConfigError(f"the part {sizes} of tensor {name!r} does not lie at {offsets} of {shape}")
     return TensorEntry(dtype, shape, offsets, sizes)
-
-
-def _copy(tensor: Tensor | LazyTensor) -> Tensor:
-    made = tensor if isinstance(tensor, Tensor) else tensor()
-    return made.detach().to("cpu", copy=True)

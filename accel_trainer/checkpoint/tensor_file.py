@@ -15,6 +15,7 @@ from accel_trainer.errors import ConfigError, CorruptCheckpointError
 
 __all__ = [
     "LazyTensor",
+    "StagingMemory",
     "StoredTensors",
     "dtype_name",
     "dtype_of",
@@ -44,6 +45,7 @@ _DTYPES = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
 _CHUNK_BYTES = 16 * 2**20
+_ALIGNMENT = 64
 
 
 @runtime_checkable
@@ -115,6 +117,38 @@ def _header(tensors: Mapping[str, Tensor | LazyTensor], order: Sequence[str], me
 def tensor_file_bytes(tensors: Mapping[str, Tensor | LazyTensor]) -> int:
     """Return how many bytes the tensors' data takes; the header is small beside it."""
     return sum(_num_bytes(tensor) for tensor in tensors.values())
+
+
+class StagingMemory:
+    """Host memory for copies. It is kept from one save to the next: most of a copy's time goes into fresh pages."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._taken: list[Tensor] = []
+
+    def begin(self) -> None:
+        """Forget the copies of the last save; its memory serves the next one."""
+        self._free, self._taken = sorted(self._taken, key=Tensor.numel), []
+
+    def copy(self, tensors: Mapping[str, Tensor | LazyTensor]) -> dict[str, Tensor]:
+        """Return copies of `tensors`, all in one piece of memory; lazy ones are made in `write_order`."""
+        rooms = {name: -(-_num_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT for name, tensor in tensors.items()}
+        buffer = self._take(sum(rooms.values()))
+        copies: dict[str, Tensor] = {}
+        begin = 0
+        for name in write_order(tensors):
+            announced = tensors[name]
+            source = announced if isinstance(announced, Tensor) else announced()
+            place = buffer[begin : begin + _num_bytes(announced)].view(announced.dtype)
+            copies[name] = place.reshape(tuple(announced.shape)).copy_(source.detach())
+            begin += rooms[name]
+        return copies
+
+    def _take(self, num_bytes: int) -> Tensor:
+        index = next((index for index, free in enumerate(self._free) if free.numel() >= num_bytes), None)
+        buffer = torch.empty(num_bytes, dtype=torch.uint8) if index is None else self._free.pop(index)
+        self._taken.append(buffer)
+        return buffer
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
