@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from accel_trainer.config.deepspeed_block import (
     FIELDS,
     SHARED_KEYS,
@@ -81,6 +83,11 @@ class HfDeepSpeedConfig:
         """Whether there is a value at a dotted path that counts as false."""
         value = self.get_value(ds_key_long)
         return value is not None and not value
+
+    def dtype(self) -> torch.dtype:
+        """Return the dtype that the engine computes in, and wants floating-point inputs in."""
+        kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return next((kinds[kind] for kind in kinds if self.get_value(f"{kind}.enabled") is True), torch.float32)
 
     def is_zero2(self) -> bool:
         """Whether gradients are sharded, and parameters are not."""

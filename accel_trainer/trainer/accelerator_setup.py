@@ -48,15 +48,24 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
     return accelerator
 
 
-def complete_configuration(trainer: Any, max_steps: int) -> None:
+def complete_configuration(trainer: Any, max_steps: int, describes_optimizer: bool, describes_scheduler: bool) -> None:
     """Give the Accelerator an engine's configuration that is complete: the model and the number of steps are known.
+
+    Args:
+        describes_optimizer: the configuration's optimizer steps, not one of the Trainer's.
+        describes_scheduler: the same for the schedule.
 
     Raises:
         ConfigError: the configuration contradicts the arguments, or leaves something open.
     """
     args, accelerator = trainer.args, trainer.accelerator
     resolved = complete_block(
-        args, _resolve_for_model(args, trainer.model), trainer.model, num_steps=max_steps, given_optimizer="torch"
+        args,
+        _resolve_for_model(args, trainer.model),
+        trainer.model,
+        num_steps=max_steps,
+        given_optimizer="dummy" if describes_optimizer else "torch",
+        given_scheduler="dummy" if describes_scheduler else "torch",
     )
     accelerator.resolved, accelerator.config = resolved, resolved.config
 

@@ -7,11 +7,10 @@ reference: while the arguments live, models are built in pieces, and no longer t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers.integrations import deepspeed as transformers_deepspeed
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
@@ -24,11 +23,10 @@ from accel_trainer.runtime.process import current_process
 if TYPE_CHECKING:
     from accel_trainer.trainer.arguments import TrainingArguments
 
-__all__ = ["EngineQuery", "complete_block", "settle_engine", "whole_models"]
+__all__ = ["complete_block", "settle_engine", "whole_models"]
 
 logger = logging.get_logger(__name__)
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}
 _NUMBERS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -39,23 +37,6 @@ _NUMBERS = (
     "adam_epsilon",
     "weight_decay",
 )
-
-
-class EngineQuery(HfDeepSpeedConfig):
-    """A complete DeepSpeed configuration in the form in which transformers asks about it.
-
-    Attributes:
-        mismatches: empty; conflicts have been refused.
-    """
-
-    def __init__(self, config: Mapping[str, Any], precision: str) -> None:
-        super().__init__(config)
-        self.mismatches: list[str] = []
-        self._dtype = _DTYPES[precision]
-
-    def dtype(self) -> torch.dtype:
-        """Return the dtype that the engine computes in, and wants floating-point inputs in."""
-        return self._dtype
 
 
 def settle_engine(args: TrainingArguments) -> None:
@@ -77,7 +58,7 @@ def settle_engine(args: TrainingArguments) -> None:
     _take_numbers(args, engine)
     adapter.start_engine(current_process(), engine)
     # The arguments hold it: transformers does not.
-    args.hf_deepspeed_config = EngineQuery(engine.data, engine.precision)
+    args.hf_deepspeed_config = HfDeepSpeedConfig(engine.data)
     if engine.stage < 3 or engine.builds_in_pieces:
         set_hf_deepspeed_config(args.hf_deepspeed_config)
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
+from accel_trainer.deepspeed_plugin import DummyOptim, DummyScheduler
 from accel_trainer.trainer.accelerator_setup import complete_configuration
 
 __all__ = ["keep_engine", "lay_out_engine", "lay_out_shards"]
@@ -35,15 +36,47 @@ def lay_out_engine(trainer: Any, max_steps: int) -> nn.Module:
         ConfigError: the engine's configuration contradicts the arguments, or leaves something open.
     """
     state = _release(trainer)
-    complete_configuration(trainer, max_steps)
-    optimizer = trainer.create_optimizer(trainer.model)
+    query = trainer.args.hf_deepspeed_config
+    described = [name for name in ("optimizer", "scheduler") if query.get_value(name)]
+    if trainer.describes_optimizer:
+        trainer.optimizer = None  # the engine built that of the earlier train()
+    trainer.describes_optimizer = "optimizer" in described and trainer.optimizer is None
+    describes_scheduler = "scheduler" in described and trainer.lr_scheduler is None
+    complete_configuration(trainer, max_steps, trainer.describes_optimizer, describes_scheduler)
+    optimizer = _build_optimizer(trainer)
     engine: nn.Module
-    engine, trainer.optimizer = trainer.accelerator.prepare(trainer.model, optimizer)
+    if describes_scheduler:
+        # It steps with the engine: create_scheduler() finds it, and makes none.
+        engine, trainer.optimizer, trainer.lr_scheduler = trainer.accelerator.prepare(
+            trainer.model, optimizer, DummyScheduler(optimizer)
+        )
+        trainer._created_lr_scheduler = True
+    else:
+        engine, trainer.optimizer = trainer.accelerator.prepare(trainer.model, optimizer)
+        trainer.create_scheduler(num_training_steps=max_steps)
     keep_engine(trainer, engine)
     if state is not None:
-        trainer.engine_unit.checkpoint_io().load_full_optimizer_state(state)
-    trainer.create_scheduler(num_training_steps=max_steps)
+        _give_back(trainer, state)
     return engine
+
+
+def _give_back(trainer: Any, state: Any) -> None:
+    """Load the optimizer's state of an earlier train(); its options, such as the learning rate, begin anew."""
+    groups = trainer.optimizer.param_groups
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    trainer.engine_unit.checkpoint_io().load_full_optimizer_state(state)
+    for group, own in zip(groups, options, strict=True):
+        group.update(own)
+
+
+def _build_optimizer(trainer: Any) -> Any:
+    """Return the Trainer's own optimizer, or what stands for that of the engine's configuration."""
+    if trainer.describes_optimizer:
+        return DummyOptim([parameter for parameter in trainer.model.parameters() if parameter.requires_grad])
+    optimizer = trainer.create_optimizer(trainer.model)
+    # Of a model whose every parameter decays, or none does. The engine drops empty groups, and schedules count them.
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    return optimizer
 
 
 def keep_engine(trainer: Any, engine: nn.Module) -> None:

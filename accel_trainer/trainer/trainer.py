@@ -8,8 +8,6 @@ the order of everything stay upstream's.
 from __future__ import annotations
 
 import functools
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput, RemoveColumnsCollator, TrainOutput
 
-from accel_trainer import logging
+from accel_trainer.data.loader import skip_first_batches
 from accel_trainer.errors import ConfigError, MissingExtraError
 from accel_trainer.optimizer import AcceleratedOptimizer
 from accel_trainer.trainer import checkpointing
@@ -28,6 +26,7 @@ from accel_trainer.trainer.batch_size_search import (
     find_executable_batch_size,
     is_out_of_memory,
 )
+from accel_trainer.trainer.checkpoint_methods import CheckpointMethods
 from accel_trainer.trainer.epoch import EpochRun, run_training_step
 from accel_trainer.trainer.evaluation import run_evaluation
 from accel_trainer.trainer.inputs import ColumnFilter, ShiftingLabelSmoother, check_dataset, load_model, shifts_labels
@@ -41,10 +40,8 @@ else:
     # The mixin itself has no Trainer among its bases: it stands before Trainer and before Seq2SeqTrainer.
     _Upstream = object
 
-logger = logging.get_logger(__name__)
 
-
-class CoreTrainerMixin(_Upstream):
+class CoreTrainerMixin(CheckpointMethods, _Upstream):
     """Puts a transformers Trainer on accel_trainer; stands before it in the bases of a class.
 
     Every method is one of upstream's, with the same signature; what is not here is upstream's own.
@@ -65,6 +62,8 @@ class CoreTrainerMixin(_Upstream):
     _loss_scale_is_settled = False
     engine_unit: Any = None
     """Under DeepSpeed: what the model was last laid out as; its engine acts on the model until it is released."""
+    describes_optimizer = False
+    """Under DeepSpeed: whether its configuration describes the optimizer, which the engine then builds."""
 
     def __init__(self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any) -> None:
         """Build a Trainer as upstream's; `model` may also be the path or name that `from_pretrained` takes.
@@ -147,13 +146,22 @@ class CoreTrainerMixin(_Upstream):
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> TrainOutput:
-        """Train; see upstream. Collective."""
+        """Train; see upstream. Collective.
+
+        Args:
+            resume_from_checkpoint: a checkpoint, whose contents are verified before anything is loaded; True is the
+                newest good one in `output_dir`, and bad ones are renamed to `.bad-...` with a warning.
+
+        Raises:
+            CheckpointNotFoundError, CorruptCheckpointError: the named one is not whole; none of several is good.
+        """
         # Upstream's own search for a batch size needs accelerate: it is hidden here and done in _inner_training_loop.
         self._searches_batch_size = self.args.auto_find_batch_size
         self._num_flops_parameters: tuple[int, int] | None = None
         self.args.auto_find_batch_size = False
         try:
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            with self._resuming(resume_from_checkpoint) as checkpoint:
+                return super().train(checkpoint, trial, ignore_keys_for_eval)
         finally:
             self.args.auto_find_batch_size = self._searches_batch_size
 
@@ -228,17 +236,18 @@ class CoreTrainerMixin(_Upstream):
         steps_trained_in_current_epoch: int,
     ) -> None:
         is_resumed = epoch == epochs_trained and resume_from_checkpoint is not None
-        skips = steps_trained_in_current_epoch if is_resumed and not self.args.ignore_data_skip else 0
+        trained = steps_trained_in_current_epoch if is_resumed and not self.args.ignore_data_skip else 0
+        if trained and not self._loader_has_position:
+            train_dataloader = skip_first_batches(train_dataloader, trained)
         EpochRun(
             trainer=self,
             model=model,
             epoch=epoch,
             steps_in_epoch=steps_in_epoch,
-            updates_in_epoch=num_update_steps_per_epoch,
             trial=trial,
             ignore_keys_for_eval=ignore_keys_for_eval,
             start_time=start_time,
-        ).run(train_dataloader, skips, resume_from_checkpoint if is_resumed else None)
+        ).run(train_dataloader, trained, resume_from_checkpoint if is_resumed else None)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train one micro-batch and return its loss; see upstream. Collective on the last one of a window."""
@@ -317,60 +326,6 @@ class CoreTrainerMixin(_Upstream):
                 f"the search loop of transformers {transformers.__version__} imports accelerate, which is not "
                 "installed (nothing else needs it); run `pip install accelerate`, or choose backend='ray' or 'wandb'"
             ) from error
-
-    # --- checkpoints -----------------------------------------------------------------------------------------------
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        checkpointing.save_checkpoint(self, trial)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model so that `from_pretrained` reads it; see upstream. Collective."""
-        if not self._is_sharded:
-            super().save_model(output_dir, _internal_call)
-            return
-        checkpointing.save_model(self, output_dir or self.args.output_dir)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self._is_sharded:
-            checkpointing.save_optimizer(self, output_dir)
-        else:
-            super()._save_optimizer_and_scheduler(output_dir)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if checkpointing.has_engine_state(resume_from_checkpoint):
-            checkpointing.load_engine_state(self, resume_from_checkpoint)
-        elif self._is_sharded:
-            checkpointing.load_model(self, self.model if model is None else model, Path(resume_from_checkpoint))
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        if self._is_sharded:
-            logger.info("loading the best model from %s", self.state.best_model_checkpoint)
-            checkpointing.load_model(self, self.model, Path(self.state.best_model_checkpoint))
-        else:
-            super()._load_best_model()
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        if checkpointing.has_engine_state(checkpoint):
-            checkpointing.load_scheduler(self, Path(checkpoint))
-            return
-        if not checkpointing.has_optimizer(checkpoint):
-            logger.warning(
-                "%s holds no optimizer and scheduler state (it was saved with save_only_model, perhaps): training "
-                "goes on from its weights with a new optimizer and a new schedule",
-                checkpoint,
-            )
-            return
-        if os.path.isfile(os.path.join(checkpoint, checkpointing.PLAIN_OPTIMIZER_NAME)) and not self._is_sharded:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        checkpointing.load_optimizer(self, Path(checkpoint))
-        checkpointing.load_scheduler(self, Path(checkpoint))
 
 
 class Trainer(CoreTrainerMixin, transformers.Trainer):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import TrainerCallback
 
 from accel_trainer.errors import AccelTrainerError, ConfigError, IncompatibleCheckpointError, MissingExtraError
@@ -41,6 +42,7 @@ def everything(output_dir: str, batch_size: int, **options: Any) -> dict[str, An
     """Evaluate, train, predict, train on, save; return what came out."""
     trainer = build_trainer(output_dir, per_device_train_batch_size=batch_size, **RUN, **options)
     before = trainer.evaluate()["eval_loss"]
+    assert trainer._prepare_input(torch.ones(1)).dtype == torch.float32  # transformers asks the engine's configuration
     trainer.train()
     result = {"before": before, **summary(trainer)}
     result["predictions"] = trainer.predict(trainer.eval_dataset).predictions
@@ -263,7 +265,7 @@ def engine_checkpoint_of(output_dir: Path, num_ranks: int) -> str:
 def test_the_state_of_an_engine_is_not_left_out_without_one(tmp_path):
     path = engine_checkpoint_of(tmp_path, 2)
 
-    with pytest.raises(IncompatibleCheckpointError, match="of a DeepSpeed engine, which strategy .single. cannot"):
+    with pytest.raises(IncompatibleCheckpointError, match=r"of a DeepSpeed engine, which strategy .single. cannot"):
         build_trainer(tmp_path / "again").train(resume_from_checkpoint=path)
 
 
