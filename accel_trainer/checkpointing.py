@@ -16,6 +16,7 @@ from accel_trainer import logging
 from accel_trainer.checkpoint.background import BackgroundSaver
 from accel_trainer.checkpoint.directory import Publication
 from accel_trainer.checkpoint.disk import explain_full_disk
+from accel_trainer.checkpoint.foreign import is_foreign, load_foreign_state
 from accel_trainer.checkpoint.lock import LOCK_NAME, DirectoryLock
 from accel_trainer.checkpoint.replacing import sweep
 from accel_trainer.checkpoint.retention import numbered_checkpoints, retire
@@ -27,6 +28,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.health import gather_votes
 from accel_trainer.strategies.loss_scale import settle
 from accel_trainer.units import PreparedUnit
+from accel_trainer.windows import OpenWindows
 
 if TYPE_CHECKING:
     import torch
@@ -155,6 +157,9 @@ class AcceleratorCheckpointing:
             loaders=[SavedPosition(loader) for loader in self._dataloaders],
             objects=self._checkpoints.objects,
             scaler=self.scaler,
+            windows=OpenWindows(
+                self._prepared, self.process, is_sharded=self.strategy.capabilities.shards_parameters
+            ),
         )
 
     def _checkpoints_directory(self) -> Path:
@@ -306,7 +311,8 @@ class AcceleratorCheckpointing:
     def load_state(self, input_dir: str | Path | None = None, verify: str = "full") -> None:
         """Load what `save_state` saved, on any number of processes and any native strategy. Collective.
 
-        Every file that is read is compared with its checksum before anything is changed.
+        Every file that is read is compared with its checksum before anything is changed. States of Hugging Face
+        accelerate and directories of torch.distributed.checkpoint, which have none, are read as well.
 
         Args:
             input_dir: where from; a bad one is an error. Without it, the newest good one of `project_dir/checkpoints`:
@@ -325,6 +331,8 @@ class AcceleratorCheckpointing:
         def files(manifest: Any) -> Any:
             return files_to_read(manifest, self._train_state(), self.process)
 
+        if self._loaded_foreign(input_dir):
+            return
         if input_dir is None:
             selection = select_newest(self._checkpoints_directory(), self.process, mode, files)
             self.project_configuration.iteration = int(selection.stored.path.name.rpartition("_")[2]) + 1
@@ -336,6 +344,23 @@ class AcceleratorCheckpointing:
         outcome = load_train_state(selection.stored, state, self.process)
         self._checkpoints.metrics |= {**selection.seconds, "resume/load_s": time.perf_counter() - begin}
         logger.info("%s", _describe_resume(selection, outcome, self._checkpoints.metrics))
+
+    def _loaded_foreign(self, input_dir: str | Path | None) -> bool:
+        """Load a state that Hugging Face accelerate or torch has written, if it is one, the newest one by default."""
+        found = [Path(input_dir)] if input_dir is not None else []
+        if input_dir is None and self.project_configuration.project_dir is not None:
+            found = [path for _, path in numbered_checkpoints(self._checkpoints_directory())]
+        path = found[-1] if found and is_foreign(found[-1]) else None
+        chosen: Path | None = gather_votes(self.process, "load_state", None, path)[0]  # rank 0 decides for all
+        if chosen is None:
+            return False
+        begin = time.perf_counter()
+        state = self._train_state()
+        self._run_load_hooks(state, chosen)
+        outcome = load_foreign_state(chosen, state, self.process)
+        self._checkpoints.metrics |= {"resume/load_s": time.perf_counter() - begin}
+        logger.info("loaded %s: %s", chosen, outcome)
+        return True
 
     def _run_load_hooks(self, state: TrainState, directory: Path) -> None:
         if not self._checkpoints.load_hooks:

@@ -64,7 +64,7 @@ def test_an_unknown_command_gets_the_nearest_name(capsys: pytest.CaptureFixture[
     assert "unknown command 'lauch'; did you mean 'launch'?" in capsys.readouterr().err
     assert main(["xyz"]) == 2
     assert (
-        "unknown command 'xyz'; expected one of launch, config, convert-config, ckpt, explain, env"
+        "unknown command 'xyz'; expected one of launch, config, convert-config, ckpt, merge-weights, explain, env"
         in capsys.readouterr().err
     )
 
