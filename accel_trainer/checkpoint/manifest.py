@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -81,6 +82,14 @@ class Manifest:
     def has_checksums(self) -> bool:
         """Whether the contents can be verified; not in format 1."""
         return self.format_version > 1
+
+    def reserves(self, name: str) -> bool:
+        """Whether a file of this name, which the manifest does not list, may not lie in the checkpoint.
+
+        Any, unless the writer said by `metadata["reserved_names"]`, shell patterns, which names its readers look for.
+        """
+        patterns = self.metadata.get("reserved_names")
+        return patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns)
 
     @property
     def num_bytes(self) -> int:

@@ -22,13 +22,13 @@ def list_files(directory: Path) -> list[str]:
 
 
 def find_extra(directory: Path, manifest: Manifest) -> None:
-    """Refuse files that the manifest does not name.
+    """Refuse files that the manifest does not name, where a reader might take them; see `Manifest.reserves`.
 
     Raises:
         CorruptCheckpointError: there is one.
     """
     if manifest.has_checksums:
-        extra = [name for name in list_files(directory) if name not in manifest.files]
+        extra = [name for name in list_files(directory) if name not in manifest.files and manifest.reserves(name)]
         if extra:
             raise CorruptCheckpointError(
                 f"{directory.absolute()} holds {', '.join(map(repr, extra[:5]))}, which its manifest does not name: "

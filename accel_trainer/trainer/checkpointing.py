@@ -15,23 +15,26 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_pt_utils import reissue_pt_warnings
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
+from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
-from accel_trainer.checkpoint.directory import publish_directory
+from accel_trainer.checkpoint.directory import StagedDirectory, publish_directory
+from accel_trainer.checkpoint.retention import retire
 from accel_trainer.checkpoint.weights import INDEX_NAME, WEIGHTS_NAME, SafetensorsDirectory
 from accel_trainer.config import StateDictType
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.runtime.health import shared_fate
 from accel_trainer.strategies.api import CheckpointIO
+from accel_trainer.trainer.resuming import PREFIX, describe_progress
 
 __all__ = [
     "PLAIN_OPTIMIZER_NAME",
@@ -42,6 +45,7 @@ __all__ = [
     "load_optimizer",
     "load_scheduler",
     "read_train_batch_size",
+    "retire_others",
     "save_checkpoint",
     "save_model",
     "save_optimizer",
@@ -57,6 +61,11 @@ SCHEDULER_NAME = "scheduler.pt"
 ENGINE_STATE_PATTERN = "global_step*"
 STOCK_FULL_MODEL_NAME = "pytorch_model_fsdp.bin"
 STOCK_SHARDED_MODEL_NAME = "pytorch_model_fsdp_0"
+RESERVED_NAMES = [
+    "model*.safetensors*", "pytorch_model*", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "global_step*",
+    "latest", TRAINER_STATE_NAME,
+]  # fmt: skip
+"""Names under which a resume looks for something. Callbacks may put other files into a checkpoint that is complete."""
 
 
 def _io(trainer: Any) -> CheckpointIO:
@@ -73,28 +82,57 @@ def save_checkpoint(trainer: Any, trial: Any) -> None:
     if trainer.hp_search_backend is None and trial is None:
         trainer.store_flos()
     run_dir = Path(trainer._get_output_dir(trial=trial))
-    target = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    target = run_dir / f"{PREFIX}{state.global_step}"
     process, each_node = trainer.accelerator.process, args.save_on_each_node
+    with shared_fate(process, f"save to {run_dir}"):
+        if args.should_save:
+            trainer._own(run_dir)
     # Of an earlier run in this folder, or with what callbacks put there: upstream writes over it.
     with publish_directory(target, process, step=state.global_step, each_node=each_node, owns_name=True) as staged:
-        directory = os.fspath(staged)
-        trainer.save_model(directory, _internal_call=True)
-        _note_best(trainer, run_dir, target)
-        if not args.save_only_model:
-            trainer._save_optimizer_and_scheduler(directory)
-            trainer._save_scaler(directory)
-            trainer._save_rng_state(directory)
-        if args.should_save:
-            _save_state(trainer, os.path.join(directory, TRAINER_STATE_NAME))
+        with _staging(trainer, staged):
+            directory = os.fspath(staged)
+            trainer.save_model(directory, _internal_call=True)
+            _note_best(trainer, run_dir, target)
+            if not args.save_only_model:
+                trainer._save_optimizer_and_scheduler(directory)
+                trainer._save_scaler(directory)
+                trainer._save_rng_state(directory)
+            if args.should_save:
+                _save_state(trainer, os.path.join(directory, TRAINER_STATE_NAME))
+        staged.metadata |= {"trainer": describe_progress(trainer), "reserved_names": RESERVED_NAMES}
     if args.push_to_hub:
         trainer._push_from_checkpoint(str(target))
-    if args.should_save:
-        rotate_checkpoints(
-            output_dir=str(run_dir),
-            save_total_limit=args.save_total_limit,
-            best_model_checkpoint=state.best_model_checkpoint,
-            use_mtime=True,
-        )
+    if args.should_save and args.save_total_limit is not None and args.save_total_limit > 0:
+        best = [run_dir / Path(state.best_model_checkpoint).name] if state.best_model_checkpoint else []
+        retire(run_dir, args.save_total_limit, [target, *best], step=state.global_step, prefix=PREFIX)
+
+
+def retire_others(best: Path) -> None:
+    """Remove the complete checkpoints beside the best one."""
+    retire(best.parent, 1, [best], prefix=PREFIX)
+
+
+@contextmanager
+def _staging(trainer: Any, staged: StagedDirectory) -> Iterator[None]:
+    """Have files that this module writes hashed on their way; others are read once for that."""
+    trainer._staged = staged
+    try:
+        yield
+    finally:
+        trainer._staged = None
+
+
+@contextmanager
+def _create(trainer: Any, directory: Path, name: str) -> Iterator[BinaryIO]:
+    """Open a new file of a checkpoint, or of any other directory."""
+    staged = trainer._staged
+    if staged is not None and staged.path == directory:
+        with staged.open(name) as file:
+            yield file
+    else:
+        directory.mkdir(parents=True, exist_ok=True)
+        with open(directory / name, "wb") as file:
+            yield file
 
 
 def _note_best(trainer: Any, run_dir: Path, target: Path) -> None:
@@ -102,7 +140,7 @@ def _note_best(trainer: Any, run_dir: Path, target: Path) -> None:
     state = trainer.state
     strategies = (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST)
     if trainer.args.save_strategy in strategies and state.best_global_step:
-        best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+        best = run_dir / f"{PREFIX}{state.best_global_step}"
         if best == target or best.is_dir():
             state.best_model_checkpoint = str(best)
 
@@ -129,18 +167,22 @@ def save_model(trainer: Any, output_dir: str) -> None:
 
 
 def save_optimizer(trainer: Any, output_dir: str) -> None:
-    """Write the optimizer's and the scheduler's state next to the model. Collective."""
-    io, directory = _io(trainer), Path(output_dir)
-    if trainer.accelerator.config.fsdp.state_dict_type is StateDictType.SHARDED:
-        io.save_sharded_optimizer(directory / SHARDED_OPTIMIZER_NAME)
+    """Write the optimizer's and the scheduler's state next to the model. Collective where the model is sharded."""
+    directory, writes = Path(output_dir), trainer.args.should_save
+    if not trainer._is_sharded:
+        if writes:
+            with _create(trainer, directory, PLAIN_OPTIMIZER_NAME) as file:
+                torch.save(trainer.optimizer.state_dict(), file)
+    elif trainer.accelerator.config.fsdp.state_dict_type is StateDictType.SHARDED:
+        _io(trainer).save_sharded_optimizer(directory / SHARDED_OPTIMIZER_NAME)
     else:
-        state = io.full_optimizer_state()
+        state = _io(trainer).full_optimizer_state()
         if state:
-            directory.mkdir(parents=True, exist_ok=True)
-            torch.save(state, directory / FULL_OPTIMIZER_NAME)
-    if trainer.args.should_save:
-        with warnings.catch_warnings(record=True) as caught:
-            torch.save(trainer.lr_scheduler.state_dict(), directory / SCHEDULER_NAME)
+            with _create(trainer, directory, FULL_OPTIMIZER_NAME) as file:
+                torch.save(state, file)
+    if writes:
+        with warnings.catch_warnings(record=True) as caught, _create(trainer, directory, SCHEDULER_NAME) as file:
+            torch.save(trainer.lr_scheduler.state_dict(), file)
         reissue_pt_warnings(caught)
 
 
@@ -234,11 +276,20 @@ def load_engine_state(trainer: Any, directory: str) -> None:
 
 
 def has_optimizer(directory: str) -> bool:
-    """Whether a checkpoint has a state to resume the optimizer and the scheduler from."""
+    """Whether a checkpoint has a state to resume the optimizer and the scheduler from.
+
+    Raises:
+        CheckpointNotFoundError: it has the one and not the other, which no save leaves.
+    """
     names = (FULL_OPTIMIZER_NAME, SHARDED_OPTIMIZER_NAME, PLAIN_OPTIMIZER_NAME)
-    return any(os.path.exists(os.path.join(directory, name)) for name in names) and os.path.isfile(
-        os.path.join(directory, SCHEDULER_NAME)
-    )
+    has_state = any(os.path.exists(os.path.join(directory, name)) for name in names)
+    if has_state != os.path.isfile(os.path.join(directory, SCHEDULER_NAME)):
+        found, missing = ("optimizer", SCHEDULER_NAME) if has_state else ("schedule", "/".join(names))
+        raise CheckpointNotFoundError(
+            f"{directory} has the state of the {found} and no {missing}; it is incomplete. Resume from another one, or "
+            "begin a new training from its weights: pass the directory as the model"
+        )
+    return has_state
 
 
 def read_train_batch_size(directory: str) -> int | None:

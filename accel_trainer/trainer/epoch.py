@@ -14,7 +14,6 @@ from transformers.optimization import GreedyLR
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
-from accel_trainer.data.loader import skip_first_batches
 from accel_trainer.trainer.loss_scale import settle_loss_scale
 
 __all__ = ["EpochRun", "run_training_step"]
@@ -32,7 +31,6 @@ class EpochRun:
     model: nn.Module
     epoch: int
     steps_in_epoch: int
-    updates_in_epoch: int
     trial: Any
     ignore_keys_for_eval: list[str] | None
     start_time: float
@@ -43,27 +41,25 @@ class EpochRun:
     sync: bool | None = None
     """Whether the model was last told to exchange gradients; telling a sharded model walks through its modules."""
 
-    def run(self, dataloader: DataLoader, skip_batches: int, resume_from_checkpoint: str | None) -> None:
+    def run(self, dataloader: DataLoader, trained: int, resume_from_checkpoint: str | None) -> None:
         """Train what is left of the epoch. Collective.
 
         Args:
-            skip_batches: micro-batches that the run which wrote the checkpoint has already trained in this epoch.
+            dataloader: its next pass begins after what was trained.
+            trained: micro-batches of `steps_in_epoch` that the run which wrote the checkpoint has trained.
             resume_from_checkpoint: whose RNG state is restored once the first window has been read; None does not.
         """
-        trainer, args = self.trainer, self.trainer.args
-        accumulation = args.gradient_accumulation_steps
-        if skip_batches:
-            dataloader = skip_first_batches(dataloader, skip_batches)
-            self.step = skip_batches - 1
-        elif resume_from_checkpoint is not None:
+        trainer, accumulation = self.trainer, self.trainer.args.gradient_accumulation_steps
+        self.step = trained - 1
+        if not trained and resume_from_checkpoint is not None:
             trainer._load_rng_state(resume_from_checkpoint)
             resume_from_checkpoint = None
         if hasattr(dataloader, "set_epoch"):
             dataloader.set_epoch(self.epoch)
         iterator = iter(dataloader)
-        remainder = self.steps_in_epoch % accumulation or accumulation
-        for update in range(skip_batches // accumulation, self.updates_in_epoch):
-            num_batches = accumulation if update != self.updates_in_epoch - 1 else remainder
+        steps = max(self.steps_in_epoch, 1)
+        for begin in range(trained, steps, accumulation):
+            num_batches = min(accumulation, steps - begin)
             if not self._window(iterator, num_batches, resume_from_checkpoint):
                 break
             resume_from_checkpoint = None

@@ -1,0 +1,162 @@
+"""The part of the Trainer that saves checkpoints and resumes from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from accel_trainer import logging
+from accel_trainer.checkpoint.lock import LOCK_NAME, DirectoryLock
+from accel_trainer.checkpoint.replacing import sweep
+from accel_trainer.checkpoint.staged import StagedDirectory
+from accel_trainer.trainer import checkpointing
+from accel_trainer.trainer.resuming import Resumption, select_checkpoint, verify_checkpoint
+
+__all__ = ["CheckpointMethods"]
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Upstream
+else:
+    _Upstream = object
+
+logger = logging.get_logger(__name__)
+
+
+class CheckpointMethods(_Upstream):
+    """Saving and resuming, for the Trainer to inherit. Methods are upstream's, but for those that begin with `_`."""
+
+    if TYPE_CHECKING:
+        _is_sharded: bool
+        args: Any
+        state: Any
+
+    _resumption: Resumption | None = None
+    """Where the present train() goes on from."""
+    _lock: DirectoryLock | None = None
+    _staged: StagedDirectory | None = None
+    """The directory that a save is writing."""
+
+    @contextmanager
+    def _resuming(self, given: Any) -> Iterator[str | None]:
+        """Choose and verify a checkpoint for one train(), and return its path. Collective."""
+        if given is not None and given is not False:
+            self._resumption = select_checkpoint(given, self)
+        try:
+            yield None if self._resumption is None else str(self._resumption.path)
+        finally:
+            self._resumption = None
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+
+    @property
+    def _loader_has_position(self) -> bool:
+        """Whether the training loader begins where the checkpoint was written, by samples."""
+        return self._resumption is not None and self._resumption.epoch is not None
+
+    def _own(self, directory: Path) -> None:
+        """Lock a run's directory until train() ends, and remove what dead runs left in it."""
+        if self._lock is not None and self._lock.path.parent == directory.absolute():
+            return
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = DirectoryLock.take(directory / LOCK_NAME)
+        sweep(directory)
+
+    # --- resuming --------------------------------------------------------------------------------------------------
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Return the lengths of the run; see upstream. Moves the loader to where a checkpoint was written.
+
+        Raises:
+            IncompatibleCheckpointError: the data is other than that of the checkpoint.
+        """
+        values: Any = super().set_initial_training_values(args, dataloader)
+        if self._resumption is not None:
+            self._steps_in_epoch = values[5]
+            values = self._resumption.take_position(self, dataloader, values)
+        return values
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        trained: tuple[int, int] = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if self._resumption is None:
+            return trained
+        if self.is_world_process_zero():
+            logger.info("%s", self._resumption.describe(self))
+        if self._resumption.epoch is None:
+            return trained
+        return self._resumption.epoch, self._steps_in_epoch - self._resumption.steps_left
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self._resumption is None or self._resumption.restores_random_streams(self):
+            super()._load_rng_state(checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if checkpointing.has_engine_state(resume_from_checkpoint):
+            checkpointing.load_engine_state(self, resume_from_checkpoint)
+        elif self._is_sharded:
+            checkpointing.load_model(self, self.model if model is None else model, Path(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        verify_checkpoint(best, self)
+        if self._is_sharded:
+            logger.info("loading the best model from %s", best)
+            checkpointing.load_model(self, self.model, best)
+        else:
+            super()._load_best_model()
+        if self.args.save_total_limit == 1 and self.args.should_save:
+            # Upstream removes all others now, in place; ours lose their names first.
+            checkpointing.retire_others(best)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if checkpointing.has_engine_state(checkpoint):
+            checkpointing.load_scheduler(self, Path(checkpoint))
+            return
+        if not checkpointing.has_optimizer(checkpoint):
+            logger.warning(
+                "%s holds no optimizer and scheduler state (it was saved with save_only_model, perhaps): training "
+                "goes on from its weights with a new optimizer and a new schedule",
+                checkpoint,
+            )
+            return
+        if os.path.isfile(os.path.join(checkpoint, checkpointing.PLAIN_OPTIMIZER_NAME)) and not self._is_sharded:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        checkpointing.load_optimizer(self, Path(checkpoint))
+        checkpointing.load_scheduler(self, Path(checkpoint))
+
+    # --- saving ----------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        checkpointing.save_checkpoint(self, trial)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model so that `from_pretrained` reads it; see upstream. Collective."""
+        if not self._is_sharded:
+            super().save_model(output_dir, _internal_call)
+            return
+        checkpointing.save_model(self, output_dir or self.args.output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        checkpointing.save_optimizer(self, output_dir)
