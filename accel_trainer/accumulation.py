@@ -51,6 +51,11 @@ class AccumulationWindow:
         self.is_last = self.held >= self.num_steps or (self.sync_with_dataloader and ends_data)
 
     @property
+    def is_open(self) -> bool:
+        """Whether the window holds micro-batches and waits for more."""
+        return self.held > 0 and not self.is_last
+
+    @property
     def exchanges_gradients(self) -> bool:
         """Whether the backward of the current micro-batch exchanges gradients over the ranks."""
         return self.is_last or self.sync_each_batch

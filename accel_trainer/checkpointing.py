@@ -28,6 +28,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.health import gather_votes
 from accel_trainer.strategies.loss_scale import settle
 from accel_trainer.units import PreparedUnit
+from accel_trainer.windows import OpenWindows
 
 if TYPE_CHECKING:
     import torch
@@ -156,6 +157,7 @@ class AcceleratorCheckpointing:
             loaders=[SavedPosition(loader) for loader in self._dataloaders],
             objects=self._checkpoints.objects,
             scaler=self.scaler,
+            windows=OpenWindows(self._prepared, self.process, is_sharded=self.strategy.capabilities.shards_parameters),
         )
 
     def _checkpoints_directory(self) -> Path:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -101,6 +104,25 @@ class TokenWindow:
         self._stand_in = _power_of_two(total)
         self.drop()
         return factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what an open window holds on this rank."""
+        return {
+            "stand_in": self._stand_in,
+            "count": self._count,
+            "losses": self._num_losses,
+            "others": self._num_others,
+        }
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]], *, is_own: bool) -> None:
+        """Take the window of this rank, or those of all ranks of another job, whose tokens rank 0 counts."""
+        first = states[0]
+        self._stand_in, self._pending = first["stand_in"], None
+        self._num_losses, self._num_others = first["losses"], first["others"]
+        counts = [state["count"] for state in states if state["count"] is not None]
+        self._count = sum(counts[1:], counts[0]) if counts else None
+        if self._count is not None and not is_own and not self._process.is_main:
+            self._count = torch.zeros_like(self._count)
 
     def _over_ranks(self, num_tokens: Tensor) -> Tensor:
         total = num_tokens.clone()

@@ -3,6 +3,7 @@
 unit_I.json, unit_I.*          model I and its optimizers' state, as `strategies.api.CheckpointIO` writes them
 training.safetensors/.json     schedulers, loaders' positions, scaler, registered objects
 random_R.safetensors/.json     random streams of rank R
+window_R.safetensors/.json     gradients of an accumulation window, on rank R, where the save came in the middle of one
 manifest.json, COMMITTED       what was saved, by how many ranks, with which versions, and the checksum of every file
 
 Format 1 had a unit's state whole, in model_I.safetensors and optimizer_I.safetensors/.json.
@@ -10,7 +11,7 @@ Format 1 had a unit's state whole, in model_I.safetensors and optimizer_I.safete
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,6 +42,16 @@ class Stateful(Protocol):
         """Take a state back."""
 
 
+class Windows(Protocol):
+    """Accumulation windows, which may be open."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return this rank's part of open windows, None where all are closed. Every rank calls it."""
+
+    def load(self, read: Callable[[int], Mapping[str, Any]] | None, num_ranks: int) -> None:
+        """Open windows with what `read(rank)` returns for each rank that saved; close all of them without it."""
+
+
 @dataclass
 class TrainState:
     """Everything that a training run is made of."""
@@ -55,6 +66,7 @@ class TrainState:
     objects: Mapping[str, Stateful]
     """What was registered, by name."""
     scaler: torch.amp.GradScaler | None
+    windows: Windows | None = None
 
 
 def _write(staged: StagedDirectory, name: str, value: Any) -> None:
@@ -73,6 +85,8 @@ def save_train_state(staged: StagedDirectory, state: TrainState, process: Proces
     for index, unit in enumerate(state.units):
         unit.save(staged, f"unit_{index}", weights=state.has_weights[index])
     _write(staged, f"random_{process.rank}", get_rng_state())
+    if state.windows is not None and (window := state.windows.state_dict()) is not None:
+        _write(staged, f"window_{process.rank}", window)
     tensors: dict[str, Tensor] = {}
     outline = encode(_training(state), tensors)
     # Copies of a sharded model, averaged weights say, are written like the model; for the rest one rank's word counts.
@@ -114,7 +128,7 @@ def _read_training(stored: StoredCheckpoint, state: TrainState) -> dict[str, Any
 
 def files_to_read(manifest: Manifest, state: TrainState, process: ProcessContext) -> Iterator[str]:
     """Yield the names of the files that this rank reads in `load_train_state`."""
-    own = ("training.", f"random_{process.rank}.", *(("model_", "optimizer_") if process.is_main else ()))
+    own = ("training.", "window_", f"random_{process.rank}.", *(("model_", "optimizer_") if process.is_main else ()))
     yield from (name for name in manifest.files if name.startswith(own))
     for index, unit in enumerate(state.units):
         yield from unit.files(manifest, f"unit_{index}")
@@ -180,6 +194,9 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
             state.objects[name].load_state_dict(saved)
         if state.scaler is not None and training["scaler"] is not None:
             state.scaler.load_state_dict(training["scaler"])
+        if state.windows is not None:
+            is_open = "window_0.json" in stored
+            state.windows.load((lambda rank: _read(stored, f"window_{rank}")) if is_open else None, manifest.world_size)
         if random_state is not None:
             set_rng_state(random_state)
     if random_state is not None:

@@ -151,6 +151,15 @@ class CheckpointIO(Protocol):
         """Read what `save_sharded_optimizer` wrote, on any number of ranks."""
 
 
+@dataclass(frozen=True)
+class HeldGradients:
+    """Whole gradients of an accumulation window that is still open, by parameter name."""
+
+    by_name: Mapping[str, Tensor]
+    is_mean: bool
+    """Whether they are the mean over all ranks, on rank 0 only; else each rank has its own, not exchanged yet."""
+
+
 @runtime_checkable
 class TrainUnit(Protocol):
     """A model with its optimizer, after layout; the only thing the facade drives."""
@@ -176,6 +185,15 @@ class TrainUnit(Protocol):
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the accumulated gradients, by a scalar on any device, to make them the mean over their window."""
+
+    def held_gradients(self) -> HeldGradients | None:
+        """Return the gradients of an accumulation window that is still open, for a save.
+
+        None where the engine keeps them to itself. Collective where parameters are sharded.
+        """
+
+    def put_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Go on with whole gradients by parameter name, whose mean over ranks is that of the window."""
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Bound the global norm of the gradients and return it as it was before.

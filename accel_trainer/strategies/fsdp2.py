@@ -22,8 +22,9 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.mesh import build_mesh_shape, init_mesh
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.strategies.api import Capabilities, CheckpointIO, TrainJob
+from accel_trainer.strategies.api import Capabilities, CheckpointIO, HeldGradients, TrainJob
 from accel_trainer.strategies.compile import apply_compile
+from accel_trainer.strategies.held_gradients import held_over_ranks
 from accel_trainer.strategies.native import NativeUnit, check_optimizers, place
 from accel_trainer.strategies.ownership import parameters_of
 from accel_trainer.strategies.recompute import apply_activation_checkpointing
@@ -60,6 +61,10 @@ class FSDP2Unit(NativeUnit):
         """Reduce gradients in the next backward, or keep them whole on this rank."""
         self._whole.sync = enabled
         self._root.set_requires_gradient_sync(enabled)
+
+    def held_gradients(self) -> HeldGradients | None:
+        """Return the mean over ranks of the gradients of an open window. Collective."""
+        return held_over_ranks(self.module)
 
     def known_parameters(self) -> dict[int, nn.Parameter]:
         """Return the sharded parameters, by their id and by that of what they have replaced."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -14,8 +14,9 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies import gradients
-from accel_trainer.strategies.api import Capabilities, CheckpointIO, StepOutcome, TrainJob
+from accel_trainer.strategies.api import Capabilities, CheckpointIO, HeldGradients, StepOutcome, TrainJob
 from accel_trainer.strategies.compile import apply_compile
+from accel_trainer.strategies.held_gradients import held_by_rank, put_gradients
 from accel_trainer.strategies.loss_scale import LossScale
 from accel_trainer.strategies.ownership import check_disjoint, check_optimizer_belongs
 from accel_trainer.strategies.torch_state import TorchCheckpointIO
@@ -85,6 +86,14 @@ class NativeUnit:
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the accumulated gradients by `factor`."""
         gradients.scale_gradients(self.module.parameters(), factor)
+
+    def held_gradients(self) -> HeldGradients | None:
+        """Return this rank's gradients of an open window."""
+        return held_by_rank(self.module)
+
+    def put_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Go on with the gradients of an open window."""
+        put_gradients(self.module, gradients)
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Bound the global gradient norm; return it as it was before. See `gradients.clip_grad_norm`."""

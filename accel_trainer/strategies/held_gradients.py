@@ -1,0 +1,81 @@
+"""Gradients of an accumulation window that is still open, in and out of a module: for a save within the window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from accel_trainer.strategies.api import HeldGradients
+
+__all__ = ["held_by_rank", "held_over_ranks", "put_gradients"]
+
+
+def held_by_rank(module: nn.Module) -> HeldGradients:
+    """Return this rank's own gradients, which have not been exchanged yet."""
+    gradients = {name: p.grad.detach() for name, p in module.named_parameters() if p.grad is not None}
+    return HeldGradients(gradients, is_mean=False)
+
+
+def held_over_ranks(module: nn.Module) -> HeldGradients | None:
+    """Return the mean over ranks of the gradients of a module that FSDP2 shards; None where it keeps them to itself.
+
+    Within a window FSDP2 holds them whole on every rank, in the parameters that it gathers for a forward. Under mixed
+    precision they are elsewhere. Collective: every rank calls it; rank 0 gets the gradients.
+    """
+    sharded = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    local: dict[str, Tensor] = {}
+    for prefix, part in module.named_modules():
+        if not isinstance(part, FSDPModule):
+            continue
+        part.unshard()
+        layer: nn.Module = part  # type: ignore[assignment]  # the mixin does not say that it is one
+        gathered = [(f"{prefix}.{name}" if prefix else name, p) for name, p in layer.named_parameters()]
+        own = [(name, p) for name, p in gathered if name in sharded and not isinstance(p, DTensor)]
+        is_mixed = any(p.dtype != sharded[name].dtype for name, p in own)
+        local.update((name, p.grad.detach()) for name, p in own if p.grad is not None)
+        part.reshard()
+        if is_mixed:
+            return None
+    return HeldGradients(_mean_over_ranks(sharded, local), is_mean=True)
+
+
+def _mean_over_ranks(sharded: Mapping[str, nn.Parameter], local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Average gradients over ranks, those that have been exchanged within the window included."""
+    names = list(sharded)
+    first = next(iter(sharded.values()))
+    is_held = torch.tensor([n in local or sharded[n].grad is not None for n in names], dtype=torch.int32)
+    is_held = is_held.to(first.device)
+    dist.all_reduce(is_held, op=dist.ReduceOp.MAX)
+    means: dict[str, Tensor] = {}
+    for name, is_wanted in zip(names, is_held.tolist(), strict=True):
+        if not is_wanted:
+            continue
+        parameter = sharded[name]
+        mean = local[name].clone() if name in local else torch.zeros(parameter.shape, dtype=parameter.dtype)
+        mean = mean.to(parameter.device)
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+        exchanged = parameter.grad
+        if isinstance(exchanged, DTensor):
+            mean += exchanged.full_tensor()
+        if dist.get_rank() == 0:
+            means[name] = mean
+    return means
+
+
+def put_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
+    """Give parameters these gradients, each rank its part of sharded ones. Ranks do not communicate."""
+    for name, parameter in module.named_parameters():
+        gradient = gradients.get(name)
+        if gradient is None:
+            parameter.grad = None
+            continue
+        gradient = gradient.to(parameter.device, parameter.dtype, copy=True)
+        if isinstance(parameter, DTensor):
+            gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.grad = gradient

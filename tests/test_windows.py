@@ -1,0 +1,139 @@
+"""A save in the middle of an accumulation window: the run that goes on makes the same updates."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_trainer import Accelerator, DataLoaderConfiguration
+from accel_trainer.errors import IncompatibleCheckpointError
+from tests.ranks import run_ranks
+
+GLOBAL_BATCH, STEPS, STOP = 4, 6, 3
+"""Micro-batches of all ranks; two make an update, so that the third begins one."""
+
+
+def build(strategy: str | None, num_steps: int = 2, is_stateful: bool = True, **options: Any) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    accelerator = Accelerator(
+        cpu=True,
+        strategy=strategy,
+        gradient_accumulation_steps=num_steps,
+        dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=is_stateful, data_seed=1),
+        **options,
+    )
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    inputs = torch.randn(GLOBAL_BATCH * STEPS, 3)
+    batch_size = GLOBAL_BATCH * 2 // num_steps // accelerator.num_processes
+    loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size, shuffle=True)
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1), loader)
+
+
+def train(parts: tuple[Any, ...], stop: int | None = None, by_tokens: bool = False) -> list[float]:
+    """Train to the end of the epoch, or for some micro-batches; return the losses of all ranks' batches."""
+    accelerator, model, optimizer, loader = parts
+    losses = []
+    for step, (x, y) in enumerate(loader, 1):
+        with accelerator.accumulate(model):
+            error = nn.functional.mse_loss(model(x), y, reduction="sum" if by_tokens else "mean")
+            accelerator.backward(accelerator.global_token_mean(error, len(x)) if by_tokens else error)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.reduce(error.detach(), "mean").item())
+        if step == stop:
+            break
+    return losses
+
+
+def run(folder: Path, strategy: str | None, by_tokens: bool = False) -> tuple[list[float], list[float]]:
+    """Train without a stop; then with a save in the middle of an update."""
+    whole = train(build(strategy), by_tokens=by_tokens)
+    parts = build(strategy)
+    head = train(parts, STOP, by_tokens)
+    parts[0].save_state(folder)
+    return whole, head
+
+
+def go_on(folder: Path, strategy: str | None, num_steps: int = 2, by_tokens: bool = False) -> list[float]:
+    parts = build(strategy, num_steps)
+    parts[0].load_state(folder)
+    return train(parts, by_tokens=by_tokens)
+
+
+def run_two(folder: Path) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for strategy in ("ddp", "fsdp2"):
+        whole, head = run(folder / strategy, strategy)
+        results[strategy] = (whole, head, go_on(folder / strategy, strategy))
+    results["ddp to fsdp2"] = go_on(folder / "ddp", "fsdp2")
+    results["fsdp2 to ddp"] = go_on(folder / "fsdp2", "ddp")
+    whole, head = run(folder / "tokens", "ddp", by_tokens=True)
+    results["tokens"] = (whole, head, go_on(folder / "tokens", "ddp", by_tokens=True))
+    results["one to ddp"] = go_on(folder / "one", "ddp")
+    results["one to fsdp2"] = go_on(folder / "one", "fsdp2")
+    return results
+
+
+@pytest.mark.multirank
+def test_r7_a_half_full_window_is_filled_by_the_run_that_goes_on(tmp_path: Path) -> None:
+    alone, head = run(tmp_path / "one", None)
+    assert [*head, *go_on(tmp_path / "one", None)] == alone
+
+    for result in run_ranks(run_two, 2, tmp_path):
+        for strategy in ("ddp", "fsdp2", "tokens"):
+            whole, before, after = result[strategy]
+            assert [*before, *after] == pytest.approx(whole, rel=1e-5), strategy
+        assert [*result["ddp"][1], *result["ddp"][2]] == result["ddp"][0], "bit by bit"
+        assert result["ddp"][0] == pytest.approx(alone, rel=1e-5)
+        for other in ("ddp to fsdp2", "fsdp2 to ddp", "one to ddp", "one to fsdp2"):
+            assert result[other] == pytest.approx(alone[STOP:], rel=1e-5), other
+    for saved in ("ddp", "fsdp2"):
+        assert go_on(tmp_path / saved, None) == pytest.approx(alone[STOP:], rel=1e-5), saved
+    tokens = run(tmp_path / "tokens alone", None, by_tokens=True)[0]
+    assert go_on(tmp_path / "tokens", None, by_tokens=True) == pytest.approx(tokens[STOP:], rel=1e-5)
+
+
+def test_r7_smaller_micro_batches_fill_the_rest_of_an_update(tmp_path: Path) -> None:
+    whole, _ = run(tmp_path / "state", None)
+    finer = go_on(tmp_path / "state", None, num_steps=4)
+
+    means = [(first + second) / 2 for first, second in zip(finer[::2], finer[1::2], strict=True)]
+    assert means == pytest.approx(whole[STOP:], rel=1e-5)
+
+
+def test_a_window_that_no_micro_batch_of_this_run_ends_in_is_refused(tmp_path: Path) -> None:
+    run(tmp_path / "state", None)
+    accelerator = build(None, num_steps=1)[0]
+
+    with pytest.raises(IncompatibleCheckpointError, match=r"after 1 of 2 micro-batches .* takes 1 for one.*steps=2"):
+        accelerator.load_state(tmp_path / "state")
+
+
+def test_loading_closes_a_window_that_is_open(tmp_path: Path) -> None:
+    parts = build(None)
+    parts[0].save_state(tmp_path / "state")
+    train(parts, STOP)
+    parts[0].load_state(tmp_path / "state")
+
+    assert all(parameter.grad is None for parameter in parts[1].parameters())
+    assert train(parts) == train(build(None))
+
+
+def test_an_engine_that_keeps_gradients_to_itself_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    parts = build(None)
+    train(parts, STOP)
+    unit = parts[0].unit_of(parts[1])
+    unit.held_gradients = lambda: None
+    with caplog.at_level(logging.WARNING):
+        parts[0].save_state(tmp_path / "state")
+    assert "after 1 of 2 micro-batches of an update, and the engine of Sequential keeps their gradients" in caplog.text
+    again = build(None)
+    again[0].load_state(tmp_path / "state")
+    assert len(train(again)) == STEPS - STOP
