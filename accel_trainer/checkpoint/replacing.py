@@ -11,9 +11,15 @@ from pathlib import Path
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.disk import fsync_path
+from accel_trainer.checkpoint.lock import DirectoryLock
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
 from accel_trainer.checkpoint.verification import find_extra
-from accel_trainer.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from accel_trainer.errors import (
+    CheckpointLockedError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+)
 
 __all__ = ["check_target", "publish_name", "recover_target", "remove_tree", "sweep"]
 
@@ -79,13 +85,20 @@ def publish_name(staged: Path, target: Path) -> Path | None:
 
 def recover_target(target: Path) -> None:
     """Bring back the checkpoint that a save had moved aside when it was killed; one process calls it."""
-    for aside in (
-        sorted(target.parent.glob(f".old-{glob.escape(target.name)}{_UNIQUE}")) if target.parent.is_dir() else ()
-    ):
+    aside = next(iter(sorted(target.parent.glob(f".old-{glob.escape(target.name)}{_UNIQUE}"))), None)
+    if aside is None or target.exists():
+        return
+    try:
+        lock = DirectoryLock.take(target.with_name(f".{target.name}.lock"))
+    except CheckpointLockedError:
+        return  # the save is alive, and about to give the new one its name
+    try:
         if not target.exists():
             os.rename(aside, target)
             fsync_path(target.parent)
             logger.warning("%s was moved aside by a save that never ended; it is back", target)
+    finally:
+        lock.release()
 
 
 def remove_tree(path: Path) -> None:

@@ -312,3 +312,13 @@ def test_r20_a_newer_format_is_refused_whatever_else_it_says(tmp_path: Path):
     path = forge(tmp_path, lambda data: data.update(format_version=99, files="elsewhere"))
     with pytest.raises(IncompatibleCheckpointError, match="has format version 99 and this version reads 1 to 2"):
         open_checkpoint(path, ALONE)
+
+
+def test_r2_a_bit_that_flips_right_after_the_write_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    # The checksum is of what was given to be written: reading the file back would certify the damage.
+    env = {"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": "flip@save.after_shard:rank=1:step=1"}
+    run_ranks(save_repeatedly, 2, tmp_path, 2, env=env)
+    run = SavedRun(tmp_path, total_limit=None)
+    with pytest.raises(CorruptCheckpointError, match=r"none of the checkpoints in .* is good"):
+        run.accelerator.load_state()
+    assert "was changed after the save: its sha256 is" in caplog.text
