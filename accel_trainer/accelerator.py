@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from accel_trainer import logging
 from accel_trainer.checkpointing import AcceleratorCheckpointing, CheckpointRegistry
 from accel_trainer.config import Resolved
+from accel_trainer.engine_plugins import EnginePlugins
 from accel_trainer.exchange import AcceleratorExchange
 from accel_trainer.optimizer import AcceleratedOptimizer
 from accel_trainer.options import AcceleratorOptions, AcceleratorSettings, build_strategy, resolve_options
@@ -59,6 +60,7 @@ class Accelerator(
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
         dataloader_config: Any = None,
+        deepspeed_plugin: Any = None,
         fsdp_plugin: Any = None,
         gradient_accumulation_plugin: Any = None,
         project_dir: str | Path | None = None,
@@ -69,6 +71,7 @@ class Accelerator(
         kwargs_handlers: Sequence[Any] = (),
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Mapping[str, Any] | None = None,
         strategy: str | None = None,
         config: str | Path | Mapping[str, Any] | Resolved | None = None,
     ) -> None:
@@ -82,6 +85,7 @@ class Accelerator(
             mixed_precision: "no", "bf16" or "fp16".
             gradient_accumulation_steps: micro-batches per update.
             cpu: run on the CPU although an accelerator is there.
+            deepspeed_plugin: a DeepSpeedPlugin; several by name: `deepspeed_plugins`, the first is in use.
             project_dir: where states are saved; also a field of `project_config`.
             rng_types: streams of random numbers that are set to rank 0's whenever a pass over a prepared loader begins:
                 "torch" (the CPU's) or a kind of device, "cuda" for instance. The order of samples needs none of them.
@@ -95,6 +99,7 @@ class Accelerator(
             ProcessGroupError: the job cannot be joined.
         """
         environ = read_environment()
+        plugins = EnginePlugins.of(deepspeed_plugin, deepspeed_plugins)
         options = AcceleratorOptions.build(
             split_batches=split_batches,
             mixed_precision=mixed_precision,
@@ -102,6 +107,7 @@ class Accelerator(
             cpu=cpu,
             dataloader_config=dataloader_config,
             fsdp_plugin=fsdp_plugin,
+            deepspeed_plugin=plugins.first,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
             kwargs_handlers=kwargs_handlers,
             dynamo_backend=dynamo_backend,
@@ -117,8 +123,9 @@ class Accelerator(
         )
         self._options = options
         self.strategy = build_strategy(self.resolved, self.process)
-        self.resolved = self.strategy.start(self.resolved, self.process)
-        self.config = self.resolved.config
+        plugins.resolve(self.resolved, self.strategy.capabilities, options, environ, config)
+        self._engine_plugins = plugins
+        self._take_plugin(next(iter(plugins.plugins), None))
         self.precision = build_precision(
             self.config.mixed_precision,
             self.process.device,
@@ -139,6 +146,8 @@ class Accelerator(
             distributed_type=DistributedType.of(self.strategy.capabilities.distributed_type, self.process.device),
             mixed_precision=str(self.config.mixed_precision),
             fsdp_plugin=options.describe_fsdp(self.resolved, self.strategy.capabilities),
+            engine_plugins=plugins,
+            take_plugin=self._take_plugin,
         )
         self.gradient_state = GradientState(options.plugin_kwargs, self.config.accumulation.num_steps)
         self._prepared: list[PreparedUnit] = []
@@ -156,6 +165,12 @@ class Accelerator(
         if self.strategy.capabilities.shards_parameters and self.process.device.type == "cpu":
             # A warning, so that it is seen: users who asked for FSDP usually expect GPUs.
             logger.warning("no accelerator is used: the model is sharded over %d CPU processes", self.num_processes)
+
+    def _take_plugin(self, name: str | None) -> None:
+        """Start the strategy as a plugin says, or as the configuration does, and lay out models by that from now on."""
+        resolved = self.resolved if name is None else self._engine_plugins.resolved[name]
+        self.resolved = self._engine_plugins.use(name, self.strategy.start(resolved, self.process))
+        self.config = self.resolved.config
 
     # --- where this process stands ---------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from accel_trainer.config import Resolved, RunConfig, field_specs, resolve
+from accel_trainer.deepspeed_plugin import DeepSpeedPlugin
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins import (
     AutocastKwargs,
@@ -66,6 +67,7 @@ class AcceleratorOptions:
         gradient_accumulation_steps: int | None,
         cpu: bool | None,
         dataloader_config: DataLoaderConfiguration | None,
+        deepspeed_plugin: DeepSpeedPlugin | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None,
         kwargs_handlers: Sequence[KwargsHandler],
@@ -105,6 +107,8 @@ class AcceleratorOptions:
         if fsdp_plugin is not None:
             options._add(fsdp_plugin.options(), "fsdp_plugin")
             options.wrap_policy = fsdp_plugin.wrap_function
+        if deepspeed_plugin is not None:
+            options._add(deepspeed_plugin.options(), "deepspeed_plugin")
         if dynamo_plugin is not None:
             options._take_dynamo(dynamo_plugin, dynamo_backend)
         options._take_handlers(kwargs_handlers)

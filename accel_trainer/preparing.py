@@ -17,6 +17,7 @@ from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader
 from accel_trainer.data.loader import skip_first_batches as skip_loader_batches
 from accel_trainer.deepspeed_plugin import DummyScheduler
 from accel_trainer.described import NO_HINTS, JobHints, is_optimizer, real_optimizer, schedules_of, stand_ins
+from accel_trainer.engine_plugins import EnginePlugins
 from accel_trainer.errors import ConfigError
 from accel_trainer.optimizer import AcceleratedOptimizer
 from accel_trainer.options import AcceleratorOptions
@@ -47,6 +48,7 @@ class AcceleratorPreparing:
     rng_types: tuple[str, ...]
     gradient_state: GradientState
     _options: AcceleratorOptions
+    _engine_plugins: EnginePlugins
     _prepared: list[PreparedUnit]
     _models: list[nn.Module]
     _optimizers: list[AcceleratedOptimizer]
@@ -219,7 +221,7 @@ class AcceleratorPreparing:
         return TrainJob(
             model=model,
             optimizers=optimizers,
-            resolved=self.resolved,
+            resolved=self._engine_plugins.edited(self.resolved),
             device_placement=place,
             evaluation_only=evaluation_mode,
             wrap_policy=self._options.wrap_policy,

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,10 @@ from accel_trainer.config import Resolved, SourceKind, resolve
 from accel_trainer.data.splitting import split_evenly
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext, destroy_process_group, init_process, read_environment
+
+if TYPE_CHECKING:
+    from accel_trainer.deepspeed_plugin import DeepSpeedPlugin
+    from accel_trainer.engine_plugins import EnginePlugins
 
 __all__ = [
     "AcceleratorState",
@@ -284,7 +288,8 @@ class AcceleratorState(PartialState):
         distributed_type: DistributedType | None = None,
         mixed_precision: str = "no",
         fsdp_plugin: Any = None,
-        deepspeed_plugin: Any = None,
+        engine_plugins: EnginePlugins | None = None,
+        take_plugin: Callable[[str], None] | None = None,
         parallelism_config: Any = None,
     ) -> None:
         if process is None:
@@ -294,8 +299,42 @@ class AcceleratorState(PartialState):
         _made_last[type(self)] = self
         self.mixed_precision = mixed_precision
         self.fsdp_plugin = fsdp_plugin
-        self.deepspeed_plugin = deepspeed_plugin
+        self._engine_plugins = engine_plugins
+        self._take_plugin = take_plugin
         self.parallelism_config = parallelism_config
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The DeepSpeed plugin in use; None under other strategies."""
+        return None if self._engine_plugins is None else self._engine_plugins.current
+
+    @property
+    def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
+        """All DeepSpeed plugins, by name; None under other strategies."""
+        return (self._engine_plugins.plugins or None) if self._engine_plugins is not None else None
+
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+        """Return a DeepSpeed plugin by its name.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        return self._plugins().require(name)
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Lay out what is prepared from now on, and build models, as another of the plugins says.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        self._plugins().require(name)
+        assert self._take_plugin is not None
+        self._take_plugin(name)
+
+    def _plugins(self) -> EnginePlugins:
+        if self._engine_plugins is None:
+            raise ConfigError("this state belongs to no Accelerator, and has no DeepSpeed plugins; make one first")
+        return self._engine_plugins
 
 
 class GradientState:

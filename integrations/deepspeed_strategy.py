@@ -20,13 +20,13 @@ from accel_trainer.integrations.deepspeed_runtime import (
     join_engine_group,
     require_deepspeed,
 )
-from accel_trainer.integrations.deepspeed_unit import DeepSpeedUnit
+from accel_trainer.integrations.deepspeed_unit import DeepSpeedUnit, WholeUnit
 from accel_trainer.precision import PrecisionPolicy, apply_autocast, cast_floating
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Capabilities, TrainJob
 from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.described import DescribedOptimizer
-from accel_trainer.strategies.native import NativeUnit, check_optimizers, place, require_values
+from accel_trainer.strategies.native import check_optimizers, place, require_values
 from accel_trainer.strategies.sync import broadcast_module_states
 from accel_trainer.tree import map_leaves
 
@@ -82,7 +82,7 @@ class DeepSpeedStrategy:
         _check_groups(job)
         check_can_start(process, config.data)
 
-    def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> DeepSpeedUnit | NativeUnit:
+    def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> DeepSpeedUnit | WholeUnit:
         """Build the engine around the job's model and optimizer. Collective.
 
         The unit's model is the engine; its module is the user's own object, whose parameters keep their identity.
@@ -211,10 +211,10 @@ def _cast(data: Any, dtype: torch.dtype) -> Any:
     return map_leaves(cast, data, is_leaf=lambda node: isinstance(node, torch.Tensor))
 
 
-def _whole_unit(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> NativeUnit:
+def _whole_unit(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> WholeUnit:
     """Lay out a model that nobody trains, at a stage that keeps parameters whole. Collective."""
     place(job.model, job, process)
     apply_autocast(job.model, precision)
     if process.is_distributed:
         broadcast_module_states(job.model, process.device)
-    return NativeUnit(job.model, job.model, job.scaler)
+    return WholeUnit(job.model, job.model, job.scaler)

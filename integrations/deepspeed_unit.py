@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,40 @@ from torch.optim import Optimizer
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed_checkpoint import DeepSpeedCheckpointIO
-from accel_trainer.strategies.api import CheckpointIO, HeldGradients, StepOutcome
+from accel_trainer.strategies.api import CheckpointIO, StepOutcome
+from accel_trainer.strategies.native import NativeUnit
 
-__all__ = ["DeepSpeedUnit"]
+__all__ = ["DeepSpeedUnit", "WholeUnit"]
+
+
+def _came_late(optimizer: Optimizer, module: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"{type(optimizer).__name__} was prepared after its model {type(module).__name__}, and DeepSpeed builds its "
+        "engine around model and optimizer; pass both to one prepare() call"
+    )
+
+
+class WholeUnit(NativeUnit):
+    """A model that nobody trains, at a stage of ZeRO that keeps parameters whole; there is no engine."""
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Refuse: no gradients would be exchanged.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"backward() was called for {type(self.module).__name__}, which was prepared without an optimizer, so that "
+            "it can only be evaluated; pass model and optimizer to one prepare() call"
+        )
+
+    def bind_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse: the engine is built around its optimizer.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise _came_late(optimizer, self.module)
 
 
 def _loss_scale(zero: Any) -> Any:
@@ -95,21 +126,6 @@ class DeepSpeedUnit:
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Note a factor for the accumulated gradients; the step multiplies them by it."""
         self._factor = factor if self._factor is None else self._factor * factor
-
-    def held_gradients(self) -> HeldGradients | None:
-        """Return None: the engine keeps the gradients of an open window to itself."""
-        return None
-
-    def put_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Refuse gradients of another run's window.
-
-        Raises:
-            ConfigError: always; the engine has no way to take them.
-        """
-        raise ConfigError(
-            "the state was saved within an accumulation window of another strategy, and DeepSpeed's engine cannot take "
-            "its gradients; save where sync_gradients is true"
-        )
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Note a bound of the global gradient norm for the engine's step. It wins over the configuration's.
@@ -252,10 +268,7 @@ class DeepSpeedUnit:
         """
         if any(optimizer is own for own in self.optimizers):
             return
-        raise ConfigError(
-            f"{type(optimizer).__name__} was prepared after its model {type(self.module).__name__}, and DeepSpeed "
-            "builds its engine around model and optimizer; pass both to one prepare() call"
-        )
+        raise _came_late(optimizer, self.module)
 
     def _require_optimizer(self) -> None:
         if not self.optimizers:

@@ -36,7 +36,7 @@ class DescribedOptimizer(Optimizer):
         self.state = real.state
         self.defaults = real.defaults
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Refuse: the engine steps.
 
         Raises:
