@@ -274,6 +274,8 @@ def _rank_main(pipe: connection.Connection, call: _Call) -> None:
     os.chdir(call.directory)
     os.environ.clear()
     os.environ.update(call.environ)
+    # As in a script. A server forks its children with itself as the method, and each rank would start one for workers.
+    multiprocessing.set_start_method(None, force=True)
     try:
         import torch
 

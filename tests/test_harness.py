@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -169,6 +170,15 @@ def test_a_result_that_cannot_travel_is_an_error_of_its_rank() -> None:
 def test_a_local_function_is_refused() -> None:
     with pytest.raises(TypeError, match="module-level function"):
         run_ranks(lambda: None, 1)
+
+
+def tell_start_method() -> str:
+    return multiprocessing.get_start_method()
+
+
+def test_processes_of_a_rank_begin_as_those_of_a_script() -> None:
+    (method,) = run_ranks(tell_start_method, 1)
+    assert method == multiprocessing.get_all_start_methods()[0]  # the platform's own
 
 
 LEAKS = {
