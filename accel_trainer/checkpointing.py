@@ -54,6 +54,7 @@ class CheckpointRegistry:
         self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
         self.background: BackgroundSaver | None = None
         self.lock: DirectoryLock | None = None
+        self.release_lock: Callable[[], Any] = lambda: None
         self.metrics: dict[str, float] = {}
 
     def add(self, name: str | None, item: Any) -> None:
@@ -83,6 +84,14 @@ class CheckpointRegistry:
         """Wait for a background save; see `AcceleratorCheckpointing.wait_for_checkpoint`."""
         if self.background is not None:
             self.background.wait()
+
+    def close(self) -> None:
+        """Wait for a background save, and let other runs save to this one's directory."""
+        try:
+            self.wait()
+        finally:
+            self.release_lock()
+            self.lock = None
 
 
 class AcceleratorCheckpointing:
@@ -269,11 +278,12 @@ class AcceleratorCheckpointing:
         return directory / f"checkpoint_{number}", number
 
     def _own(self, directory: Path) -> None:
-        """Lock the directory for as long as this Accelerator lives, and remove what dead runs left in it."""
+        """Lock the directory until `end_training`, or as long as this Accelerator lives; remove what dead runs left."""
         lock = self._checkpoints.lock
         if lock is None or lock.path.parent != directory.absolute():
+            self._checkpoints.release_lock()
             self._checkpoints.lock = DirectoryLock.take(directory / LOCK_NAME)
-            weakref.finalize(self, self._checkpoints.lock.release)
+            self._checkpoints.release_lock = weakref.finalize(self, self._checkpoints.lock.release)
             sweep(directory)
 
     def _state_bytes(self) -> int:

@@ -246,7 +246,7 @@ class AcceleratorReporting:
 
         A background save is waited for, and what went wrong in it is raised.
         """
-        self._checkpoints.wait()
+        self._checkpoints.close()
         self._finish_trackers()
         if self.process.is_distributed:
             # Nobody leaves while another rank still needs the group.

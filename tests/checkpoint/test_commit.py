@@ -272,7 +272,7 @@ def test_r19_a_second_run_is_refused_by_the_name_of_the_first(tmp_path: Path):
     assert "give this run a directory of its own, or end the other one first" in told
     # Reading is not writing.
     assert run_ranks(load_only, 1, tmp_path) == [-1]
-    first.accelerator._checkpoints.lock.release()
+    first.accelerator.end_training()
     assert run_ranks(second_run, 1, tmp_path) == ["saved"]
 
 
