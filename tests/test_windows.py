@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_trainer import Accelerator, DataLoaderConfiguration
-from accel_trainer.errors import IncompatibleCheckpointError
+from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from tests.ranks import run_ranks
 
 GLOBAL_BATCH, STEPS, STOP = 4, 6, 3
@@ -137,3 +137,28 @@ def test_an_engine_that_keeps_gradients_to_itself_is_named(tmp_path: Path, caplo
     again = build(None)
     again[0].load_state(tmp_path / "state")
     assert len(train(again)) == STEPS - STOP
+
+
+def save_mixed(folder: Path) -> tuple[int, int]:
+    """Save in the middle of an update where FSDP2 keeps gradients to itself; return what a run does that goes on."""
+    parts = build("fsdp2", mixed_precision="bf16")
+    train(parts, STOP)
+    parts[0].save_state(folder)
+    again = build("fsdp2", mixed_precision="bf16")
+    again[0].load_state(folder)
+    return len(train(again)), len(list(folder.glob("window_*.json")))
+
+
+@pytest.mark.multirank
+def test_mixed_precision_of_fsdp2_begins_an_update_anew(tmp_path: Path) -> None:
+    for steps, num_files in run_ranks(save_mixed, 2, tmp_path / "state"):
+        assert (steps, num_files) == (STEPS - STOP, 2)
+
+
+def test_deepspeed_refuses_the_gradients_of_another_strategy() -> None:
+    from accel_trainer.integrations.deepspeed_unit import DeepSpeedUnit
+
+    unit = DeepSpeedUnit.__new__(DeepSpeedUnit)
+    assert unit.held_gradients() is None
+    with pytest.raises(ConfigError, match="DeepSpeed's engine cannot take its gradients; save where sync_gradients"):
+        unit.put_gradients({})
