@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from accel_trainer import __version__
 from accel_trainer.checkpoint.disk import check_space, explain_full_disk, fsync_path, write_durably
-from accel_trainer.checkpoint.lock import DirectoryLock
+from accel_trainer.checkpoint.lock import DirectoryLock, lock_of
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, FileEntry, Manifest, TensorEntry
 from accel_trainer.checkpoint.replacing import check_target, publish_name, remove_tree, sweep
 from accel_trainer.checkpoint.staged import StagedDirectory
@@ -140,7 +140,7 @@ class Publication:
     def _make(self, name: str, need_bytes: int) -> None:
         self.target.parent.mkdir(parents=True, exist_ok=True)
         if not self._is_locked:
-            self._lock = DirectoryLock.take(self.target.with_name(f".{self.target.name}.lock"))
+            self._lock = DirectoryLock.take(lock_of(self.target))
         sweep(self.target.parent, self.target.name)
         if not self._owns_name:
             check_target(self.target)

@@ -15,7 +15,7 @@ from typing import Any
 from accel_trainer import logging
 from accel_trainer.errors import CheckpointLockedError
 
-__all__ = ["LOCK_NAME", "DirectoryLock"]
+__all__ = ["LOCK_NAME", "DirectoryLock", "lock_of"]
 
 logger = logging.get_logger(__name__)
 
@@ -27,6 +27,11 @@ STALE_SECONDS = 300.0
 
 _held: dict[Path, DirectoryLock] = {}
 _beating: threading.Thread | None = None
+
+
+def lock_of(target: Path) -> Path:
+    """Return the lock of a save to a name of its own, outside of a run's numbered checkpoints."""
+    return target.with_name(f".{target.name}.lock")
 
 
 class DirectoryLock:
@@ -55,10 +60,11 @@ class DirectoryLock:
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
-                if not _try_flock(descriptor):
+                is_locked = _try_flock(descriptor)
+                if is_locked is False:
                     _refuse_or_remove(path, descriptor)
                 elif _is_same_file(path, descriptor):
-                    _check_signature(path, descriptor)
+                    _check_signature(path, descriptor, has_locks=is_locked is True)
                     lock = cls(path, descriptor)
                     lock._sign()
                     _held[path] = lock
@@ -69,8 +75,19 @@ class DirectoryLock:
                 raise
             os.close(descriptor)
 
+    @classmethod
+    def take_free(cls, path: Path) -> DirectoryLock | None:
+        """Lock the file `path` if nobody has it, this process included; None otherwise."""
+        if path.absolute() in _held:
+            return None
+        try:
+            return cls.take(path)
+        except CheckpointLockedError:
+            return None
+
     def _sign(self) -> None:
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        owner = {"host": socket.gethostname(), "space": _space(), "pid": os.getpid(), "since": since}
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps(owner).encode(), 0)
 
@@ -109,15 +126,23 @@ def _release_all() -> None:
         lock.release()
 
 
-def _try_flock(descriptor: int) -> bool:
+def _try_flock(descriptor: int) -> bool | None:
+    """Whether the system gave us the file; None on a filesystem without locks, where the signature alone decides."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        # A filesystem without locks: the signature alone decides.
-        return True
+        return None
     return True
+
+
+def _space() -> str:
+    """What numbers of processes are to be understood in: a container has its own, often under the machine's name."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def _is_same_file(path: Path, descriptor: int) -> bool:
@@ -140,7 +165,9 @@ def _owner(descriptor: int) -> dict[str, Any]:
 
 def _is_dead(owner: dict[str, Any], descriptor: int) -> bool:
     """Whether the owner is known to be gone: no such process on this machine, or long silent on another."""
-    if owner.get("host") == socket.gethostname():
+    if owner.get("host") == socket.gethostname() and owner.get("space", _space()) == _space():
+        if owner.get("pid") == os.getpid():
+            return True  # of an earlier process with our number: what we hold ourselves is not asked for here
         try:
             os.kill(int(owner.get("pid", 0)), 0)
         except ProcessLookupError:
@@ -171,12 +198,13 @@ def _refuse_or_remove(path: Path, descriptor: int) -> None:
         )
 
 
-def _check_signature(path: Path, descriptor: int) -> None:
-    """The system gave us the file: its signature is a dead owner's, unless locks do not reach from there to here."""
+def _check_signature(path: Path, descriptor: int, *, has_locks: bool) -> None:
+    """Nobody else is known to have the file: its signature is a dead owner's, unless locks do not reach that far."""
     owner = _owner(descriptor)
     if not owner:
         return
-    if owner.get("host") != socket.gethostname() and not _is_dead(owner, descriptor):
+    reaches = has_locks and owner.get("host") == socket.gethostname()
+    if not reaches and not _is_dead(owner, descriptor):
         raise CheckpointLockedError(
             f"{path.parent} is written to by another run ({_describe(owner)}; {path.name}); give this run a directory "
             f"of its own, or wait {STALE_SECONDS:.0f} s if that run has ended"

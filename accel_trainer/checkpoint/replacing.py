@@ -11,7 +11,7 @@ from pathlib import Path
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.disk import fsync_path
-from accel_trainer.checkpoint.lock import DirectoryLock
+from accel_trainer.checkpoint.lock import DirectoryLock, lock_of
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
 from accel_trainer.checkpoint.verification import find_extra
 from accel_trainer.errors import (
@@ -89,14 +89,18 @@ def recover_target(target: Path) -> None:
     if aside is None or target.exists():
         return
     try:
-        lock = DirectoryLock.take(target.with_name(f".{target.name}.lock"))
+        lock = DirectoryLock.take(lock_of(target))
     except CheckpointLockedError:
         return  # the save is alive, and about to give the new one its name
     try:
-        if not target.exists():
+        if target.exists():
+            return
+        try:
             os.rename(aside, target)
-            fsync_path(target.parent)
-            logger.warning("%s was moved aside by a save that never ended; it is back", target)
+        except FileNotFoundError:
+            return  # another machine has brought it back meanwhile
+        fsync_path(target.parent)
+        logger.warning("%s was moved aside by a save that never ended; it is back", target)
     finally:
         lock.release()
 
@@ -111,13 +115,28 @@ def remove_tree(path: Path) -> None:
 
 
 def sweep(directory: Path, name: str | None = None) -> None:
-    """Remove what dead runs left, of checkpoints called `name` or of all; only the owner of the lock calls it."""
+    """Remove what dead runs left, of checkpoints called `name` or of all; only the owner of the lock calls it.
+
+    Of all, those are left alone that somebody is saving under a name of their own, with a lock of their own.
+    """
     pattern = "*" if name is None else glob.escape(name)
     for kind in (".tmp", ".trash", ".old"):
         for path in directory.glob(f"{kind}-{pattern}{_UNIQUE}"):
             target = path.with_name(path.name.removeprefix(f"{kind}-")[: -len("-01234567")])
-            if kind == ".old" and not target.exists():
-                recover_target(target)
-            else:
-                logger.info("removing %s, which a run that has ended left behind", path)
-                remove_tree(path)
+            lock = DirectoryLock.take_free(lock_of(target)) if name is None else None
+            if name is None and lock is None:
+                continue
+            try:
+                _remove_remains(path, target if kind == ".old" else None)
+            finally:
+                if lock is not None:
+                    lock.release()
+
+
+def _remove_remains(path: Path, target: Path | None) -> None:
+    """Remove what a dead run left, or bring it back where it is all that is left of `target`."""
+    if target is not None and not target.exists():
+        recover_target(target)
+    else:
+        logger.info("removing %s, which a run that has ended left behind", path)
+        remove_tree(path)

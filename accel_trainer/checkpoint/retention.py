@@ -85,7 +85,11 @@ def retire(
             continue
         removed.append(path)
         fault_point("save.retention_renamed", step)
-        (trash / MARKER_NAME).unlink(missing_ok=True)
+        try:
+            (trash / MARKER_NAME).unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("%s could not be removed (%s); remove it by hand", trash, error)
+            continue
         fault_point("save.retention_rm", step)
         remove_tree(trash)
     return removed

@@ -14,7 +14,7 @@ from accel_trainer.checkpoint.stored import StoredCheckpoint, Verify, open_check
 from accel_trainer.checkpoint.verification import check_files, find_extra
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError, CorruptCheckpointError
 from accel_trainer.runtime.faults import fault_point
-from accel_trainer.runtime.health import gather_votes
+from accel_trainer.runtime.health import gather_votes, shared_fate
 from accel_trainer.runtime.process import ProcessContext
 
 __all__ = ["Selection", "select_named", "select_newest"]
@@ -42,8 +42,10 @@ def select_named(path: Path, process: ProcessContext, verify: Verify, files: Fil
         ProcessGroupError: another rank cannot read it.
     """
     begin = time.perf_counter()
-    if process.is_local_main:
-        recover_target(path)
+    # The other ranks look for it only once it is back.
+    with shared_fate(process, f"load of {path}"):
+        if process.is_local_main:
+            recover_target(path)
     stored = open_checkpoint(path, process, verify)
     selected = time.perf_counter()
     fault_point("load.verify", stored.manifest.step)
