@@ -276,3 +276,59 @@ def test_one_process_reads_for_itself() -> None:
         DataLoader(Shards([2, 2]), 2), process=alone, config=DataConfig(dispatch_batches=True), seed=1
     )
     assert isinstance(prepared._source, SliceSource)
+
+
+# --- going on in the middle ----------------------------------------------------------------------------------------
+
+
+def ids_from(loader: Any, process: ProcessContext, stop: int | None = None) -> list[int]:
+    ids: list[int] = []
+    for step, batch in enumerate(loader, 1):
+        ids += trim_gathered(torch.as_tensor(batch), loader.rows, process).tolist()
+        if step == stop:
+            break
+    return ids
+
+
+def go_on(kind: str, stop: int) -> tuple[list[int], list[int], dict[str, Any], list[int]]:
+    """Return what a whole pass reads, what two parts of one read, the state between, and the pass after."""
+    process = join()
+
+    def build() -> Any:
+        datasets_by_kind = {
+            "own part": lambda: Declared(process.rank, process.world_size),
+            "shards": lambda: Shards([7, 2]),
+            "dispatched stream": lambda: Shards([7, 2]),
+            "dispatched": lambda: range(9),
+        }
+        config = DataConfig(use_stateful_dataloader=True, dispatch_batches=kind.startswith("dispatched") or None)
+        options = {"shuffle": True} if kind == "dispatched" else {}
+        loader = DataLoader(datasets_by_kind[kind](), 2, **options)
+        return prepare_data_loader(loader, process=process, config=config, seed=1)
+
+    whole = ids_from(build(), process)
+    loader = build()
+    head = ids_from(loader, process, stop)
+    state = loader.state_dict()
+    again = build()
+    again.load_state_dict(state)
+    tail = ids_from(again, process)
+    return whole, [*head, *tail], state, sorted(ids_from(again, process))
+
+
+def go_on_everywhere() -> dict[str, Any]:
+    kinds = ("own part", "shards", "dispatched stream", "dispatched")
+    return {f"{kind} {stop}": go_on(kind, stop) for kind in kinds for stop in (1, 2, 3)}
+
+
+def test_r7_ranks_that_share_reading_go_on_where_they_stopped() -> None:
+    results = run_ranks(go_on_everywhere, 2)
+    for result in results:
+        for name, (whole, parts, state, after) in result.items():
+            assert parts == whole, name
+            assert after == sorted(whole), name
+            assert state["samples"] == min(len(whole), 4 * int(name[-1])), name
+    states = [{name: state for name, (_, _, state, _) in result.items()} for result in results]
+    assert states[0] == states[1]
+    assert states[0]["own part 1"]["readers"] == 2
+    assert states[0]["shards 1"]["readers"] == 1, "in shards, the order would depend on the number of ranks"
