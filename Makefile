@@ -32,6 +32,8 @@ DEMO_RANKS ?= 2
 DEMO_CONFIG ?= fsdp_configs/full_shard.yaml
 DEMO_ARGS ?=
 
+# DeepSpeed compiles its ops with the ninja of the environment, which it looks for on the PATH.
+export PATH := $(abspath $(BIN)):$(PATH)
 PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
 with_path = PYTHONPATH="$(CURDIR)/.compat/$(1)$${PYTHONPATH:+:$$PYTHONPATH}"
 

@@ -55,6 +55,7 @@ BENCHMARKS = {
     "native": native_step.measure,
     "trainer": _trainer,
     "fsdp2": lambda rounds: _two_processes("fsdp2_step.py", rounds),
+    "zero": lambda rounds: _two_processes("zero_step.py", rounds),
     "data": data_loading.measure,
     "checkpoints": checkpoints.measure,
     "gather": lambda rounds: _two_processes("gathering.py", rounds),

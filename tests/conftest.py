@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -69,6 +72,22 @@ def no_launcher_environment() -> Iterator[None]:
             patch.delenv(name)
     yield
     patch.undo()
+
+
+@functools.cache
+def build_engine_ops() -> None:
+    """Have DeepSpeed compile its collectives for the CPU once: minutes, which no rank of a test should have to wait."""
+    if importlib.util.find_spec("deepspeed") is not None:
+        script = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as Builder; Builder().load()"
+        command = [sys.executable, "-c", script]
+        subprocess.run(command, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, timeout=900)
+
+
+@pytest.fixture(autouse=True)
+def engine_ops(request: pytest.FixtureRequest) -> None:
+    """Build what the tests of DeepSpeed need, before the first of them."""
+    if "deepspeed" in request.node.nodeid or "zero" in request.node.nodeid:
+        build_engine_ops()
 
 
 @pytest.fixture(autouse=True)

@@ -260,7 +260,20 @@ def test_fsdp2_shards_for_real(kind: str, states: Path):
 
 @pytest.mark.parametrize("kind", ["mlp", "gpt2"])
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [("fsdp2", "ddp"), ("ddp", "fsdp2"), ("fsdp2", "single"), ("single", "fsdp2")]
+    ("saved", "loaded"),
+    [
+        mark(*pair)
+        for pair in (
+            ("fsdp2", "ddp"),
+            ("ddp", "fsdp2"),
+            ("fsdp2", "single"),
+            ("single", "fsdp2"),
+            ("zero3", "single"),
+            ("single", "zero3"),
+            ("zero2", "fsdp2"),
+            ("ddp", "zero1"),
+        )
+    ],
 )
 def test_a_state_loads_on_another_strategy_and_world_size(kind: str, saved: str, loaded: str, states: Path):
     uninterrupted = results_of(saved, kind, states)[0]["resume"]["uninterrupted"]
