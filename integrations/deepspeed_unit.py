@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed_checkpoint import DeepSpeedCheckpointIO
-from accel_trainer.strategies.api import CheckpointIO, StepOutcome
+from accel_trainer.strategies.api import CheckpointIO, HeldGradients, StepOutcome
 from accel_trainer.strategies.native import NativeUnit
 
 __all__ = ["DeepSpeedUnit", "WholeUnit"]
@@ -85,6 +85,16 @@ class DeepSpeedUnit:
         """Say whether the next backward ends an accumulation window. ZeRO-2 and 3 exchange gradients in every one."""
         self._engine.set_gradient_accumulation_boundary(enabled)
 
+    @contextmanager
+    def sync_in_backward(self) -> Iterator[None]:
+        """Let the backward of this block end an accumulation window; the engine asks when it gets there."""
+        before = self._engine.is_gradient_accumulation_boundary()
+        self.set_gradient_sync(True)
+        try:
+            yield
+        finally:
+            self.set_gradient_sync(before)
+
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate gradients of `loss`, scaled where fp16 asks for it. Collective, also within a window.
 
@@ -126,6 +136,21 @@ class DeepSpeedUnit:
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Note a factor for the accumulated gradients; the step multiplies them by it."""
         self._factor = factor if self._factor is None else self._factor * factor
+
+    def held_gradients(self) -> HeldGradients | None:
+        """Return None: the engine keeps the gradients of an open window to itself."""
+        return None
+
+    def put_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Refuse gradients of another run's window.
+
+        Raises:
+            ConfigError: always; the engine has no way to take them.
+        """
+        raise ConfigError(
+            "the state was saved within an accumulation window of another strategy, and DeepSpeed's engine cannot take "
+            "its gradients; save where sync_gradients is true"
+        )
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Note a bound of the global gradient norm for the engine's step. It wins over the configuration's.
