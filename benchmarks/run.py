@@ -58,6 +58,7 @@ BENCHMARKS = {
     "zero": lambda rounds: _two_processes("zero_step.py", rounds),
     "data": data_loading.measure,
     "checkpoints": checkpoints.measure,
+    "loading": lambda rounds: _two_processes("sharded_load.py", rounds),
     "gather": lambda rounds: _two_processes("gathering.py", rounds),
     "startup": lambda rounds: startup.measure(rounds, PEER if PEER.is_dir() else None),
 }

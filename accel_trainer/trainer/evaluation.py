@@ -22,6 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 from transformers.utils import logging
 
 from accel_trainer.trainer.gathering import Gatherer, to_numpy, trim_rows
+from accel_trainer.trainer.inputs import fill_empty
 from accel_trainer.trainer.layout import keep_engine
 from accel_trainer.tree import map_leaves
 
@@ -117,6 +118,7 @@ def _prepare_model(trainer: Any) -> tuple[nn.Module, float | None]:
     if not accelerator._models and model is trainer.model:
         start_time = time.time()
         model = accelerator.prepare_model(model, evaluation_mode=True)
+        fill_empty(model)
         seconds = round(time.time() - start_time, 4)
         if trainer.is_fsdp_enabled:
             trainer.model = model

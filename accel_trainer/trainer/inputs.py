@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import transformers
 from torch import nn
@@ -11,9 +13,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
+from accel_trainer.checkpoint.empty import init_empty_weights
+from accel_trainer.checkpoint.loading import WeightFiles, load_checkpoint_in_model
+from accel_trainer.checkpoint.weights import INDEX_NAME, WEIGHTS_NAME
 from accel_trainer.errors import ConfigError
 
-__all__ = ["ColumnFilter", "ShiftingLabelSmoother", "check_dataset", "load_model", "shifts_labels"]
+if TYPE_CHECKING:
+    from accel_trainer.trainer.arguments import TrainingArguments
+
+__all__ = ["ColumnFilter", "ShiftingLabelSmoother", "check_dataset", "fill_empty", "load_model", "shifts_labels"]
 
 _CAUSAL_MODELS = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
@@ -51,8 +59,15 @@ class ShiftingLabelSmoother(LabelSmoother):
         return super().__call__(model_output, labels, shift_labels=True, **kwargs)
 
 
-def load_model(model: Any) -> nn.Module | None:
+_EMPTY: WeakKeyDictionary[nn.Module, Path] = WeakKeyDictionary()
+"""Models that wait to be laid out, and where their weights are."""
+
+
+def load_model(model: Any, args: TrainingArguments) -> nn.Module | None:
     """Return `model`, or the model that a path or a hub name stands for, of the class that its configuration names.
+
+    One that will be sharded with `fsdp.cpu_ram_efficient_loading`, from a directory of safetensors, has no values yet:
+    `fill_empty` loads them once it is laid out.
 
     Raises:
         ConfigError: it is neither a module nor a path, or its configuration names no class.
@@ -72,8 +87,34 @@ def load_model(model: Any) -> nn.Module | None:
             f"the configuration of {str(model)!r} names {names or 'no architecture'}, which transformers cannot build; "
             "load the model with the class you want, and pass it"
         )
+    is_sharded = args.resolved.config.strategy == "fsdp2" and args.world_size > 1
+    if is_sharded and args.resolved.config.fsdp.cpu_ram_efficient_loading:
+        empty = _build_empty(model_class, config, Path(model))
+        if empty is not None:
+            return empty
     loaded: nn.Module = model_class.from_pretrained(model)
     return loaded
+
+
+def _build_empty(model_class: Any, config: Any, directory: Path) -> nn.Module | None:
+    """Return the model without values, or None where its files are not such that each rank can read its part."""
+    if not any((directory / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME)):
+        return None
+    with init_empty_weights():
+        model: nn.Module = model_class._from_config(config)
+    if not set(WeightFiles(directory)) <= set(model.state_dict(keep_vars=True)):
+        return None  # from_pretrained renames or fuses what is in the files
+    if (directory / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
+    _EMPTY[model] = directory
+    return model.eval()
+
+
+def fill_empty(model: nn.Module) -> None:
+    """Load a model that `load_model` has built without values, now that it is laid out. Every rank calls it."""
+    directory = _EMPTY.pop(model, None)
+    if directory is not None:
+        load_checkpoint_in_model(model, directory, init_missing=True)
 
 
 def check_dataset(dataset: Any, name: str) -> None:

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from accel_trainer.deepspeed_plugin import DummyOptim, DummyScheduler
 from accel_trainer.trainer.accelerator_setup import complete_configuration
+from accel_trainer.trainer.inputs import fill_empty
 
 __all__ = ["keep_engine", "lay_out_engine", "lay_out_shards"]
 
@@ -19,6 +20,7 @@ def lay_out_shards(trainer: Any, max_steps: int) -> nn.Module:
     The optimizer is built from the sharded parameters: nothing has to be re-bound.
     """
     model: nn.Module = trainer.accelerator.prepare_model(trainer.model)
+    fill_empty(model)
     trainer.model = trainer.model_wrapped = model
     trainer.optimizer = trainer.accelerator.prepare_optimizer(trainer.create_optimizer(model))
     trainer.create_scheduler(num_training_steps=max_steps)

@@ -79,7 +79,7 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
                 f"args is a {type(args).__module__}.{type(args).__name__}, and this Trainer runs on what "
                 "accel_trainer.TrainingArguments resolves; build that one, its fields are the same"
             )
-        super().__init__(load_model(model), args, *rest, **kwargs)
+        super().__init__(load_model(model, args), args, *rest, **kwargs)
         if shifts_labels(self.model):
             self._loss_shifts_labels = True
             if self.label_smoother is not None:
