@@ -81,12 +81,15 @@ def _read(stored: StoredCheckpoint, name: str, more: Mapping[str, Tensor] | None
 
 
 def save_train_state(staged: StagedDirectory, state: TrainState, process: ProcessContext) -> None:
-    """Write `state` into `staged`. Collective: every rank calls it."""
+    """Write `state` into `staged`. Collective: every rank calls it, and a rank's error is raised on all."""
+    # A vote after each part that writes: what comes next may gather, engines and registered objects do.
     for index, unit in enumerate(state.units):
-        unit.save(staged, f"unit_{index}", weights=state.has_weights[index])
-    _write(staged, f"random_{process.rank}", get_rng_state())
-    if state.windows is not None and (window := state.windows.state_dict()) is not None:
-        _write(staged, f"window_{process.rank}", window)
+        with shared_fate(process, "save of the state"):
+            unit.save(staged, f"unit_{index}", weights=state.has_weights[index])
+    with shared_fate(process, "save of the state"):
+        _write(staged, f"random_{process.rank}", get_rng_state())
+        if state.windows is not None and (window := state.windows.state_dict()) is not None:
+            _write(staged, f"window_{process.rank}", window)
     tensors: dict[str, Tensor] = {}
     outline = encode(_training(state), tensors)
     # Copies of a sharded model, averaged weights say, are written like the model; for the rest one rank's word counts.

@@ -11,7 +11,14 @@ import torch
 from torch import nn
 
 from accel_trainer import Accelerator, ProjectConfiguration
-from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
+from accel_trainer.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    DiskFullError,
+    IncompatibleCheckpointError,
+    ProcessGroupError,
+)
+from tests.ranks import run_ranks
 
 
 class Counter:
@@ -163,3 +170,36 @@ def test_optimizer_groups_that_differ_are_an_error_and_not_a_reset(tmp_path: Pat
     other.prepare(model, torch.optim.AdamW([model.weight]))
     with pytest.raises(IncompatibleCheckpointError, match=r"not in this optimizer: 'bias'\. Build the"):
         other.load_state(tmp_path / "s")
+
+
+class Gathered:
+    """An object whose state is the same on all ranks once they have gathered it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: parameter.full_tensor() for name, parameter in self.model.named_parameters()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to take."""
+
+
+def save_what_is_gathered(directory: Path) -> str:
+    accelerator, model, _ = prepared(strategy="fsdp2")
+    accelerator.register_for_checkpointing(Gathered(model))
+    try:
+        accelerator.save_state(directory)
+    except (DiskFullError, ProcessGroupError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def test_an_object_that_gathers_is_not_asked_once_a_rank_has_failed(tmp_path: Path):
+    env = {"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": "enospc@save.mid_shard:rank=1"}
+    told = run_ranks(save_what_is_gathered, 2, tmp_path / "s", env=env)
+    assert told[0].startswith(
+        "ProcessGroupError: rank 1 failed in save of the state: accel_trainer.errors.DiskFullError"
+    )
+    assert told[1].startswith("DiskFullError: ")
+    assert list(tmp_path.iterdir()) == []
