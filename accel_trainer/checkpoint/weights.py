@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from accel_trainer.checkpoint.disk import explain_full_disk, fsync_path, write_durably
+from accel_trainer.checkpoint.manifest import parse_json
 from accel_trainer.checkpoint.tensor_file import LazyTensor, tensor_file_bytes, write_order, write_tensor_file
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 
@@ -241,7 +242,7 @@ def read_index(path: Path) -> dict[str, str]:
         CheckpointNotFoundError: it names a file that is missing.
     """
     try:
-        weight_map: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
+        weight_map: dict[str, str] = dict(parse_json(path.read_bytes(), path)["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise IncompatibleCheckpointError(
             f"{path} is not an index of weights ({type(error).__name__}: {error}); expected a JSON object with "

@@ -101,13 +101,14 @@ def _build_empty(model_class: Any, config: Any, directory: Path) -> nn.Module | 
     if not any((directory / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME)):
         return None
     with init_empty_weights():
-        model: nn.Module = model_class._from_config(config)
+        model: Any = model_class._from_config(config)
     if not set(WeightFiles(directory)) <= set(model.state_dict(keep_vars=True)):
         return None  # from_pretrained renames or fuses what is in the files
     if (directory / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     _EMPTY[model] = directory
-    return model.eval()
+    empty: nn.Module = model.eval()
+    return empty
 
 
 def fill_empty(model: nn.Module) -> None:

@@ -66,6 +66,12 @@ def test_an_index_cannot_lead_outside_or_to_nothing(tmp_path: Path, file: str, e
         SafetensorsDirectory(tmp_path)
 
 
+def test_r15_a_name_that_stands_twice_in_an_index_is_an_error(tmp_path: Path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x", "a": "y"}}')
+    with pytest.raises(IncompatibleCheckpointError, match=r"is not an index of weights .*key 'a' stands twice"):
+        SafetensorsDirectory(tmp_path)
+
+
 class Gathered:
     """A tensor that counts how often it is made, and breaks when told."""
 
@@ -142,3 +148,32 @@ def test_no_rank_holds_a_sharded_model_to_save_it(tmp_path: Path, safe: bool):
     loaded = WeightFiles(tmp_path / "weights")
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+def save_pretrained(folder: str) -> list[str]:
+    """Save as scripts written for Hugging Face accelerate do; return what lies in the directory afterwards."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from accel_trainer import Accelerator
+
+    torch.manual_seed(0)
+    options = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=32, **options))
+    accelerator = Accelerator(cpu=True, strategy="fsdp2")
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model = accelerator.prepare(model)
+    accelerator.unwrap_model(model).save_pretrained(
+        folder,
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    accelerator.wait_for_everyone()
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_save_pretrained_takes_our_save_and_our_state(tmp_path: Path):
+    for names in run_ranks(save_pretrained, 2, str(tmp_path)):
+        assert names == ["config.json", "generation_config.json", "model.safetensors"]
