@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -295,7 +295,8 @@ class AcceleratorCheckpointing:
             held |= {id(tensor): tensor for tensor in prepared.unit.module.state_dict(keep_vars=True).values()}
         for optimizer in self._optimizers:
             for entry in optimizer.state.values():
-                held |= {id(value): value for value in entry.values() if isinstance(value, Tensor)}
+                values = entry.values() if isinstance(entry, Mapping) else [entry]
+                held |= {id(value): value for value in values if isinstance(value, Tensor)}
         parts = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in held.values())
         return sum(part.nbytes for part in parts if isinstance(part, Tensor))
 

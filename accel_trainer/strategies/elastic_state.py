@@ -9,14 +9,16 @@ Everything is keyed by parameter name, and each rank reads only the parts that i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
 
+from accel_trainer import logging
 from accel_trainer.checkpoint.codec import decode, encode
 from accel_trainer.checkpoint.directory import StagedDirectory, StoredCheckpoint
 from accel_trainer.checkpoint.layout import box_of, is_cut
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from accel_trainer.strategies.torch_state import TorchCheckpointIO
 
 __all__ = ["load_unit", "save_unit", "unit_files"]
+
+logger = logging.get_logger(__name__)
 
 ENGINE = "torch"
 _STATE = "optimizer.state"
@@ -57,6 +61,7 @@ def save_unit(io: TorchCheckpointIO, staged: StagedDirectory, prefix: str, rank:
     write_parts(staged, f"{prefix}.model", {name: _writable(t) for name, t in tensors.items()}, rank)
     outline = None
     if io.optimizers:
+        _warn_of_what_is_left_out(io.optimizers)
         held: dict[str, Tensor] = {}
         outline = encode(_optimizer_state(io), held, "optimizer")
         write_parts(staged, f"{prefix}.optimizer", {name: _writable(t) for name, t in held.items()}, rank)
@@ -64,12 +69,30 @@ def save_unit(io: TorchCheckpointIO, staged: StagedDirectory, prefix: str, rank:
         staged.write_json(f"{prefix}.json", {"engine": ENGINE, "tied": tied, "optimizer": outline})
 
 
+def _warn_of_what_is_left_out(optimizers: Iterable[Optimizer]) -> None:
+    """Name what an optimizer adds to its state_dict(): only it knows how that is to be loaded."""
+    for optimizer in optimizers:
+        if type(optimizer).state_dict is Optimizer.state_dict:
+            continue
+        more = sorted(map(repr, optimizer.state_dict().keys() - {"state", "param_groups"}))
+        if more:
+            logger.warning(
+                "%s.state_dict() also has %s, which is not saved with the model; to resume with it, keep it in the "
+                "optimizer's state or groups, or hand an object that has it to register_for_checkpointing()",
+                type(optimizer).__name__,
+                ", ".join(more),
+            )
+
+
 def _optimizer_state(io: TorchCheckpointIO) -> dict[str, Any]:
     """Return the optimizers' state by parameter name, its tensors as they are laid out."""
-    state, groups = {}, []
-    for group, own, optimizer in io.named_groups():
+    from accel_trainer.strategies.torch_state import options_of, own_states
+
+    state, groups, named = {}, [], io.named_groups()
+    beside = own_states([optimizer for *_, optimizer in named])
+    for (group, own, optimizer), more in zip(named, beside, strict=True):
         state.update({name: dict(optimizer.state[p]) for name, p in own.items() if optimizer.state.get(p)})
-        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": list(own)})
+        groups.append({**options_of(group), **more, "params": list(own)})
     return {"state": state, "param_groups": groups}
 
 
@@ -190,7 +213,7 @@ def _plan_optimizer(
     io: TorchCheckpointIO, stored: StoredCheckpoint, prefix: str, outline: Any, reads: _Reads
 ) -> Callable[[], None]:
     """Make the targets of the optimizers' state, and return what puts them in place once they are filled."""
-    from accel_trainer.strategies.torch_state import outline_optimizer
+    from accel_trainer.strategies.torch_state import OWN_STATE, options_of, outline_optimizer
 
     if outline is None:
         raise IncompatibleCheckpointError(
@@ -205,11 +228,14 @@ def _plan_optimizer(
     finishing: list[Callable[[], Any]] = []
     for (group, own, optimizer), saved in zip(groups, plan["param_groups"], strict=True):
         options = {
-            key: _build(value, parts, reads, _like_option(group.get(key)))
-            for key, value in saved.items()
-            if key != "params"
+            key: _build(value, parts, reads, _like_option(group.get(key))) for key, value in options_of(saved).items()
         }
         finishing.append(partial(group.update, options))
+        own_state = {
+            key: _build(value, parts, reads, _like_option(optimizer.state.get(key)))
+            for key, value in saved.get(OWN_STATE, {}).items()
+        }
+        finishing.append(partial(optimizer.state.update, own_state))
         for name, parameter in own.items():
             before = optimizer.state.get(parameter, {})
             entry = {

@@ -18,7 +18,10 @@ from accel_trainer.checkpoint.tensor_file import LazyTensor
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.strategies.elastic_state import load_unit, save_unit, unit_files
 
-__all__ = ["TorchCheckpointIO", "outline_optimizer"]
+__all__ = ["OWN_STATE", "TorchCheckpointIO", "options_of", "outline_optimizer", "own_states"]
+
+OWN_STATE = "own_state"
+"""With an optimizer's first group: what its state holds under names, and not of a parameter."""
 
 _EXTRA_STATE = "_extra_state"
 """What torch calls the state that a module makes itself, with get_extra_state(); of any shape."""
@@ -76,6 +79,20 @@ def _describe(names: list[str]) -> str:
 def _own_name(name: str) -> str:
     """Return the name that the user's own module has: torch.compile(module) puts its wrapper's name in between."""
     return name.replace("_orig_mod.", "")
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of an optimizer's group, or of a saved one."""
+    return {key: value for key, value in group.items() if key not in ("params", OWN_STATE)}
+
+
+def own_states(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    """Return what is saved beside each group, given by its optimizer: counters and the like of all its parameters."""
+    found: list[dict[str, Any]] = []
+    for index, optimizer in enumerate(optimizers):
+        own = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+        found.append({OWN_STATE: own} if own and optimizer not in optimizers[:index] else {})
+    return found
 
 
 class _Whole:
@@ -221,9 +238,10 @@ class TorchCheckpointIO:
                 }
                 if entry:
                     state[name] = entry
+        beside = own_states([optimizer for *_, optimizer in groups])
         outlines = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": list(own)}
-            for group, own, _ in groups
+            {**options_of(group), **more, "params": list(own)}
+            for (group, own, _), more in zip(groups, beside, strict=True)
         ]
         return {"state": state, "param_groups": outlines} if keep else {}
 
@@ -242,7 +260,8 @@ class TorchCheckpointIO:
             raise IncompatibleCheckpointError(outline)
         holders: dict[str, tuple[nn.Parameter, Optimizer]] = {}
         for (group, own, optimizer), stored in zip(groups, outline["param_groups"], strict=True):
-            group.update({key: value for key, value in stored.items() if key != "params"})
+            group.update(options_of(stored))
+            optimizer.state.update(stored.get(OWN_STATE, {}))
             holders.update({name: (parameter, optimizer) for name, parameter in own.items()})
         for name, entry in outline["state"].items():
             parameter, optimizer = holders[name]

@@ -253,3 +253,56 @@ def test_optimizers_that_keep_lists_and_small_tensors_come_back(tmp_path: Path):
     model, optimizer = build(2)
     TorchCheckpointIO(model, [optimizer]).load(stored, "unit_0")
     assert run(model, optimizer) == expected
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer with a state that is of no parameter, and with something in its state_dict() besides."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        self.state["about"] = {"norm": torch.tensor(2.5)}
+        self.state["trace"] = torch.tensor([1.5, self.state["steps"]])
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "mood": "good"}
+
+
+def test_what_an_optimizer_keeps_for_all_its_parameters_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(3, 2)
+        groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+        return model, Counting(groups, lr=0.1, momentum=0.9)
+
+    model, optimizer = build()
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    stored = write(tmp_path / "s", TorchCheckpointIO(model, [optimizer]))
+    assert "Counting.state_dict() also has 'mood', which is not saved with the model" in caplog.text
+    whole = TorchCheckpointIO(model, [optimizer]).full_optimizer_state()
+    for load in (
+        lambda io: io.load(stored, "unit_0"),
+        lambda io: io.load_full_optimizer_state(whole),
+    ):
+        other, fresh = build()
+        load(TorchCheckpointIO(other, [fresh]))
+        assert fresh.state["steps"] == 2
+        assert fresh.state["about"]["norm"].item() == 2.5
+        assert fresh.state["trace"].tolist() == [1.5, 2.0]
+        assert fresh.state[other.weight].keys() == {"momentum_buffer"}
+        assert all(group.keys() == optimizer.param_groups[0].keys() for group in fresh.param_groups)
+
+
+def test_a_run_with_such_an_optimizer_is_saved_and_resumed(tmp_path: Path):
+    from accel_trainer import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(3, 2)
+    model, optimizer = accelerator.prepare(model, Counting(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 3)).sum())
+    optimizer.step()
+    accelerator.save_state(tmp_path / "s")
+    optimizer.step()
+    accelerator.load_state(tmp_path / "s")
+    assert optimizer.state["steps"] == 1
