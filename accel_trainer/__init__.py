@@ -16,6 +16,7 @@ _EXPORTS = {
     "Accelerator": "accel_trainer.accelerator",
     "AcceleratorState": "accel_trainer.state",
     "AutocastKwargs": "accel_trainer.plugins",
+    "DDPCommunicationHookType": "accel_trainer.plugins",
     "DataLoaderConfiguration": "accel_trainer.plugins",
     "DeepSpeedPlugin": "accel_trainer.deepspeed_plugin",
     "DistributedDataParallelKwargs": "accel_trainer.plugins",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,7 @@ class Accelerator(
         )
         self._options = options
         self.strategy = build_strategy(self.resolved, self.process)
+        options.check(self.resolved, self.strategy.capabilities)
         plugins.resolve(self.resolved, self.strategy.capabilities, options, environ, config)
         self._engine_plugins = plugins
         self._take_plugin(next(iter(plugins.plugins), None))

@@ -28,6 +28,7 @@ from accel_trainer.plugins import (
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Capabilities, Strategy, WrapPolicyFunction
+from accel_trainer.strategies.comm_hooks import CommHook
 
 __all__ = ["AcceleratorOptions", "AcceleratorSettings", "FSDPDescription", "build_strategy", "resolve_options"]
 
@@ -52,6 +53,7 @@ class AcceleratorOptions:
     plugin_kwargs: dict[str, Any] = field(default_factory=dict)
     wrap_policy: WrapPolicyFunction | None = None
     ddp_options: dict[str, Any] = field(default_factory=dict)
+    comm_hook: CommHook | None = None
     scaler_options: dict[str, Any] = field(default_factory=dict)
     autocast: dict[str, bool] = field(default_factory=dict)
     profile: ProfileKwargs = field(default_factory=ProfileKwargs)
@@ -161,12 +163,25 @@ class AcceleratorOptions:
 
     def _take_ddp(self, handler: DistributedDataParallelKwargs) -> None:
         """Bring what the configuration knows of DDP to its paths, so that it says where each value came from."""
+        self.comm_hook = handler.hook()
         for name, value in handler.given().items():
             path = f"ddp.{name}"
             if path in field_specs():
                 self.explicit[path] = value
             else:
                 self.ddp_options[name] = value
+
+    def check(self, resolved: Resolved, facts: Capabilities) -> None:
+        """Refuse objects that the strategy has no use for, and whose effect would be missed.
+
+        Raises:
+            ConfigError: gradients are to be sent by a hook of DDP, and something else sends them.
+        """
+        if self.comm_hook is not None and facts.distributed_type not in ("NO", "MULTI"):
+            raise ConfigError(
+                f"DistributedDataParallelKwargs(comm_hook={str(self.comm_hook.hook)!r}) is for strategy 'ddp', and "
+                f"{resolved.describe('strategy')} sends gradients in its own way; take comm_hook out, or use 'ddp'"
+            )
 
     def build_scaler(self, device: torch.device) -> torch.amp.GradScaler:
         """Return the fp16 loss scaler of an Accelerator."""
@@ -193,6 +208,22 @@ class AcceleratorSettings:
 
     config: RunConfig
     project_configuration: ProjectConfiguration
+    state: Any
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded by FSDP2."""
+        return bool(self.state.is_fsdp2)
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether every process has a replica of the model on a device of its own; a CPU is one, too."""
+        return bool(self.state.use_distributed) and str(self.state.distributed_type.value).startswith("MULTI_")
+
+    @property
+    def fp8_backend(self) -> str:
+        """Always "NO": mixed_precision="fp8" is refused."""
+        return "NO"
 
     @property
     def mixed_precision(self) -> str:
@@ -218,6 +249,11 @@ class AcceleratorSettings:
     def use_seedable_sampler(self) -> bool:
         """Whether shuffling follows seed and epoch."""
         return self.config.data.use_seedable_sampler
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether loaders go on by themselves where `load_state` finds them."""
+        return self.config.data.use_stateful_dataloader
 
     @property
     def non_blocking(self) -> bool:

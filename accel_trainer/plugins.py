@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from torch import nn, profiler
 
 from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.strategies.comm_hooks import CommHook, DDPCommunicationHookType
 
 __all__ = [
     "AutocastKwargs",
+    "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "FullyShardedDataParallelPlugin",
@@ -61,6 +63,28 @@ class DistributedDataParallelKwargs(KwargsHandler):
     check_reduction: bool | None = None
     gradient_as_bucket_view: bool | None = None
     static_graph: bool | None = None
+    comm_hook: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    """How gradients are sent: as they are, cast to "fp16" or "bf16", or approximated by "power_sgd"."""
+    comm_wrapper: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    """What is sent in place of gradients by `power_sgd` is cast to it: "fp16" or "bf16"."""
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+    """Arguments of torch's PowerSGDState, `matrix_approximation_rank` for instance."""
+
+    def __post_init__(self) -> None:
+        self.hook()
+
+    def given(self) -> dict[str, Any]:
+        """Return the options of DistributedDataParallel that were set; the hook is not among them."""
+        return {name: value for name, value in super().given().items() if not name.startswith("comm_")}
+
+    def hook(self) -> CommHook | None:
+        """Return the communication hook that was asked for; None where gradients are sent as they are.
+
+        Raises:
+            ConfigError: a name or an option is unknown, or belongs to no hook.
+        """
+        hook = CommHook(self.comm_hook, self.comm_wrapper, self.comm_state_option)
+        return None if hook.hook == DDPCommunicationHookType.NO else hook
 
 
 @dataclass

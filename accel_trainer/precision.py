@@ -97,8 +97,10 @@ def _device_precision(mixed_precision: str, device: torch.device, origin: str) -
                 "use 'bf16' or 'no'"
             )
         return PrecisionPolicy(compute=torch.float16, reduce=torch.float32, output=torch.float32, loss_scaling=True)
+    others = "'bf16' or 'no'" if device.type == "cpu" else "'bf16', 'fp16' or 'no'"
     raise ConfigError(
-        f"{origin}: '{mixed_precision}' is not offered on {device} by this version; use 'no', 'bf16' or 'fp16'"
+        f"{origin}: '{mixed_precision}' was asked for on {device}, and this version computes in it on no device; use "
+        f"{others}"
     )
 
 

@@ -168,6 +168,20 @@ class AcceleratorPreparing:
             self._data_seed = collectives.broadcast_object_list([torch.initial_seed()], self.process)[0]
         return self._data_seed
 
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Return whether `model` was loaded with a device map that spreads it over several devices."""
+        maps = (getattr(module, "hf_device_map", None) for module in model.modules())
+        return any(len({str(device) for device in spread.values()}) > 1 for spread in maps if spread)
+
+    def _check_device_map(self, model: nn.Module, is_placed: bool) -> None:
+        """Refuse to train on one device, or in replicas, what was spread over several."""
+        if self.verify_device_map(model) and (is_placed or self.process.is_distributed):
+            raise ConfigError(
+                f"{type(model).__name__} was loaded with a device_map that spreads it over several devices, and every "
+                f"process has one device, here {self.process.device}; load it without device_map, and shard it with "
+                "strategy 'fsdp2' where it does not fit"
+            )
+
     def skip_first_batches(self, dataloader: DataLoader, num_batches: int = 0) -> PreparedDataLoader:
         """Return a loader over the same data that begins after `num_batches` batches of this rank."""
         return skip_loader_batches(dataloader, num_batches)
@@ -192,6 +206,7 @@ class AcceleratorPreparing:
             for key, model in new.items()
         }
         for job in jobs.values():
+            self._check_device_map(job.model, job.device_placement)
             self.strategy.check(job, self.precision, self.process)
         # Before anything is laid out: a unit may find only now that it cannot take the optimizer.
         for known, optimizer in pairing.later:
@@ -227,6 +242,7 @@ class AcceleratorPreparing:
             wrap_policy=self._options.wrap_policy,
             scaler=self.scaler,
             ddp_options=self._options.ddp_options,
+            comm_hook=self._options.comm_hook,
             compile_options=self._options.compile_options,
             schedule=next((hints.schedules[id(own)] for own in optimizers if id(own) in hints.schedules), None),
             micro_batch_size=hints.rows,

@@ -299,6 +299,7 @@ class AcceleratorState(PartialState):
         _made_last[type(self)] = self
         self.mixed_precision = mixed_precision
         self.fsdp_plugin = fsdp_plugin
+        self.is_fsdp2 = self.distributed_type == DistributedType.FSDP  # FSDP1 is not offered
         self._engine_plugins = engine_plugins
         self._take_plugin = take_plugin
         self.parallelism_config = parallelism_config

@@ -149,6 +149,19 @@ class AcceleratorStepping:
         finally:
             unit.set_gradient_sync(True)
 
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        """Exchange gradients in the backward of this block, although its forward ran without.
+
+        For forwards in `no_sync`, or before the end of an accumulation window, whose optimizer step still waits for
+        the end. Every trained parameter takes part in the backward. Collective with several processes.
+
+        Raises:
+            ConfigError: DDP was told to look for the parameters that a forward uses.
+        """
+        with prepared_of(self._prepared, model).unit.sync_in_backward():
+            yield
+
     def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None:
         """Say whether the next backward of `model` exchanges gradients and its optimizer may step.
 

@@ -17,6 +17,7 @@ windows of all have ended. Its state is saved with the units: each saves that of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -31,6 +32,7 @@ from accel_trainer.checkpoint.tensor_file import LazyTensor
 from accel_trainer.config import Resolved, RunConfig
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.strategies.comm_hooks import CommHook
 
 __all__ = ["Capabilities", "CheckpointIO", "StepOutcome", "Strategy", "TrainJob", "TrainUnit", "WrapPolicyFunction"]
 
@@ -76,6 +78,8 @@ class TrainJob:
     """Shared by every unit of an Accelerator, since one loss may reach several models."""
     ddp_options: Mapping[str, Any] = field(default_factory=dict)
     """Extra keyword arguments for DistributedDataParallel, given in Python."""
+    comm_hook: CommHook | None = None
+    """How replicas send their gradients to each other; None as they are."""
     compile_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the compiler's backend, given in Python."""
     schedule: Mapping[str, Any] | None = None
@@ -179,6 +183,15 @@ class TrainUnit(Protocol):
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Say whether the next backward exchanges gradients. Called before the forward of a micro-batch."""
+
+    def sync_in_backward(self) -> AbstractContextManager[None]:
+        """Return a context whose backward exchanges gradients although its forward was told that it would not.
+
+        What `set_gradient_sync` has said holds again after it.
+
+        Raises:
+            ConfigError: the engine decides in the forward, and can no longer be told.
+        """
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate gradients of `loss`, divided already. Collective when gradients are exchanged."""

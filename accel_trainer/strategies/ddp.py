@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_trainer.config import Resolved
+from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Capabilities, TrainJob
@@ -35,6 +38,33 @@ class DDPUnit(NativeUnit):
         if self._replicas is not None:
             self._replicas.require_backward_grad_sync = enabled or self._must_sync
             self._must_sync = False
+
+    @contextmanager
+    def sync_in_backward(self) -> Iterator[None]:
+        """Exchange gradients in the backward of this block, whatever its forward was told.
+
+        Raises:
+            ConfigError: DDP has to see the outputs in the forward, to learn which parameters are used.
+        """
+        replicas = self._replicas
+        if replicas is None:
+            yield
+            return
+        if replicas.find_unused_parameters or replicas.static_graph:
+            option = "find_unused_parameters" if replicas.find_unused_parameters else "static_graph"
+            raise ConfigError(
+                f"gradients of {type(self.module).__name__} cannot be exchanged in a backward whose forward was told "
+                f"otherwise: with {option}=True DDP looks at the outputs of the forward for the parameters that are "
+                f"used; set {option} to False, or run the last forward outside of no_sync()"
+            )
+        before = replicas.require_backward_grad_sync
+        replicas.require_backward_grad_sync = True
+        # What DDP does at the end of a forward that is followed by an exchange: every parameter is waited for.
+        replicas.reducer.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            replicas.require_backward_grad_sync = before
 
 
 def build_ddp_options(job: TrainJob, process: ProcessContext) -> dict[str, Any]:
@@ -67,12 +97,14 @@ class DDPStrategy:
         return resolved
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
-        """Refuse a model without values, and optimizers of something else."""
+        """Refuse a model without values, optimizers of something else, and a hook that the device cannot run."""
         require_values(job.model)
         check_optimizers(job)
 
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> DDPUnit:
         """Place, autocast and wrap the model. Collective: DDP broadcasts rank 0's parameters and buffers.
+        if job.comm_hook is not None:
+            job.comm_hook.check(process.device)
 
         A model without trainable parameters has no gradients to average, and one process without a group has nobody to
         average them with: it is placed and returned unwrapped.
@@ -92,5 +124,7 @@ class DDPStrategy:
             broadcast_module_states(module, process.device)
         unit = DDPUnit(model, module, job.scaler)
         for optimizer in job.optimizers:
+            if job.comm_hook is not None:
+                job.comm_hook.register(model)
             unit.bind_optimizer(optimizer)
         return unit

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from typing import Any, ClassVar
 
@@ -61,6 +62,16 @@ class FSDP2Unit(NativeUnit):
         """Reduce gradients in the next backward, or keep them whole on this rank."""
         self._whole.sync = enabled
         self._root.set_requires_gradient_sync(enabled)
+
+    @contextmanager
+    def sync_in_backward(self) -> Iterator[None]:
+        """Reduce gradients in the backward of this block; FSDP2 asks when it gets there."""
+        before = self._whole.sync
+        self.set_gradient_sync(True)
+        try:
+            yield
+        finally:
+            self.set_gradient_sync(before)
 
     def held_gradients(self) -> HeldGradients | None:
         """Return the mean over ranks of the gradients of an open window. Collective."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -72,6 +73,10 @@ class NativeUnit:
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Nothing to exchange."""
+
+    def sync_in_backward(self) -> AbstractContextManager[None]:
+        """Nothing to exchange."""
+        return nullcontext()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate gradients of `loss`, scaled where fp16 asks for it."""

@@ -1,0 +1,129 @@
+"""Members that scripts written for similar libraries ask an Accelerator for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accel_trainer import Accelerator, AcceleratorState, DataLoaderConfiguration, DistributedDataParallelKwargs
+from accel_trainer.errors import ConfigError
+from tests.ranks import preload
+from tests.scenarios import Outcome, Scenarios
+
+preload("accel_trainer.accelerator", "tests.scenarios")
+
+SCENARIOS = Scenarios()
+
+
+def run_all() -> dict[str, Outcome]:
+    return SCENARIOS.run()
+
+
+def results(name: str) -> list[Any]:
+    return SCENARIOS.results(name, run_all, world_size=2)
+
+
+def facts(accelerator: Accelerator) -> tuple[bool, bool, bool, str]:
+    return accelerator.is_fsdp2, AcceleratorState().is_fsdp2, accelerator.multi_device, accelerator.fp8_backend
+
+
+def test_one_process_is_not_many_devices():
+    assert facts(Accelerator(cpu=True)) == (False, False, False, "NO")
+
+
+@SCENARIOS.add
+def layouts() -> Any:
+    return [facts(Accelerator(cpu=True, strategy=strategy)) for strategy in ("ddp", "fsdp2")]
+
+
+def test_replicas_are_many_devices_on_the_cpu_too_and_shards_are_not():
+    for found in results("layouts"):
+        assert found == [(False, False, True, "NO"), (True, True, False, "NO")]
+
+
+def test_whether_loaders_go_on_by_themselves():
+    configuration = DataLoaderConfiguration(use_stateful_dataloader=True)
+    assert Accelerator(cpu=True, dataloader_config=configuration).use_stateful_dataloader
+    assert not Accelerator(cpu=True).use_stateful_dataloader
+
+
+def mapped(device_map: dict[str, Any]) -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].hf_device_map = device_map
+    return model
+
+
+def test_a_model_that_is_spread_over_devices_is_seen_and_not_laid_out():
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.verify_device_map(mapped({"0": "cpu", "1": "disk"}))
+    assert accelerator.verify_device_map(mapped({"0": 0, "1": 1}))
+    assert not accelerator.verify_device_map(mapped({"0": 0, "1": 0}))
+    assert not accelerator.verify_device_map(mapped({"": "cpu"}))
+    assert not accelerator.verify_device_map(nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match="Sequential was loaded with a device_map that spreads it over several dev"):
+        accelerator.prepare(mapped({"0": "cpu", "1": "disk"}))
+    one_device = mapped({"": "cpu"})
+    assert accelerator.prepare(one_device) is one_device
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 1)
+
+
+def rows(rank: int, index: int) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * rank + index))
+
+
+@SCENARIOS.add
+def within_a_window() -> Any:
+    """Exchange on the first micro-batch of a window of two, and as ever on the second."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    own = build()
+    model, optimizer = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.5))
+    seen = []
+    for index in range(2):
+        with accelerator.accumulate(model):
+            loss = model(rows(accelerator.process_index, index)).square().mean()
+            if index == 0:
+                with accelerator.trigger_sync_in_backward(model):
+                    accelerator.backward(loss)
+            else:
+                accelerator.backward(loss)
+            seen.append(own.weight.grad.clone())
+            optimizer.step()
+    return seen, own.weight.detach().clone()
+
+
+def test_a_backward_may_exchange_before_its_window_ends():
+    model = build()
+    expected = []
+    for index in range(2):
+        (sum(model(rows(rank, index)).square().mean() for rank in range(2)) / 4).backward()
+        expected.append(model.weight.grad.clone())
+    stepped = model.weight.detach() - 0.5 * model.weight.grad
+    for seen, weight in results("within_a_window"):
+        torch.testing.assert_close(seen, expected)
+        torch.testing.assert_close(weight, stepped)  # one step, at the end
+
+
+@SCENARIOS.add
+def with_unused_parameters() -> list[str]:
+    messages = []
+    for option in ("find_unused_parameters", "static_graph"):
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(**{option: True})])
+        model = accelerator.prepare(build())
+        with pytest.raises(ConfigError) as caught, accelerator.trigger_sync_in_backward(model):
+            raise AssertionError("the block was entered")
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_ddp_decides_in_the_forward_is_refused():
+    for messages in results("with_unused_parameters"):
+        for option, message in zip(("find_unused_parameters", "static_graph"), messages, strict=True):
+            assert f"with {option}=True DDP looks at the outputs of the forward" in message
+            assert "or run the last forward outside of no_sync()" in message
