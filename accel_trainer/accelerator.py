@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_trainer import logging
-from accel_trainer.checkpointing import AcceleratorCheckpointing, CheckpointRegistry
+from accel_trainer.checkpoint.registry import CheckpointRegistry
+from accel_trainer.checkpointing import AcceleratorCheckpointing
 from accel_trainer.config import Resolved
 from accel_trainer.engine_plugins import EnginePlugins
 from accel_trainer.exchange import AcceleratorExchange

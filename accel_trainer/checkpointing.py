@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import time
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.background import BackgroundSaver
 from accel_trainer.checkpoint.directory import Publication
 from accel_trainer.checkpoint.disk import explain_full_disk
 from accel_trainer.checkpoint.foreign import is_foreign, load_foreign_state
-from accel_trainer.checkpoint.lock import LOCK_NAME, DirectoryLock
-from accel_trainer.checkpoint.replacing import sweep
+from accel_trainer.checkpoint.registry import CheckpointRegistry, LoadHook, SaveHook, add_hook
 from accel_trainer.checkpoint.retention import numbered_checkpoints, retire
 from accel_trainer.checkpoint.selection import Selection, select_named, select_newest
 from accel_trainer.checkpoint.state import TrainState, files_to_read, load_train_state, save_train_state
@@ -37,61 +33,9 @@ if TYPE_CHECKING:
     from accel_trainer.runtime.process import ProcessContext
     from accel_trainer.strategies.api import Strategy
 
-__all__ = ["AcceleratorCheckpointing", "CheckpointRegistry"]
+__all__ = ["AcceleratorCheckpointing"]
 
 logger = logging.get_logger(__name__)
-
-SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
-LoadHook = Callable[[list[nn.Module], str], None]
-
-
-class CheckpointRegistry:
-    """What an Accelerator was told about saving, and what it holds for it."""
-
-    def __init__(self) -> None:
-        self.objects: dict[str, Any] = {}
-        self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
-        self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
-        self.background: BackgroundSaver | None = None
-        self.lock: DirectoryLock | None = None
-        self.release_lock: Callable[[], Any] = lambda: None
-        self.metrics: dict[str, float] = {}
-
-    def add(self, name: str | None, item: Any) -> None:
-        """Register an object, once; its class names it where the user does not."""
-        if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))):
-            raise ConfigError(
-                f"{type(item).__name__} cannot be registered for checkpointing; give it state_dict() and "
-                "load_state_dict()"
-            )
-        if any(known is item for known in self.objects.values()):
-            return
-        if name is not None and name in self.objects:
-            raise ConfigError(f"an object is registered for checkpointing as {name!r} already; choose another name")
-        stem, count = name or type(item).__name__, 0
-        while (name or stem) in self.objects:
-            count += 1
-            name = f"{stem}_{count}"
-        self.objects[name or stem] = item
-
-    def start_background(self, process: ProcessContext) -> BackgroundSaver:
-        """Return what writes in the background, with its memory free for the next save. Collective the first time."""
-        self.background = self.background or BackgroundSaver(process)
-        self.background.memory.begin()
-        return self.background
-
-    def wait(self) -> None:
-        """Wait for a background save; see `AcceleratorCheckpointing.wait_for_checkpoint`."""
-        if self.background is not None:
-            self.background.wait()
-
-    def close(self) -> None:
-        """Wait for a background save, and let other runs save to this one's directory."""
-        try:
-            self.wait()
-        finally:
-            self.release_lock()
-            self.lock = None
 
 
 class AcceleratorCheckpointing:
@@ -129,7 +73,7 @@ class AcceleratorCheckpointing:
         Returns:
             A handle with `remove()`.
         """
-        return _add_hook(self._checkpoints.save_hooks, hook)
+        return add_hook(self._checkpoints.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
         """Have `hook(models, input_dir)` called by `load_state`, on every rank, once the files are verified.
@@ -139,7 +83,7 @@ class AcceleratorCheckpointing:
         Returns:
             A handle with `remove()`.
         """
-        return _add_hook(self._checkpoints.load_hooks, hook)
+        return add_hook(self._checkpoints.load_hooks, hook)
 
     @property
     def save_iteration(self) -> int:
@@ -269,22 +213,13 @@ class AcceleratorCheckpointing:
         each_node = self.project_configuration.save_on_each_node
         try:
             if self.process.is_local_main if each_node else self.process.is_main:
-                self._own(directory)
+                self._checkpoints.own(directory, self)
                 existing = numbered_checkpoints(directory)
                 number = max(self.project_configuration.iteration, *(known + 1 for known, _ in existing), 0)
         except Exception as raised:
             error = raised
         number = max(gather_votes(self.process, f"save to {directory}", error, number))
         return directory / f"checkpoint_{number}", number
-
-    def _own(self, directory: Path) -> None:
-        """Lock the directory until `end_training`, or as long as this Accelerator lives; remove what dead runs left."""
-        lock = self._checkpoints.lock
-        if lock is None or lock.path.parent != directory.absolute():
-            self._checkpoints.release_lock()
-            self._checkpoints.lock = DirectoryLock.take(directory / LOCK_NAME)
-            self._checkpoints.release_lock = weakref.finalize(self, self._checkpoints.lock.release)
-            sweep(directory)
 
     def _state_bytes(self) -> int:
         """About how many bytes this rank writes: its part of what is sharded, and on rank 0 what is whole."""
@@ -383,12 +318,6 @@ class AcceleratorCheckpointing:
             error = raised
         kept = [any(own is item for item in left) for own in models]
         state.has_weights = gather_votes(self.process, "load_state's hooks", error, kept)[0]
-
-
-def _add_hook(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
 
 
 def _describe_resume(selection: Selection, outcome: str, metrics: dict[str, float]) -> str:

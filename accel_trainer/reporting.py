@@ -18,7 +18,7 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.tracking import BlankTracker, GeneralTracker, mask_secrets, redact, secrets_of
 
 if TYPE_CHECKING:
-    from accel_trainer.checkpointing import CheckpointRegistry
+    from accel_trainer.checkpoint.registry import CheckpointRegistry
     from accel_trainer.options import AcceleratorOptions
     from accel_trainer.plugins import ProfileKwargs, ProjectConfiguration
     from accel_trainer.state import PartialState

@@ -23,7 +23,7 @@ from accel_trainer.token_mean import TokenWindow
 from accel_trainer.units import PreparedUnit, prepared_of
 
 if TYPE_CHECKING:
-    from accel_trainer.checkpointing import CheckpointRegistry
+    from accel_trainer.checkpoint.registry import CheckpointRegistry
     from accel_trainer.state import GradientState
 
 __all__ = ["AcceleratorStepping"]
