@@ -27,7 +27,8 @@ from transformers.trainer_pt_utils import reissue_pt_warnings
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
-from accel_trainer.checkpoint.directory import StagedDirectory, publish_directory
+from accel_trainer.checkpoint.directory import Publication, StagedDirectory
+from accel_trainer.checkpoint.disk import explain_full_disk
 from accel_trainer.checkpoint.retention import retire
 from accel_trainer.checkpoint.weights import INDEX_NAME, WEIGHTS_NAME, SafetensorsDirectory
 from accel_trainer.config import StateDictType
@@ -40,6 +41,7 @@ __all__ = [
     "PLAIN_OPTIMIZER_NAME",
     "has_engine_state",
     "has_optimizer",
+    "load_engine_scheduler",
     "load_engine_state",
     "load_model",
     "load_optimizer",
@@ -56,6 +58,7 @@ logger = logging.get_logger("transformers.trainer")
 FULL_OPTIMIZER_NAME = "optimizer.bin"
 SHARDED_OPTIMIZER_NAME = "optimizer_0"
 PLAIN_OPTIMIZER_NAME = "optimizer.pt"
+_OPTIMIZER_NAMES = (FULL_OPTIMIZER_NAME, SHARDED_OPTIMIZER_NAME, PLAIN_OPTIMIZER_NAME)
 TRAINER_STATE_NAME = "trainer_state.json"
 SCHEDULER_NAME = "scheduler.pt"
 ENGINE_STATE_PATTERN = "global_step*"
@@ -88,18 +91,27 @@ def save_checkpoint(trainer: Any, trial: Any) -> None:
         if args.should_save:
             trainer._own(run_dir)
     # Of an earlier run in this folder, or with what callbacks put there: upstream writes over it.
-    with publish_directory(target, process, step=state.global_step, each_node=each_node, owns_name=True) as staged:
-        with _staging(trainer, staged):
-            directory = os.fspath(staged)
-            trainer.save_model(directory, _internal_call=True)
-            _note_best(trainer, run_dir, target)
-            if not args.save_only_model:
-                trainer._save_optimizer_and_scheduler(directory)
-                trainer._save_scaler(directory)
-                trainer._save_rng_state(directory)
-            if args.should_save:
-                _save_state(trainer, os.path.join(directory, TRAINER_STATE_NAME))
+    publication = Publication(
+        target,
+        process,
+        step=state.global_step,
+        each_node=each_node,
+        need_bytes=0 if args.save_only_model else trainer.accelerator._state_bytes(),
+        owns_name=True,
+        is_locked=True,
+    )
+    with publication as staged, explain_full_disk(staged.path), _staging(trainer, staged):
+        directory = os.fspath(staged)
+        trainer.save_model(directory, _internal_call=True)
+        _note_best(trainer, run_dir, target)
+        if not args.save_only_model:
+            trainer._save_optimizer_and_scheduler(directory)
+            trainer._save_scaler(directory)
+            trainer._save_rng_state(directory)
+        if args.should_save:
+            _save_state(trainer, os.path.join(directory, TRAINER_STATE_NAME))
         staged.metadata |= {"trainer": describe_progress(trainer), "reserved_names": RESERVED_NAMES}
+    publication.commit()
     if args.push_to_hub:
         trainer._push_from_checkpoint(str(target))
     if args.should_save and args.save_total_limit is not None and args.save_total_limit > 0:
@@ -244,7 +256,8 @@ def _warn_of_differences(trainer: Any, own: set[str], stored: set[str], module: 
 
 def has_engine_state(directory: str) -> bool:
     """Whether the stock Trainer wrote a checkpoint under DeepSpeed: the engine's own files hold weights and state."""
-    return not has_optimizer(directory) and any(Path(directory).glob(ENGINE_STATE_PATTERN))
+    folder = Path(directory)
+    return not any((folder / name).exists() for name in _OPTIMIZER_NAMES) and any(folder.glob(ENGINE_STATE_PATTERN))
 
 
 def load_engine_state(trainer: Any, directory: str) -> None:
@@ -275,16 +288,30 @@ def load_engine_state(trainer: Any, directory: str) -> None:
         )
 
 
+def load_engine_scheduler(trainer: Any, directory: str) -> None:
+    """Load the schedule of a checkpoint that holds the engine's own files, where the engine has not loaded it itself.
+
+    Raises:
+        CheckpointNotFoundError: the Trainer has a schedule of its own, and its state is not there.
+    """
+    if os.path.isfile(os.path.join(directory, SCHEDULER_NAME)):
+        load_scheduler(trainer, Path(directory))
+    elif not trainer.args.hf_deepspeed_config.get_value("scheduler"):
+        raise CheckpointNotFoundError(
+            f"{directory} has no {SCHEDULER_NAME}: the schedule was that of DeepSpeed's configuration, and this run "
+            "has one of the Trainer's own; resume with the configuration that wrote it"
+        )
+
+
 def has_optimizer(directory: str) -> bool:
     """Whether a checkpoint has a state to resume the optimizer and the scheduler from.
 
     Raises:
         CheckpointNotFoundError: it has the one and not the other, which no save leaves.
     """
-    names = (FULL_OPTIMIZER_NAME, SHARDED_OPTIMIZER_NAME, PLAIN_OPTIMIZER_NAME)
-    has_state = any(os.path.exists(os.path.join(directory, name)) for name in names)
+    has_state = any(os.path.exists(os.path.join(directory, name)) for name in _OPTIMIZER_NAMES)
     if has_state != os.path.isfile(os.path.join(directory, SCHEDULER_NAME)):
-        found, missing = ("optimizer", SCHEDULER_NAME) if has_state else ("schedule", "/".join(names))
+        found, missing = ("optimizer", SCHEDULER_NAME) if has_state else ("schedule", "/".join(_OPTIMIZER_NAMES))
         raise CheckpointNotFoundError(
             f"{directory} has the state of the {found} and no {missing}; it is incomplete. Resume from another one, or "
             "begin a new training from its weights: pass the directory as the model"

@@ -150,9 +150,13 @@ class Resumption:
             parts.append("not written by accel_trainer, contents not verified")
         else:
             writers, readers = self.manifest.world_size, process.world_size
-            same = writers == readers
             parts.append(f"written by {writers} process(es), read by {readers}, contents verified")
-            parts.append(f"random streams {'restored' if same else f'new, from seed {trainer.args.seed} and update'}")
+            if not self.progress.get("has_training_state", True):
+                parts.append("weights only")
+            elif writers == readers:
+                parts.append("random streams restored")
+            else:
+                parts.append(f"random streams new, from seed {trainer.args.seed}, update and rank")
         exact = self.epoch is not None and not trainer.args.ignore_data_skip
         parts.append("data goes on at the next sample" if exact else "data by the number of updates")
         return "; ".join([*parts, *(f"passed over {line}" for line in self.passed_over)])

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from accel_trainer.data.plan import permutation
-from accel_trainer.errors import AccelTrainerError, IncompatibleCheckpointError
+from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError, IncompatibleCheckpointError
 from tests.ranks import RankFailure
 from tests.trainer_jobs import TokenDataset, build_trainer, on_ranks, summary, train
 
@@ -190,12 +190,19 @@ def test_one_process_resumes_what_two_sharded_ones_saved(tmp_path):
     np.testing.assert_allclose(resumed["losses"], whole["losses"], rtol=1e-5)
 
 
+def without_manifest(checkpoint: Path) -> None:
+    """Leave what the stock Trainer would have written."""
+    for name in ("manifest.json", "COMMITTED"):
+        (checkpoint / name).unlink()
+
+
 def stock_checkpoint(source: Path, target: Path, sharded: bool) -> None:
     """Turn our checkpoint into what the stock Trainer writes under FSDP."""
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import load_file
 
     shutil.copytree(source, target)
+    without_manifest(target)
     weights = load_file(target / "model.safetensors")
     (target / "model.safetensors").unlink()
     if sharded:
@@ -267,6 +274,9 @@ def test_ignore_data_skip_begins_the_epoch_again(tmp_path):
 def test_a_directory_without_weights_is_no_checkpoint_on_any_rank(tmp_path):
     train(tmp_path, strategy="single", save_strategy="steps", save_steps=3)
     (tmp_path / "checkpoint-3" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"model.safetensors is missing; the checkpoint is incomplete"):
+        run(tmp_path / "again", "single", str(tmp_path / "checkpoint-3"), model="llama")
+    without_manifest(tmp_path / "checkpoint-3")
 
     with pytest.raises(RankFailure, match=r"Can't find a valid checkpoint at") as failure:
         run(tmp_path / "again", "fsdp", str(tmp_path / "checkpoint-3"), model="llama")
@@ -279,6 +289,7 @@ def test_a_directory_without_weights_is_no_checkpoint_on_any_rank(tmp_path):
 def test_an_optimizer_of_other_groups_does_not_load(tmp_path):
     options = {"model": "llama", "dropout": 0.0}
     run(tmp_path, "ddp", save_strategy="steps", save_steps=3, **options)
+    without_manifest(tmp_path / "checkpoint-3")
     path = tmp_path / "checkpoint-3" / "optimizer.pt"
     state = torch.load(path, weights_only=True)
     state["param_groups"][0]["params"].pop()

@@ -1,0 +1,256 @@
+"""Resuming: from the newest good checkpoint, at the next sample, on any number of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from transformers import TrainerCallback
+
+from accel_trainer.errors import CheckpointLockedError, CheckpointNotFoundError, CorruptCheckpointError
+from tests.ranks import RankFailure, run_ranks
+from tests.trainer_jobs import TokenDataset, build_trainer, summary, train
+
+# 13 micro-batches of 4 samples, updates of 8: 7 in an epoch, the last of 4 samples.
+SAMPLES, UPDATES = 52, 7
+RUN: dict[str, Any] = {"samples": SAMPLES, "num_train_epochs": 2, "model": "gpt2"}
+ROWS = {tuple(row["input_ids"].tolist()): index for index, row in enumerate(TokenDataset(SAMPLES).rows)}
+
+
+class SaveAt(TrainerCallback):
+    """Saves after some updates, and puts a file of its own into what was saved."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = state.global_step in self.steps
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            Path(args.output_dir, f"checkpoint-{state.global_step}", "note.txt").write_text("of a callback")
+
+
+def recorded(output_dir: str, resume: Any = None, steps: tuple[int, ...] = (3, 7), **build: Any) -> dict[str, Any]:
+    """Train, and return the samples of every update, of all ranks, by its number."""
+    trainer = build_trainer(output_dir, options={"callbacks": [SaveAt(*steps)]}, **{**RUN, **build})
+    ids: dict[int, list[int]] = {}
+    training_step = trainer.training_step
+
+    def step(model: Any, inputs: Any, *rest: Any) -> Any:
+        rows = trainer.accelerator.gather(inputs["input_ids"])
+        ids.setdefault(trainer.state.global_step + 1, []).extend(ROWS[tuple(row)] for row in rows.tolist())
+        return training_step(model, inputs, *rest)
+
+    trainer.training_step = step
+    trainer.train(resume_from_checkpoint=resume)
+    noise = torch.rand(1).item()
+    return {**summary(trainer), "ids": {number: sorted(row) for number, row in ids.items()}, "noise": noise}
+
+
+def on_two(directory: Path) -> dict[str, Any]:
+    """What two ranks do: a whole run, and resumes of what one process and two wrote."""
+    window = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    found = {"whole": recorded(str(directory / "two"), **window)}
+    for source, step in (("two", 3), ("one", 3), ("one", 7)):
+        path = str(directory / source / f"checkpoint-{step}")
+        found[f"{source}-{step}"] = recorded(str(directory / "again"), path, (), **window)
+    return found
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(120)
+def test_r7_samples_and_losses_go_on_on_another_number_of_processes(tmp_path: Path, caplog) -> None:
+    caplog.set_level("INFO")
+    one = recorded(str(tmp_path / "one"), per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    two, other = run_ranks(on_two, 2, tmp_path, timeout=110)
+    for step in (3, 7):
+        path = str(tmp_path / "two" / f"checkpoint-{step}")
+        # Larger batches, no accumulation: the updates have the same samples.
+        two[f"1 of two-{step}"] = recorded(str(tmp_path / "again"), path, (), per_device_train_batch_size=8)
+
+    for epoch in range(2):
+        numbers = range(epoch * UPDATES + 1, (epoch + 1) * UPDATES + 1)
+        assert sorted(row for number in numbers for row in one["ids"][number]) == list(range(SAMPLES))
+    for name, result in two.items():
+        begin = 0 if name == "whole" else int(name.rpartition("-")[2])
+        assert result["ids"] == {number: row for number, row in one["ids"].items() if number > begin}, name
+        np.testing.assert_allclose(result["losses"], one["losses"], rtol=1e-5, err_msg=name)
+    # Streams of two ranks differ, and are new where the ranks are not those that wrote.
+    assert two["one-3"]["noise"] != other["one-3"]["noise"]
+    assert "random streams new" in caplog.text
+
+    changed = recorded(str(tmp_path / "again"), str(tmp_path / "two" / "checkpoint-3"), ())
+    assert f"ends after update {3 + 7 + 13}" in caplog.text
+    rest = [row for number in range(4, UPDATES + 1) for row in one["ids"][number]]
+    assert sorted(row for number in range(4, 11) for row in changed["ids"][number]) == sorted(rest)
+    assert max(changed["ids"]) == changed["step"] == 23
+
+
+class Stream(IterableDataset):
+    """Rows in a fixed order, of which a run with `max_steps` makes several passes."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(TokenDataset(SAMPLES).rows[:12])
+
+
+def test_a_stream_goes_on_in_its_second_pass(tmp_path: Path) -> None:
+    options = {"max_steps": 10, "per_device_train_batch_size": 2, "model": "llama"}
+    runs = []
+    for resume in (None, str(tmp_path / "checkpoint-8")):
+        trainer = build_trainer(tmp_path, options={"callbacks": [SaveAt(8)]}, **options)
+        trainer.train_dataset = Stream()
+        trainer.train(resume_from_checkpoint=resume)
+        runs.append(summary(trainer))
+
+    assert runs[1]["losses"] == runs[0]["losses"]
+    assert runs[1]["step"] == 10
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_the_newest_good_checkpoint_is_taken_and_bad_ones_are_kept(tmp_path: Path, caplog) -> None:
+    caplog.set_level("INFO")
+    whole = recorded(str(tmp_path), steps=(2, 4, 6, 8), dropout=0.1)
+    copy = shutil.copytree(tmp_path / "checkpoint-8", tmp_path / "copy")
+    flip(tmp_path / "checkpoint-8" / "optimizer.pt")
+    (tmp_path / "checkpoint-6" / "rng_state.pth").unlink()
+    (tmp_path / "checkpoint-4" / "COMMITTED").unlink()
+
+    with pytest.raises(CorruptCheckpointError, match=r"checkpoint-8/optimizer.pt was changed after the save"):
+        recorded(str(tmp_path), str(tmp_path / "checkpoint-8"))
+    resumed = recorded(str(tmp_path), True, (), dropout=0.1)
+
+    assert min(resumed["ids"]) == 3
+    assert resumed["losses"] == whole["losses"]
+    kept = sorted(path.name[: len(".bad-checkpoint-N")] for path in tmp_path.glob(".bad-*"))
+    assert kept == [".bad-checkpoint-4", ".bad-checkpoint-6", ".bad-checkpoint-8"]
+    assert "optimizer.pt was changed after the save" in caplog.text
+    line = next(record.message for record in caplog.records if record.message.startswith("resuming at update 2"))
+    for step, reason in ((8, "was changed"), (6, "rng_state.pth is missing"), (4, "COMMITTED is missing")):
+        assert f"passed over checkpoint-{step}: " in line
+        assert reason in line
+    # What a reader would take may not be added, as callbacks may add other files.
+    (copy / "optimizer.bin").write_bytes((copy / "optimizer.pt").read_bytes())
+    with pytest.raises(CorruptCheckpointError, match=r"holds 'optimizer.bin', which its manifest does not name"):
+        recorded(str(tmp_path), str(copy))
+    for path in tmp_path.glob("checkpoint-*"):
+        shutil.rmtree(path)
+    with pytest.raises(CorruptCheckpointError, match=r"none of the checkpoints in .* is good; those that are not are"):
+        recorded(str(tmp_path), True)
+    with pytest.raises(ValueError, match=r"No valid checkpoint found in output directory"):
+        recorded(str(tmp_path / "new"), True)
+
+
+def test_a_checkpoint_of_the_stock_trainer_is_taken_as_far_as_it_is_whole(tmp_path: Path, caplog) -> None:
+    whole = recorded(str(tmp_path), steps=(2, 4, 6))
+    for path in tmp_path.glob("checkpoint-*"):
+        for name in ("manifest.json", "COMMITTED", "note.txt"):
+            (path / name).unlink()
+    torn = tmp_path / "checkpoint-6" / "optimizer.pt"
+    os.truncate(torn, torn.stat().st_size // 2)
+    (tmp_path / "checkpoint-4" / "trainer_state.json").write_text("")
+
+    resumed = recorded(str(tmp_path), True, ())
+
+    assert min(resumed["ids"]) == 3
+    assert resumed["ids"].items() <= whole["ids"].items()
+    assert resumed["losses"] == whole["losses"]
+    assert "optimizer.pt ends too early" in caplog.text
+    assert "was not written by accel_trainer: it has no manifest.json, so that its contents cannot" in caplog.text
+    (tmp_path / "checkpoint-2" / "rng_state.pth").unlink()
+    recorded(str(tmp_path), str(tmp_path / "checkpoint-2"), ())
+    assert "has no rng_state.pth: random streams do not go on as they were" in caplog.text
+    (tmp_path / "checkpoint-2" / "optimizer.pt").unlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"has the state of the schedule and no optimizer"):
+        recorded(str(tmp_path), str(tmp_path / "checkpoint-2"))
+
+
+def chosen(output_dir: str, strategy: str, **build: Any) -> dict[str, Any]:
+    trainer = build_trainer(output_dir, strategy=strategy, **build)
+    trainer.train(resume_from_checkpoint=True)
+    return {**summary(trainer), "begun_at": trainer._initial_global_step}
+
+
+KILLED: dict[str, Any] = {
+    "model": "gpt2", "dropout": 0.1, "samples": 24, "per_device_train_batch_size": 2, "save_strategy": "steps",
+    "save_steps": 2, "save_total_limit": 1,
+}  # fmt: skip
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("strategy", "point", "begun_at"),
+    [
+        ("ddp", "save.mid_shard:rank=0", 2),
+        ("ddp", "save.before_vote:rank=1", 2),
+        ("fsdp", "save.before_rename", 2),
+        ("fsdp_sharded", "save.after_rename:rank=0", 4),
+        ("ddp", "save.retention_rm:rank=0", 4),
+    ],
+)
+def test_r1_a_run_killed_while_it_saves_resumes_from_the_last_good_one(
+    tmp_path: Path, strategy: str, point: str, begun_at: int
+) -> None:
+    environ = {"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": f"kill9@{point}:step=4"}
+    with pytest.raises(RankFailure, match="SIGKILL"):
+        run_ranks(train, 2, str(tmp_path), strategy=strategy, env=environ, **KILLED)
+
+    results = run_ranks(chosen, 2, str(tmp_path), strategy=strategy, timeout=100, **KILLED)
+
+    assert [result["begun_at"] for result in results] == [begun_at] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-6"]
+    state = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
+    assert state["global_step"] == 6
+    if strategy == "fsdp":
+        whole = run_ranks(train, 2, str(tmp_path / "whole"), strategy=strategy, **KILLED)
+        assert results[0]["losses"] == whole[0]["losses"]
+
+
+def test_retention_keeps_the_best_and_the_newest_and_counts_numbers(tmp_path: Path) -> None:
+    trainer = build_trainer(
+        tmp_path, samples=44, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        save_total_limit=2, load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True,
+    )  # fmt: skip
+    trainer.compute_metrics = lambda _: {"score": float(trainer.state.global_step == 3)}
+    # Number 9 is written before 10, and looks newer: numbers count, not times or names.
+    (tmp_path / "checkpoint-of-mine").mkdir()
+
+    trainer.train()
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-11", "checkpoint-3", "checkpoint-of-mine"]
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-3")
+
+
+class Lock(TrainerCallback):
+    """Begins a second run in the directory of the first, in another process."""
+
+    error = ""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        with pytest.raises(RankFailure) as failure:
+            run_ranks(train, 1, args.output_dir, strategy="single", save_strategy="steps", save_steps=2)
+        self.error = str(failure.value)
+
+
+def test_r19_a_second_run_in_the_directory_is_refused(tmp_path: Path) -> None:
+    lock = Lock()
+
+    build_trainer(tmp_path, options={"callbacks": [lock]}, save_strategy="steps", save_steps=8).train()
+
+    assert f"is written to by another run (process {os.getpid()} on" in lock.error
+    assert CheckpointLockedError.__name__ in lock.error
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-8"]
