@@ -172,7 +172,8 @@ class Accelerator(
     def _take_plugin(self, name: str | None) -> None:
         """Start the strategy as a plugin says, or as the configuration does, and lay out models by that from now on."""
         resolved = self.resolved if name is None else self._engine_plugins.resolved[name]
-        self.resolved = self._engine_plugins.use(name, self.strategy.start(resolved, self.process))
+        started = self.strategy.start(resolved, self.process)
+        self.resolved = self._engine_plugins.use(name, started, self.strategy)
         self.config = self.resolved.config
 
     # --- where this process stands ---------------------------------------------------------------------------------
@@ -186,6 +187,13 @@ class Accelerator(
     def optimizer_step_was_skipped(self) -> bool:
         """Whether fp16 overflow skipped the last step of any optimizer."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    def whole_models(self) -> AbstractContextManager[None]:
+        """Context in which models of transformers are built whole, under ZeRO-3 too. Not collective.
+
+        For a rank that loads one alone: what is built in pieces is built by all ranks together.
+        """
+        return self.strategy.building(in_pieces=False)
 
     # --- the way out -----------------------------------------------------------------------------------------------
 

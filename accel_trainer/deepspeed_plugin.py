@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -150,6 +150,8 @@ class DeepSpeedPlugin:
         block = self._block()
         self.hf_ds_config = HfDeepSpeedConfig(block)
         self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
+        self.building: Callable[[bool], contextlib.AbstractContextManager[None]] | None = None
+        """What switches it in the strategy of the Accelerator that uses the plugin."""
         self.selected = False
         """Whether it is the plugin in use, of several."""
         self._show()
@@ -237,11 +239,12 @@ class DeepSpeedPlugin:
 
     @contextlib.contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Build the models of a `with` block in pieces, or not."""
+        """Build the models of a `with` block in pieces, or not, while an Accelerator uses the plugin."""
         before = self.zero3_init_flag
         self.zero3_init_flag = enable
         try:
-            yield
+            with contextlib.nullcontext() if self.building is None else self.building(enable):
+                yield
         finally:
             self.zero3_init_flag = before
 

@@ -12,7 +12,7 @@ from accel_trainer.config import Resolved
 from accel_trainer.deepspeed_plugin import DeepSpeedPlugin
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.options import AcceleratorOptions, resolve_options
-from accel_trainer.strategies.api import Capabilities
+from accel_trainer.strategies.api import Capabilities, Strategy
 
 __all__ = ["EnginePlugins"]
 
@@ -79,11 +79,12 @@ class EnginePlugins:
                 own_options = replace(options, explicit=explicit | plugin.options())
                 self.resolved[name] = resolve_options(own_options, environ, config)
 
-    def use(self, name: str | None, resolved: Resolved) -> Resolved:
+    def use(self, name: str | None, resolved: Resolved, strategy: Strategy) -> Resolved:
         """Have a plugin be the one in use, with the configuration that holds for it, and show that in it."""
         self.selected = name
         for known, plugin in self.plugins.items():
             plugin.selected = known == name
+            plugin.building = strategy.building if plugin.selected else None
         if self.current is not None:
             self.current.refresh(resolved.config)
             self._shown = copy.deepcopy(self.current.deepspeed_config)

@@ -4,6 +4,7 @@ Data, model and options are the same; the loop is in sight, and yours to change:
 
     python examples/native_loop.py
     accel-trainer launch --cpu --num_processes 2 examples/native_loop.py --strategy fsdp2
+    accel-trainer launch --cpu --num_processes 2 examples/native_loop.py --strategy_config zero3
     python examples/native_loop.py --model bert-base-cased --dataset nyu-mll/glue --config mrpc
 """
 
@@ -141,7 +142,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     texts = load_texts(options)
     tokenizer, model = build_model(options, texts["train"])
     tokens = tokenize(texts, tokenizer)
-    num_parameters = sum(p.numel() for p in model.parameters())
+    # Built in pieces, under ZeRO-3, parameters know their whole size as ds_numel.
+    num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     train_loader, eval_loader = build_loaders(options, accelerator, tokens, DataCollatorWithPadding(tokenizer))
 
     updates = len(texts["train"]) // options.global_batch_size * options.epochs
@@ -166,13 +168,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     baseline = largest_class(texts["eval"]["label"])
     metrics |= {"train_steps_per_second": updates / seconds, "majority_accuracy": baseline}
     if accelerator.is_main_process:
+        with accelerator.whole_models():  # this rank alone looks at it
+            loaded = check_saved(options.output_dir, texts["eval"], predicted.cpu().numpy())
         rows = [
             *layout,
             ("samples", describe_data(texts)),
             ("training", f"{updates} updates, {updates / seconds:.2f} steps/s"),
             *describe_result(metrics),
             ("saved to", options.output_dir),
-            ("from_pretrained", check_saved(options.output_dir, texts["eval"], predicted.cpu().numpy())),
+            ("from_pretrained", loaded),
         ]
         print_table("Native loop", rows)
     accelerator.end_training()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from accel_trainer.integrations.deepspeed_config import EngineConfig
@@ -21,6 +23,15 @@ class PiecewiseBuilding:
     def is_zero3(self) -> bool:
         """Whether parameters are to be partitioned as they are made."""
         return self.is_asked_for
+
+    @contextmanager
+    def switched(self, in_pieces: bool) -> Iterator[None]:
+        """Build in pieces in this block, or whole."""
+        before, self.is_asked_for = self.is_asked_for, in_pieces
+        try:
+            yield
+        finally:
+            self.is_asked_for = before
 
 
 # What was asked for last: of one process, since transformers has one switch for all.

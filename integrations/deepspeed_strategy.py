@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -68,6 +69,10 @@ class DeepSpeedStrategy:
         accumulation = replace(own.accumulation, num_steps=config.accumulation_steps)
         precision = MixedPrecision(config.precision)
         return replace(resolved, config=replace(own, accumulation=accumulation, mixed_precision=precision))
+
+    def building(self, in_pieces: bool) -> AbstractContextManager[None]:
+        """Return the context in which `from_pretrained` and `from_config` build in pieces, or whole."""
+        return nullcontext() if self._building is None else self._building.switched(in_pieces)
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse what the engine cannot lay out; nothing of DeepSpeed is imported for that."""

@@ -272,6 +272,12 @@ class Strategy(Protocol):
             ConfigError: the two contradict each other, or the engine cannot run here.
         """
 
+    def building(self, in_pieces: bool) -> AbstractContextManager[None]:
+        """Return the context in which models are built in pieces, or whole, where the strategy has a say in it.
+
+        Not collective: rank 0 alone may build a whole model in it.
+        """
+
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse a job that cannot be laid out as asked. Not collective; changes nothing.
 

@@ -96,6 +96,10 @@ class DDPStrategy:
         """Nothing to do: the configuration holds as it is."""
         return resolved
 
+    def building(self, in_pieces: bool) -> AbstractContextManager[None]:
+        """Return an empty context: models are built whole."""
+        return nullcontext()
+
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse a model without values, optimizers of something else, and a hook that the device cannot run."""
         require_values(job.model)

@@ -229,6 +229,10 @@ class FSDP2Strategy:
         """Nothing to do: the configuration holds as it is."""
         return resolved
 
+    def building(self, in_pieces: bool) -> AbstractContextManager[None]:
+        """Return an empty context: models are built whole."""
+        return nullcontext()
+
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse options that do not fit the model or each other, and optimizers that cannot follow."""
         if not isinstance(job.model, FSDPModule):

@@ -181,6 +181,10 @@ class SingleStrategy:
         """Nothing to do: the configuration holds as it is."""
         return resolved
 
+    def building(self, in_pieces: bool) -> AbstractContextManager[None]:
+        """Return an empty context: models are built whole."""
+        return nullcontext()
+
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse a model without values, and optimizers of something else."""
         require_values(job.model)

@@ -31,11 +31,14 @@ def test_the_strategy_does_not_change_the_result(script, tmp_path):
 
 @pytest.mark.multirank
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-def test_deepspeed_gives_the_result_of_one_process(tmp_path):
-    alone = run("finetune_classifier", "single", tmp_path / "alone", "--max_steps", 14)[0].result
-    argv = [*TINY, *SNIPPETS, "--output_dir", tmp_path / "zero3", "--max_steps", 14, "--deepspeed", "zero3"]
+@pytest.mark.parametrize(
+    ("script", "option"), [("finetune_classifier", "--deepspeed"), ("native_loop", "--strategy_config")]
+)
+def test_deepspeed_gives_the_result_of_one_process(script, option, tmp_path):
+    alone = run(script, "single", tmp_path / "alone", "--max_steps", 14)[0].result
+    argv = [*TINY, *SNIPPETS, "--output_dir", tmp_path / "zero3", "--max_steps", 14, option, "zero3"]
 
-    finished = run_example("finetune_classifier", argv, num_processes=2)[0]
+    finished = run_example(script, argv, num_processes=2)[0]
 
     for metric in ("eval_loss", "eval_accuracy"):
         assert finished.result[metric] == pytest.approx(alone[metric], abs=1e-4)

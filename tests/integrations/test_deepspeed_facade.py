@@ -200,6 +200,11 @@ def in_pieces() -> Any:
     torch.manual_seed(made.process_index)
     model = AutoModelForCausalLM.from_config(config)
     in_pieces = all(p.numel() < p.ds_numel or p.ds_numel == 1 for p in model.parameters() if p.ds_numel > 1)
+    with made.whole_models():
+        switched = [not any(hasattr(p, "ds_id") for p in AutoModelForCausalLM.from_config(config).parameters())]
+    with made.state.deepspeed_plugin.zero3_init_context_manager(enable=False):
+        switched.append(not any(hasattr(p, "ds_id") for p in AutoModelForCausalLM.from_config(config).parameters()))
+    switched.append(hasattr(AutoModelForCausalLM.from_config(config).lm_head.weight, "ds_id"))
     empty = torch.optim.AdamW([{"params": list(model.parameters())}, {"params": []}], lr=0.01)
     message = refused(lambda: made.prepare(model, empty))
     model, optimizer = made.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
@@ -226,7 +231,7 @@ def in_pieces() -> Any:
             optim.step()
             optim.zero_grad()
             expected.append(loss.item())
-    return in_pieces, whole_again, message, losses, expected
+    return in_pieces and all(switched), whole_again, message, losses, expected
 
 
 def test_models_of_transformers_are_built_in_pieces():
@@ -235,6 +240,34 @@ def test_models_of_transformers_are_built_in_pieces():
     assert whole_again
     assert message.startswith("group 1 of AdamW has no parameters, and DeepSpeed drops such groups")
     assert losses == pytest.approx(expected, abs=1e-5)
+
+
+@SCENARIOS.add
+def triggered() -> Any:
+    found = []
+    for stage in (1, 2, 3):
+        made, model, optimizer = layout(stage)
+        for number in (0, 2):
+            with made.no_sync(model):
+                made.backward(model(own_rows(number)) / 2)
+                loss = model(own_rows(number + 1))
+            with made.no_sync(model), made.trigger_sync_in_backward(model):
+                made.backward(loss / 2)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(whole(made, model))
+    return found
+
+
+def test_a_backward_may_end_the_window_that_its_forward_did_not():
+    model = build()
+    optimizer = adamw(model)
+    for number in (0, 2):
+        ((model(batch(number)) + model(batch(number + 1))) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for values in results("triggered")[0]:
+        equal(values, list(model.parameters()))
 
 
 @SCENARIOS.add
