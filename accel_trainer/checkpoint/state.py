@@ -87,8 +87,10 @@ def save_train_state(staged: StagedDirectory, state: TrainState, process: Proces
         with shared_fate(process, "save of the state"):
             unit.save(staged, f"unit_{index}", weights=state.has_weights[index])
     with shared_fate(process, "save of the state"):
+        # First what may gather: a rank whose disk is full would not take part.
+        window = None if state.windows is None else state.windows.state_dict()
         _write(staged, f"random_{process.rank}", get_rng_state())
-        if state.windows is not None and (window := state.windows.state_dict()) is not None:
+        if window is not None:
             _write(staged, f"window_{process.rank}", window)
     tensors: dict[str, Tensor] = {}
     outline = encode(_training(state), tensors)

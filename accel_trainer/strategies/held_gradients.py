@@ -64,7 +64,7 @@ def _mean_over_ranks(sharded: Mapping[str, nn.Parameter], local: Mapping[str, Te
         if isinstance(exchanged, DTensor):
             mean += exchanged.full_tensor()
         if dist.get_rank() == 0:
-            means[name] = mean
+            means[name] = mean.cpu()  # one of them at a time is whole on the device
     return means
 
 

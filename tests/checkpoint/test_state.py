@@ -203,3 +203,22 @@ def test_an_object_that_gathers_is_not_asked_once_a_rank_has_failed(tmp_path: Pa
     )
     assert told[1].startswith("DiskFullError: ")
     assert list(tmp_path.iterdir()) == []
+
+
+def save_within_a_window(directory: Path) -> str:
+    accelerator, model, _ = prepared(strategy="fsdp2", gradient_accumulation_steps=2)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 3)).sum())
+    try:
+        accelerator.save_state(directory)
+    except (DiskFullError, ProcessGroupError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def test_gradients_of_a_window_are_gathered_before_a_rank_may_fail(tmp_path: Path):
+    # Pass 0 writes the model's part, pass 1 the random streams: there is no optimizer state before the first step.
+    env = {"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": "enospc@save.mid_shard:rank=1:step=1"}
+    told = run_ranks(save_within_a_window, 2, tmp_path / "s", env=env)
+    assert told[0].startswith("ProcessGroupError: rank 1 failed in save of the state: accel_trainer.errors.DiskFull")
+    assert "random_1" in told[0]
