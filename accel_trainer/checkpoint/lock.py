@@ -163,9 +163,14 @@ def _owner(descriptor: int) -> dict[str, Any]:
         return {}
 
 
+def _is_near(owner: dict[str, Any]) -> bool:
+    """Whether the owner's number says something here: it is of this machine and this container."""
+    return owner.get("host") == socket.gethostname() and owner.get("space", _space()) == _space()
+
+
 def _is_dead(owner: dict[str, Any], descriptor: int) -> bool:
     """Whether the owner is known to be gone: no such process on this machine, or long silent on another."""
-    if owner.get("host") == socket.gethostname() and owner.get("space", _space()) == _space():
+    if _is_near(owner):
         if owner.get("pid") == os.getpid():
             return True  # of an earlier process with our number: what we hold ourselves is not asked for here
         try:
@@ -204,12 +209,24 @@ def _check_signature(path: Path, descriptor: int, *, has_locks: bool) -> None:
     if not owner:
         return
     reaches = has_locks and owner.get("host") == socket.gethostname()
-    if not reaches and not _is_dead(owner, descriptor):
+    if not reaches and _shows_life(path, owner, descriptor):
         raise CheckpointLockedError(
             f"{path.parent} is written to by another run ({_describe(owner)}; {path.name}); give this run a directory "
-            f"of its own, or wait {STALE_SECONDS:.0f} s if that run has ended"
+            "of its own, or end the other one first"
         )
     logger.warning("taking over %s from %s, which is gone", path, _describe(owner))
+
+
+def _shows_life(path: Path, owner: dict[str, Any], descriptor: int) -> bool:
+    """Wait until the owner is known to be dead, or touches its lock: a job that is started anew, elsewhere, goes on."""
+    seen = os.fstat(descriptor).st_mtime_ns
+    if not _is_dead(owner, descriptor) and not _is_near(owner):
+        logger.warning("waiting up to %.0f s for a sign of life of %s at %s", STALE_SECONDS, _describe(owner), path)
+    while not _is_dead(owner, descriptor):
+        if _is_near(owner) or not _is_same_file(path, descriptor) or os.fstat(descriptor).st_mtime_ns != seen:
+            return True
+        time.sleep(HEARTBEAT_SECONDS / 30)
+    return False
 
 
 def _start_heartbeat() -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -292,17 +293,39 @@ def test_r19_a_lock_of_a_dead_run_is_taken_over_with_a_warning(tmp_path: Path, c
     assert not path.exists()
 
 
-def test_r19_another_machines_lock_holds_as_long_as_it_shows_signs_of_life(tmp_path: Path):
+def test_r19_another_machines_lock_holds_as_long_as_it_shows_signs_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.6)
+    monkeypatch.setattr(lock, "STALE_SECONDS", 2.0)
     path = tmp_path / ".lock"
     path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "since": "today"}))
-    with pytest.raises(CheckpointLockedError, match=r"process 1 on elsewhere, since today.*or wait 300 s"):
+    alive = threading.Timer(0.3, os.utime, [path])
+    alive.start()
+    with pytest.raises(CheckpointLockedError, match=r"process 1 on elsewhere, since today.*or end the other one first"):
         DirectoryLock.take(path)
-    long_ago = time.time() - STALE_SECONDS - 1
-    os.utime(path, (long_ago, long_ago))
+    alive.join()
+    assert "waiting up to 2 s for a sign of life of process 1 on elsewhere" in caplog.text
+    begin = time.monotonic()
     taken = DirectoryLock.take(path)
-    os.utime(path, (long_ago, long_ago))
+    assert 1.0 < time.monotonic() - begin < 10.0
+    assert "taking over" in caplog.text
+    taken.release()
+
+
+def test_r19_a_run_shows_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    taken = DirectoryLock.take(tmp_path / ".lock")
+    long_ago = time.time() - STALE_SECONDS - 1
+    os.utime(taken.path, (long_ago, long_ago))
     taken.beat()
-    assert time.time() - path.stat().st_mtime < 60
+    assert time.time() - taken.path.stat().st_mtime < 60
+    # What was long silent is taken over at once.
+    path = tmp_path / ".other"
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "since": "today"}))
+    os.utime(path, (long_ago, long_ago))
+    begin = time.monotonic()
+    DirectoryLock.take(path).release()
+    assert time.monotonic() - begin < 1
     taken.release()
 
 
