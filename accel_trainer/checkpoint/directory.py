@@ -12,6 +12,7 @@ The order of a save, each step on every rank before the next:
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -70,7 +71,7 @@ class Publication:
             owns_name: a directory of that name is replaced whatever it holds, also files that no checkpoint wrote.
             is_locked: the caller holds the lock of the directory around it; otherwise `target` has one for this save.
         """
-        self.target = target
+        self.target = Path(os.path.realpath(target))  # what a link leads to is replaced, not the link
         self.process = process
         self.step = step
         self.commits = process.is_local_main if each_node else process.is_main

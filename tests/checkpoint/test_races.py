@@ -78,6 +78,20 @@ def test_another_machine_may_bring_it_back_first(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "s" / MARKER_NAME).is_file()
 
 
+def test_a_save_through_a_link_replaces_what_it_leads_to(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "latest").symlink_to(tmp_path / "there")
+    for word in ("old", "new"):
+        publish(tmp_path / "here" / "latest", word)
+        assert (
+            select_named(tmp_path / "there", ALONE, "full", lambda manifest: manifest.files).stored.json("x.json")
+            == word
+        )
+    assert [path.name for path in tmp_path.rglob("*") if path.name.startswith(".")] == []
+    assert (tmp_path / "here" / "latest").is_symlink()
+    assert caplog.text == ""
+
+
 SAVING = """
 import sys
 from pathlib import Path
