@@ -24,16 +24,39 @@ class DescribedOptimizer(Optimizer):
     def __init__(
         self, param_groups: Iterable[dict[str, Any]], given: Iterable[Any], numbers: Mapping[str, Any]
     ) -> None:
+        self.real: Optimizer | None = None
         super().__init__(list(param_groups), {})
         self.given = list(given)
         self.numbers = dict(numbers)
-        self.real: Optimizer | None = None
+
+    # Asked anew each time: an optimizer that loads a state has other groups afterwards.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups of the engine's optimizer, once it is there."""
+        return self._groups if self.real is None else self.real.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        if self.real is None:
+            self._groups = param_groups
+        else:
+            self.real.param_groups = param_groups
+
+    @property
+    def state(self) -> Any:
+        """State of the engine's optimizer, once it is there."""
+        return self._state if self.real is None else self.real.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self.real is None:
+            self._state = state
+        else:
+            self.real.state = state
 
     def adopt(self, real: Optimizer) -> None:
         """Show the groups and the state of the engine's optimizer from now on."""
         self.real = real
-        self.param_groups = real.param_groups
-        self.state = real.state
         self.defaults = real.defaults
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -129,7 +129,7 @@ class CheckpointMethods(_Upstream):
         if checkpoint is None:
             return
         if checkpointing.has_engine_state(checkpoint):
-            checkpointing.load_scheduler(self, Path(checkpoint))
+            checkpointing.load_engine_scheduler(self, checkpoint)
             return
         if not checkpointing.has_optimizer(checkpoint):
             logger.warning(

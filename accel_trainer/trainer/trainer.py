@@ -258,6 +258,12 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
             return grad_norm
         return self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
 
+    def _get_learning_rate(self) -> Any:
+        if self.is_deepspeed_enabled:
+            # An engine's schedule cannot tell before its first step, nor after a resume; upstream then logs 0.
+            return self.optimizer.param_groups[0]["lr"]
+        return super()._get_learning_rate()
+
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the number of operations of a forward and backward pass; see upstream.
 

@@ -29,8 +29,17 @@ AUTO = {
     "gradient_clipping": "auto",
 }
 # Small enough that parameters of the tiny models are partitioned, too.
-STAGE_3 = {**AUTO, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+ADAMW = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True}
+STAGE_3 = {
+    **AUTO,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "optimizer": {"type": "AdamW", "params": ADAMW},
+}
 STAGE_2 = {**AUTO, "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
+WARMUP = {
+    "type": "WarmupDecayLR",
+    "params": {"total_num_steps": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"},
+}
 # 13 batches of a rank, windows of 2: 7 updates an epoch, the last of one batch. An update of 8 rows, or 4.
 RUN: dict[str, Any] = {
     "samples": 52, "num_train_epochs": 2, "gradient_accumulation_steps": 2, "eval_strategy": "epoch",
@@ -88,8 +97,23 @@ def best(output_dir: str, **options: Any) -> dict[str, Any]:
     return {"end": trainer.evaluate()["eval_loss"], "files": files, **summary(trainer)}
 
 
+def scheduled(output_dir: str) -> list[list[float]]:
+    """Train with the schedule of the engine's configuration; return losses and rates, once whole and once resumed."""
+    options: dict[str, Any] = {
+        "deepspeed": {**STAGE_3, "zero_optimization": {"stage": 1}, "scheduler": WARMUP}, "warmup_steps": 2,
+        "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 3,
+    }  # fmt: skip
+    found = []
+    for checkpoint in (None, str(Path(output_dir, "scheduled", "checkpoint-3"))):
+        trainer = build_trainer(Path(output_dir, "scheduled" if checkpoint is None else "rescheduled"), **options)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        history = [entry for entry in trainer.state.log_history if "loss" in entry]
+        found.append([entry[name] for name in ("loss", "learning_rate") for entry in history])
+    return found
+
+
 def job(output_dir: str, **options: Any) -> dict[str, Any]:
-    result = everything(output_dir, 2, **options)
+    result = {**everything(output_dir, 2, **options), "scheduled": scheduled(output_dir)}
     stock = str(Path(output_dir, "stock"))
     result["resumed"] = resumed(output_dir, "checkpoint-6", stock, **options)
     result["stock"] = resumed(output_dir, "stock", **options)
@@ -121,6 +145,7 @@ def test_the_numbers_are_those_of_one_process_and_a_resume_is_exact(tmp_path, al
             np.testing.assert_allclose(result[name], alone[name], rtol=1e-5, err_msg=name)
         np.testing.assert_allclose(result["predictions"], alone["predictions"], rtol=1e-4, atol=1e-5)
         assert result["resumed"]["losses"] == result["stock"]["losses"] == result["losses"]
+        assert_is_scheduled(*result["scheduled"])
         assert result["best"]["end"] == pytest.approx(min(result["best"]["eval_losses"][:3]), rel=1e-6)
         assert result["best"]["eval_losses"][0] < result["best"]["eval_losses"][2]
         assert "model.safetensors" in result["best"]["files"]
@@ -130,6 +155,14 @@ def test_the_numbers_are_those_of_one_process_and_a_resume_is_exact(tmp_path, al
         np.testing.assert_allclose(values, alone["weights"][name], rtol=1e-4, atol=1e-6, err_msg=name)
         np.testing.assert_array_equal(values, results[0]["resumed"]["weights"][name], err_msg=name)
     assert_is_loadable(tmp_path / "model", results[0]["predictions"].shape)
+
+
+def assert_is_scheduled(whole: list[float], resumed: list[float]) -> None:
+    rates = whole[len(whole) // 2 :]
+    assert resumed == whole
+    assert len(rates) == 8
+    assert max(rates) == pytest.approx(1e-2)
+    assert rates[-1] < rates[-2] < rates[-3]
 
 
 def assert_is_loadable(path: Path, shape: tuple[int, ...]) -> None:
@@ -255,7 +288,8 @@ def engine_checkpoint_of(output_dir: Path, num_ranks: int) -> str:
     """Make a checkpoint look as if the stock Trainer had written it under DeepSpeed on a number of ranks."""
     train(output_dir, strategy="single", save_strategy="steps", save_steps=2)
     path = output_dir / "checkpoint-2"
-    (path / "optimizer.pt").unlink()
+    for name in ("optimizer.pt", "manifest.json", "COMMITTED"):
+        (path / name).unlink()
     (path / "global_step2").mkdir()
     for rank in range(num_ranks):
         (path / "global_step2" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
