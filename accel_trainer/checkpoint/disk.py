@@ -71,10 +71,16 @@ def explain_full_disk(path: Path, need_bytes: int | None = None) -> Iterator[Non
 
 
 def fsync_path(path: Path) -> None:
-    """Bring a file's contents, or a directory's names, to the disk."""
+    """Bring a file's contents, or a directory's names, to the disk.
+
+    File systems over a network often cannot do it for directories, and need not: their server keeps the names.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import resource
 import socket
+import stat
 import threading
 import time
 from pathlib import Path
@@ -69,6 +71,25 @@ def test_r1_everything_is_on_the_disk_before_the_name_and_the_name_before_the_wo
         "fsync run",
         "acknowledged",
     ]
+
+
+def test_a_file_system_that_cannot_sync_directories_is_no_obstacle_and_one_that_fails_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fsync, reason = os.fsync, errno.EINVAL
+
+    def refuse_directories(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(reason, "no")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_directories)
+    publish(tmp_path / "s", "x")
+    assert open_checkpoint(tmp_path / "s", ALONE).json("x.json") == "x"
+    reason = errno.EIO
+    with pytest.raises(OSError, match="no"):
+        publish(tmp_path / "t", "x")
+    assert not (tmp_path / "t").exists()
 
 
 def test_r1_an_older_directory_is_there_until_the_new_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

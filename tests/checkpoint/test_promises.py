@@ -181,6 +181,14 @@ def test_r3_none_good_is_an_error_and_not_a_fresh_start(tmp_path: Path, saved: S
             saved.accelerator.load_state()
 
 
+def test_r3_who_only_reads_renames_nothing_in_the_directory_of_a_live_run(tmp_path: Path, saved: SavedRun):
+    flip(checkpoint(tmp_path, 2) / sorted(Manifest.read(checkpoint(tmp_path, 2)).files)[0])
+    # This process holds the lock of the directory; the one that loads is another run, an evaluation say.
+    assert run_ranks(load_on_two, 1, tmp_path, None) == ["1"]
+    assert checkpoint(tmp_path, 2).is_dir()
+    assert not list(tmp_path.rglob(".bad-*"))
+
+
 def load_on_two(directory: Path, blind: int | None) -> str:
     """Load from a relative path, which leads elsewhere on one rank: a node that does not see the disk."""
     if int(os.environ["RANK"]) == blind:
