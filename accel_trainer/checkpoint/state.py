@@ -27,7 +27,7 @@ from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.runtime.faults import fault_point
 from accel_trainer.runtime.health import shared_fate
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.rng import get_rng_state, set_rng_state
+from accel_trainer.runtime.rng import derive_streams, get_rng_state, set_rng_state
 
 __all__ = ["FORMAT_VERSION", "TrainState", "files_to_read", "load_train_state", "save_train_state"]
 
@@ -133,7 +133,12 @@ def _read_training(stored: StoredCheckpoint, state: TrainState) -> dict[str, Any
 
 def files_to_read(manifest: Manifest, state: TrainState, process: ProcessContext) -> Iterator[str]:
     """Yield the names of the files that this rank reads in `load_train_state`."""
-    own = ("training.", "window_", f"random_{process.rank}.", *(("model_", "optimizer_") if process.is_main else ()))
+    own = (
+        "training.",
+        "window_",
+        f"random_{_stream_of(manifest, process)}.",
+        *(("model_", "optimizer_") if process.is_main else ()),
+    )
     yield from (name for name in manifest.files if name.startswith(own))
     for index, unit in enumerate(state.units):
         yield from unit.files(manifest, f"unit_{index}")
@@ -184,7 +189,7 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
         training = _read_training(stored, state)
         _check_fits(stored, training, state)
         same_world = manifest.world_size == process.world_size
-        random_state = _read(stored, f"random_{process.rank}") if same_world else None
+        random_state = _read_streams(stored, process)
     for index, unit in enumerate(state.units):
         if f"unit_{index}.json" in stored:
             unit.load(stored, f"unit_{index}", weights=state.has_weights[index])
@@ -203,10 +208,24 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
             is_open = "window_0.json" in stored
             state.windows.load((lambda rank: _read(stored, f"window_{rank}")) if is_open else None, manifest.world_size)
         if random_state is not None:
-            set_rng_state(random_state)
-    if random_state is not None:
+            set_rng_state(random_state) if same_world else derive_streams(random_state, process.rank)
+    if same_world:
         return "random streams restored"
-    return f"saved by {manifest.world_size} process(es) and loaded by {process.world_size}: random streams of this run"
+    origin = "of this run" if random_state is None else "new, from those saved and the rank"
+    return f"saved by {manifest.world_size} process(es) and loaded by {process.world_size}: random streams {origin}"
+
+
+def _read_streams(stored: StoredCheckpoint, process: ProcessContext) -> dict[str, Any] | None:
+    """Return this rank's random streams; rank 0's where another number of ranks saved them, if this disk has those."""
+    name = f"random_{_stream_of(stored.manifest, process)}"
+    if stored.manifest.world_size != process.world_size and f"{name}.json" not in stored:
+        return None
+    streams: dict[str, Any] = _read(stored, name)
+    return streams
+
+
+def _stream_of(manifest: Manifest, process: ProcessContext) -> int:
+    return process.rank if manifest.world_size == process.world_size else 0
 
 
 def _load_whole_unit(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from accel_trainer.runtime.process import ProcessContext, current_process
 
 __all__ = [
     "check_rng_types",
+    "derive_streams",
     "get_rng_state",
     "separate_streams",
     "set_rng_state",
@@ -116,6 +118,22 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def derive_streams(saved: Mapping[str, Any], rank: int) -> None:
+    """Seed this process's random streams from what rank 0 had saved and its own rank. Ranks do not communicate.
+
+    For a state that another number of ranks saved: the streams are others than before, differ between the ranks, and
+    are the same whenever the state is loaded on that rank.
+
+    Args:
+        saved: what `get_rng_state` returned on rank 0.
+    """
+    global _seed_in_common
+    _seed_in_common = None
+    digest = hashlib.sha256(saved["torch"].numpy().tobytes()).digest()
+    mixed = np.random.SeedSequence([int.from_bytes(digest, "big"), rank])
+    _seed(int(mixed.generate_state(1, np.uint64)[0]))
 
 
 def check_rng_types(rng_types: Iterable[str], device: torch.device) -> tuple[str, ...]:
