@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -315,11 +315,15 @@ class AcceleratorStepping:
             prepared.finish_window()
         return touched[0].unit
 
-    def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Take the fp16 loss scale out of the gradients, once per step; nothing in other precisions."""
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """Take the fp16 loss scale out of the gradients, once per step; nothing in other precisions.
+
+        Args:
+            optimizer: whose gradients, one or several; None means all.
+        """
         if optimizer is None:
             for prepared in self._prepared:
                 prepared.unit.unscale_gradients()
             return
-        unit = prepared_of(self._prepared, optimizer).unit
-        unit.unscale_gradients(getattr(optimizer, "optimizer", optimizer))
+        for each in [optimizer] if isinstance(optimizer, Optimizer) else optimizer:
+            prepared_of(self._prepared, each).unit.unscale_gradients(getattr(each, "optimizer", each))
