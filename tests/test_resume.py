@@ -7,10 +7,13 @@ from typing import Any
 
 import datasets
 import pytest
+import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_trainer import Accelerator, DataLoaderConfiguration
 from accel_trainer.errors import IncompatibleCheckpointError
+from accel_trainer.utils import set_seed
 from tests.ranks import run_ranks
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 21, 4, 2
@@ -91,3 +94,61 @@ def test_a_state_of_another_dataset_is_refused_when_loaders_resume_by_themselves
     accelerator, (loader, _) = prepare(seed=3, is_stateful=False, samples=9)
     accelerator.load_state(tmp_path / "state")
     assert sorted(read(accelerator, loader)) == sorted([*range(9)] * EPOCHS)
+
+
+def train(parts: tuple[Any, ...], stop: int | None = None) -> list[float]:
+    accelerator, model, optimizer, loader = parts
+    losses = []
+    while loader.epoch < EPOCHS:
+        for step, batch in enumerate(loader, 1):
+            inputs = torch.nn.functional.one_hot(torch.as_tensor(batch), SAMPLES).float()
+            loss = model(inputs).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if step == stop:
+                return losses
+    return losses
+
+
+def build_with_dropout(kind: str, workers: int, seed: int = 0, is_stateful: bool = True) -> tuple[Any, ...]:
+    set_seed(seed)
+    accelerator, _ = prepare(seed=3, is_stateful=is_stateful)
+    model = nn.Sequential(nn.Linear(SAMPLES, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+    dataset: Any = list(range(SAMPLES))
+    if kind == "stream":
+        dataset = datasets.Dataset.from_dict({"id": dataset}).to_iterable_dataset(num_shards=2)
+    batch_size = GLOBAL_BATCH // accelerator.num_processes
+    loader = DataLoader(dataset, batch_size, kind == "map" or None, num_workers=workers, collate_fn=take_ids)
+    return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+
+
+def take_ids(samples: list[Any]) -> list[int]:
+    return [sample["id"] if isinstance(sample, dict) else sample for sample in samples]
+
+
+def lose_alike(folder: Path) -> dict[str, tuple[list[float], list[float]]]:
+    results = {}
+    for kind, workers in (("map", 0), ("stream", 0), ("map", 2), ("stream", 2)):
+        for stop in (2, 6) if not workers else (2,):  # the sixth is the last of the epoch
+            whole = train(build_with_dropout(kind, workers))
+            parts = build_with_dropout(kind, workers)
+            head = train(parts, stop)
+            parts[0].save_state(folder / f"{kind}{workers}{stop}")
+            again = build_with_dropout(kind, workers, seed=5)
+            again[0].load_state(folder / f"{kind}{workers}{stop}")
+            results[f"{kind} {workers} {stop}"] = (whole, [*head, *train(again)])
+    parts = build_with_dropout("map", 0, seed=5, is_stateful=False)
+    parts[0].load_state(folder / "map02")
+    tail = train((*parts[:3], parts[0].skip_first_batches(parts[3], 2)))
+    whole = results["map 0 2"][0]
+    results["by hand"] = (whole, [*whole[:2], *tail])
+    return results
+
+
+@pytest.mark.multirank
+def test_r8_losses_with_dropout_are_those_of_the_run_that_never_stopped(tmp_path: Path) -> None:
+    for results in (lose_alike(tmp_path / "one"), *run_ranks(lose_alike, 2, tmp_path / "two", timeout=110)):
+        for name, (whole, parts) in results.items():
+            assert parts == whole, name

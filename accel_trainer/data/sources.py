@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, Protocol
 
@@ -229,6 +229,8 @@ class IndexSource:
             # Workers derive their streams from one draw of this generator: augmentation differs per shard and worker.
             shard = stream_of(self.sampler.process_index or 0)
             loader.generator = torch.Generator().manual_seed(mix_seed(self._seed, progress.epoch, shard))
+        elif self.sampler.start or self.sampler.origin:
+            return begin_silently(loader, loader.native_iterator)
         return loader.native_iterator()
 
 
@@ -332,6 +334,19 @@ class DispatchSource:
             yield [f"{type(error).__name__}: {error}"] * size
             raise
         yield [None] * size
+
+
+def begin_silently(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Begin a pass in the middle of an epoch without a draw from torch's global stream.
+
+    A loader without workers draws a number there when an epoch begins. It is drawn already in the random state that a
+    run goes on with, and another one would change every dropout after it.
+    """
+    kept, loader.generator = loader.generator, torch.Generator()
+    try:
+        return begin()
+    finally:
+        loader.generator = kept
 
 
 def is_at_end(progress: Pass | None) -> bool:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from accel_trainer.data.plan import BatchRows, mix_seed
 from accel_trainer.data.position import Pass, Place, Position
 from accel_trainer.data.sampler import Clock
-from accel_trainer.data.sources import check_length, is_at_end, length_of
+from accel_trainer.data.sources import begin_silently, check_length, is_at_end, length_of
 from accel_trainer.data.stream import OwnShards, SlicedStream, Step, keeps_own_state, set_dataset_epoch
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.runtime.collectives import broadcast_object, exchange_integers
@@ -162,6 +162,8 @@ class _StreamSource:
         if self._reader.num_workers > 0:
             seed = mix_seed(self._seed, progress.epoch, stream_of(shard))
             self._reader.generator = torch.Generator().manual_seed(seed)
+        elif progress.start.steps:
+            return begin_silently(self._reader, self._reader.__iter__)
         return iter(self._reader)
 
 
