@@ -50,9 +50,7 @@ class CheckpointMethods(_Upstream):
             yield None if self._resumption is None else str(self._resumption.path)
         finally:
             self._resumption = None
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
+            self._disown()
 
     @property
     def _loader_has_position(self) -> bool:
@@ -63,10 +61,15 @@ class CheckpointMethods(_Upstream):
         """Lock a run's directory until train() ends, and remove what dead runs left in it."""
         if self._lock is not None and self._lock.path.parent == directory.absolute():
             return
-        if self._lock is not None:
-            self._lock.release()
+        self._disown()
         self._lock = DirectoryLock.take(directory / LOCK_NAME)
         sweep(directory)
+
+    def _disown(self) -> None:
+        """Give the lock back, if this rank has it."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     # --- resuming --------------------------------------------------------------------------------------------------
 
@@ -98,6 +101,7 @@ class CheckpointMethods(_Upstream):
         if self.is_world_process_zero():
             logger.info("%s", self._resumption.describe(self))
         if self._resumption.epoch is None:
+            self._resumption.check_by_updates(self, trained[0] + trained[1] / self._steps_in_epoch)
             return trained
         return self._resumption.epoch, self._steps_in_epoch - self._resumption.steps_left
 

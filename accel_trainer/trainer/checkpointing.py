@@ -112,11 +112,12 @@ def save_checkpoint(trainer: Any, trial: Any) -> None:
             _save_state(trainer, os.path.join(directory, TRAINER_STATE_NAME))
         staged.metadata |= {"trainer": describe_progress(trainer), "reserved_names": RESERVED_NAMES}
     publication.commit()
-    if args.push_to_hub:
-        trainer._push_from_checkpoint(str(target))
     if args.should_save and args.save_total_limit is not None and args.save_total_limit > 0:
         best = [run_dir / Path(state.best_model_checkpoint).name] if state.best_model_checkpoint else []
         retire(run_dir, args.save_total_limit, [target, *best], step=state.global_step, prefix=PREFIX)
+    if args.push_to_hub:
+        trainer._disown()  # what is uploaded is the whole directory, and the lock is not for others
+        trainer._push_from_checkpoint(str(target))
 
 
 def retire_others(best: Path) -> None:
@@ -187,6 +188,7 @@ def save_optimizer(trainer: Any, output_dir: str) -> None:
                 torch.save(trainer.optimizer.state_dict(), file)
     elif trainer.accelerator.config.fsdp.state_dict_type is StateDictType.SHARDED:
         _io(trainer).save_sharded_optimizer(directory / SHARDED_OPTIMIZER_NAME)
+        _adopt_own_parts(trainer, directory)
     else:
         state = _io(trainer).full_optimizer_state()
         if state:
@@ -196,6 +198,14 @@ def save_optimizer(trainer: Any, output_dir: str) -> None:
         with warnings.catch_warnings(record=True) as caught, _create(trainer, directory, SCHEDULER_NAME) as file:
             torch.save(trainer.lr_scheduler.state_dict(), file)
         reissue_pt_warnings(caught)
+
+
+def _adopt_own_parts(trainer: Any, directory: Path) -> None:
+    """Have each rank hash the parts that it has written, not one rank all of them."""
+    staged, rank = trainer._staged, trainer.accelerator.process_index
+    if staged is not None and staged.path == directory:
+        for part in sorted((directory / SHARDED_OPTIMIZER_NAME).glob(f"__{rank}_*.distcp")):
+            staged.adopt(f"{SHARDED_OPTIMIZER_NAME}/{part.name}")
 
 
 def _open_weights(directory: Path) -> Mapping[str, Tensor]:

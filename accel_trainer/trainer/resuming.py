@@ -142,6 +142,21 @@ class Resumption:
         logger.warning("%s has no %s: random streams do not go on as they were", self.path, name)
         return False
 
+    def check_by_updates(self, trainer: Any, place: float) -> None:
+        """Warn where a position by the number of updates, in epochs, is not the one that the checkpoint tells."""
+        state = trainer.state
+        if state.epoch is None or trainer.args.ignore_data_skip:
+            return
+        told, update = state.epoch, state.num_train_epochs / max(state.max_steps, 1)
+        # Batches of another size cut the end of an epoch elsewhere: the same samples can be up to an update apart.
+        if abs(told - place) > max(told % 1, place % 1) * update + 1e-6:
+            logger.warning(
+                "%s was written after %.3f epochs, and its number of updates is %.3f epochs of this run: batch size, "
+                "accumulation, number of processes or dataset are others. The data goes on at the latter, and samples "
+                "are repeated or left out; resume with as many samples in an update, or with ignore_data_skip=True",
+                self.path, told, place,
+            )  # fmt: skip
+
     def describe(self, trainer: Any) -> str:
         """Return one line: from where the run goes on, why not from a newer one, and what is exact."""
         process, step = trainer.accelerator.process, trainer.state.global_step

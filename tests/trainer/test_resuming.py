@@ -15,7 +15,12 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
-from accel_trainer.errors import CheckpointLockedError, CheckpointNotFoundError, CorruptCheckpointError
+from accel_trainer.errors import (
+    CheckpointLockedError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
 from tests.ranks import RankFailure, run_ranks
 from tests.trainer_jobs import TokenDataset, build_trainer, summary, train
 
@@ -170,12 +175,23 @@ def test_a_checkpoint_of_the_stock_trainer_is_taken_as_far_as_it_is_whole(tmp_pa
     assert resumed["losses"] == whole["losses"]
     assert "optimizer.pt ends too early" in caplog.text
     assert "was not written by accel_trainer: it has no manifest.json, so that its contents cannot" in caplog.text
+    assert "samples are repeated or left out" not in caplog.text
     (tmp_path / "checkpoint-2" / "rng_state.pth").unlink()
-    recorded(str(tmp_path), str(tmp_path / "checkpoint-2"), ())
+    recorded(str(tmp_path), str(tmp_path / "checkpoint-2"), (), per_device_train_batch_size=8)
+    assert "was written after 0.154 epochs, and its number of updates is 0.286 epochs of this run" in caplog.text
     assert "has no rng_state.pth: random streams do not go on as they were" in caplog.text
     (tmp_path / "checkpoint-2" / "optimizer.pt").unlink()
     with pytest.raises(CheckpointNotFoundError, match=r"has the state of the schedule and no optimizer"):
         recorded(str(tmp_path), str(tmp_path / "checkpoint-2"))
+
+
+def test_a_place_in_another_dataset_is_none_in_this(tmp_path: Path) -> None:
+    recorded(str(tmp_path), steps=(3,), num_train_epochs=1)
+    options: dict[str, Any] = {"resume": str(tmp_path / "checkpoint-3"), "samples": 40, "num_train_epochs": 1}
+
+    with pytest.raises(IncompatibleCheckpointError, match=r"loader's dataset has 40.* With ignore_data_skip=True"):
+        recorded(str(tmp_path), **options)
+    assert sorted(recorded(str(tmp_path), ignore_data_skip=True, **options)["ids"]) == list(range(4, 11))
 
 
 def chosen(output_dir: str, strategy: str, **build: Any) -> dict[str, Any]:
