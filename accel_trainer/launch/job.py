@@ -23,7 +23,15 @@ from accel_trainer.launch.flags import Options
 from accel_trainer.launch.hosts import HostJob, plan_hosts, run_on_hosts
 from accel_trainer.registry import load_strategy
 
-__all__ = ["Job", "default_config_path", "plan_job", "resolve_options", "run_job"]
+__all__ = [
+    "Job",
+    "default_config_path",
+    "plan_job",
+    "refuse_nesting",
+    "resolve_options",
+    "run_job",
+    "worker_environment",
+]
 
 # Left by an outer launcher or a job template; the workers get their own, a single process gets none.
 _RANK_VARIABLES = (
@@ -101,7 +109,7 @@ def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] =
         ConfigError: the job as asked for cannot run; the message says what to change.
     """
     command = _command(options)
-    _refuse_nesting(environ)
+    refuse_nesting(environ)
     resolved, launch_text = resolve_options(options, environ)
     launch = resolved.config.launch
     _refuse_flags_without_effect(options, resolved)
@@ -114,7 +122,7 @@ def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] =
         command = (command[0], "-u", *command[1:])
     num_local = num_processes // launch.num_machines if hosts is None else hosts.num_local_processes
     is_one_machine = launch.num_machines == 1 if hosts is None else hosts.is_here
-    environment = _environment(environ, resolved, launch_text, num_local, needs_group and is_one_machine)
+    environment = worker_environment(environ, resolved, launch_text, num_local, needs_group and is_one_machine)
     return Job(resolved, command, environment, num_local, needs_group, hosts)
 
 
@@ -161,7 +169,12 @@ def _command(options: Options) -> tuple[str, ...]:
     return (sys.executable, *options.rest)
 
 
-def _refuse_nesting(environ: Mapping[str, str]) -> None:
+def refuse_nesting(environ: Mapping[str, str]) -> None:
+    """Refuse to start a job from within a rank of another one.
+
+    Raises:
+        ConfigError: another launcher started this process as one of several.
+    """
     if "TORCHELASTIC_RUN_ID" in environ and environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
             f"this is already rank {environ.get('RANK')} of {environ['WORLD_SIZE']} of another launcher, and would "
@@ -230,7 +243,7 @@ def _check_strategy(resolved: Resolved, num_processes: int, options: Options, ar
         )
 
 
-def _environment(
+def worker_environment(
     environ: Mapping[str, str], resolved: Resolved, launch_text: str, num_local: int, meets_here: bool
 ) -> dict[str, str]:
     """Return the environment of the started processes: ours, without ranks of others, with the launcher's decisions."""

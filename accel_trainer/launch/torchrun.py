@@ -30,7 +30,7 @@ from accel_trainer.config import LaunchConfig
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.rendezvous import LOOPBACK, BoundRendezvous, parse_settings
 
-__all__ = ["AgentJob", "run_workers", "shell_code"]
+__all__ = ["AgentJob", "build_rendezvous", "log_destination", "run_workers", "shell_code"]
 
 # The workers may need this long to save after a signal; torchrun kills after 30 s, in the middle of a large checkpoint.
 _GRACE_SECONDS = 120
@@ -76,7 +76,7 @@ def run_workers(job: AgentJob) -> int:
         ConfigError: the machine has fewer devices than processes, or the rendezvous cannot be opened.
     """
     _check_devices(job)
-    with _environment_of(job), _log_destination(job.launch) as logs:
+    with _environment_of(job), log_destination(job.launch) as logs:
         _quieten()
         agent = _Agent(job, logs)
         try:
@@ -104,7 +104,7 @@ class _Agent(LocalElasticAgent):
         spec = WorkerSpec(
             role=launch.role,
             local_world_size=job.num_local_processes,
-            rdzv_handler=_rendezvous(launch),
+            rdzv_handler=build_rendezvous(launch),
             entrypoint=job.command[0],
             args=job.command[1:],
             max_restarts=launch.max_restarts,
@@ -219,7 +219,12 @@ def _grace_seconds(environ: Mapping[str, str]) -> int:
     return int(text)
 
 
-def _rendezvous(launch: LaunchConfig) -> RendezvousHandler:
+def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
+    """Return what brings the machines of a job together.
+
+    Raises:
+        ConfigError: the settings contradict each other, or torch does not know the rendezvous.
+    """
     settings = parse_settings(launch.rdzv_conf)
     port = launch.main_process_port or 0
     if launch.rdzv_backend == "static":
@@ -295,7 +300,7 @@ def _environment_of(job: AgentJob) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _log_destination(launch: LaunchConfig) -> Iterator[DefaultLogsSpecs]:
+def log_destination(launch: LaunchConfig) -> Iterator[DefaultLogsSpecs]:
     """Workers write to the console, and with a log folder to files there as well; no temporary files stay behind."""
     tee = Std.from_str("3" if launch.log_dir and launch.tee == "0" else launch.tee)
     if launch.log_dir or not tee:

@@ -1,0 +1,291 @@
+"""Train from a running Python: start workers that call a function, which may be defined in a cell of a notebook.
+
+Workers are forked, so that they have what this process has: the function, and everything that it refers to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from accel_trainer.config import LaunchConfig, resolve
+from accel_trainer.config.environment import LAUNCH_VARIABLE
+from accel_trainer.errors import ConfigError, ProcessGroupError
+from accel_trainer.launch.job import refuse_nesting, worker_environment
+from accel_trainer.launch.torchrun import build_rendezvous, log_destination
+from accel_trainer.runtime.process import destroy_process_group
+from accel_trainer.state import is_initialized
+
+__all__ = ["debug_launcher", "notebook_launcher"]
+
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+_LOGGERS = ("agent.server.api", "multiprocessing.api")
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str | None = None,
+    use_port: int | str | None = None,
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+    use_cpu: bool = False,
+) -> None:
+    """Call `function(*args)` in several processes that are the ranks of a job, and wait for them.
+
+    The Accelerator is made within the function. One process is this one. Several are forked: nothing here may have
+    used a GPU, and each computes with one CPU thread, since the threads of this process do not survive a fork.
+
+    Args:
+        num_processes: on this machine; None is one for each GPU, and one on the CPU.
+        mixed_precision: "no", "bf16" or "fp16", where the function does not choose; None leaves it as configured.
+        use_port: on the machine of rank 0; None is a free one on one machine, 29500 on several.
+        master_addr: address of the machine of rank 0, as the others reach it.
+        node_rank: number of this machine, of `num_nodes`; the same call is made on each.
+        rdzv_endpoint: `address:port`, instead of `master_addr` and `use_port`.
+        rdzv_conf: further settings of the rendezvous.
+        max_restarts: how often all workers are started again after one has failed.
+        log_line_prefix_template: put before each line that workers write: "[${rank}] ", for instance.
+        use_cpu: run on the CPU although there is a GPU.
+
+    Raises:
+        ConfigError: an argument is wrong; this process has used a GPU, has an Accelerator or a process group already;
+            or there are fewer GPUs than processes.
+        ProcessGroupError: a worker failed; the message has its rank and its traceback.
+    """
+    refuse_nesting(os.environ)
+    count = num_processes if num_processes is not None else max(1, _count_devices(use_cpu))
+    address, port = _endpoint(rdzv_endpoint, master_addr, use_port)
+    if count < 1 or num_nodes < 1 or not 0 <= node_rank < num_nodes:
+        raise ConfigError(
+            f"num_processes={count}, num_nodes={num_nodes}, node_rank={node_rank}: expected one process and one "
+            "machine at least, and a node_rank from 0 to num_nodes - 1"
+        )
+    settings = {**(rdzv_conf or {}), **({"rdzv_id": rdzv_id} if rdzv_id != "none" and rdzv_backend != "static" else {})}
+    launch = LaunchConfig(
+        num_machines=num_nodes,
+        machine_rank=node_rank,
+        main_process_ip=address if num_nodes > 1 or rdzv_backend != "static" else None,
+        main_process_port=port,
+        rdzv_backend=rdzv_backend,
+        rdzv_conf=",".join(f"{key}={value}" for key, value in settings.items()),
+        max_restarts=max_restarts,
+        monitor_interval_seconds=monitor_interval,
+        tee="3" if log_line_prefix_template else "0",
+    )
+    flags: dict[str, Any] = {"launch.num_processes": count * num_nodes}
+    flags |= {"mixed_precision": mixed_precision} if mixed_precision is not None else {}
+    flags |= {"use_cpu": True} if use_cpu else {}
+    outer = {name: value for name, value in os.environ.items() if name != LAUNCH_VARIABLE}
+    resolved = resolve(explicit=flags, environ=outer, explicit_name="notebook_launcher")
+    launch_text = json.dumps({"config_file": None, "flags": flags})
+    environment = worker_environment(os.environ, resolved, launch_text, count, num_nodes == 1)
+    if count == num_nodes == 1:
+        with _changed_environment(environment):
+            function(*args)
+        return
+    _check_can_fork(count, resolved.config.use_cpu)
+    environment["OMP_NUM_THREADS"] = "1"
+    with _changed_environment(environment), tempfile.TemporaryDirectory(prefix="accel_trainer_") as folder:
+        _run(function, args, count, launch, log_line_prefix_template, Path(folder))
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+    """Call `function(*args)` in several processes on the CPU of this machine: to try out code for many ranks.
+
+    Raises:
+        ConfigError: this process has an Accelerator or a process group already.
+        ProcessGroupError: a worker failed; the message has its rank and its traceback.
+    """
+    notebook_launcher(function, args, num_processes, use_cpu=True)
+
+
+def _endpoint(endpoint: str, address: str, port: int | str | None) -> tuple[str, int | None]:
+    if endpoint:
+        address, _, port = endpoint.rpartition(":")
+    if port is not None and not str(port).isdecimal() or not address:
+        where = f"rdzv_endpoint={endpoint!r}" if endpoint else f"use_port={port!r}"
+        raise ConfigError(f"{where}: expected {'address:port' if endpoint else 'the number of a port'}")
+    return address, None if port is None else int(port)
+
+
+def _count_devices(use_cpu: bool) -> int:
+    """Return the number of GPUs, without touching them: a process that has used one cannot fork workers that do."""
+    return 0 if use_cpu else torch.cuda.device_count()
+
+
+def _check_can_fork(num_processes: int, use_cpu: bool) -> None:
+    """Refuse what the workers would stumble over."""
+    if dist.is_available() and dist.is_initialized():
+        raise ConfigError(
+            "this process has joined a process group, which its workers would share; start from a fresh Python, and "
+            "join within the function"
+        )
+    gc.collect()  # an Accelerator that nobody has any more may still be there
+    if is_initialized():
+        raise ConfigError(
+            "there is an Accelerator in this process, made outside of the function that is launched; make it within "
+            "the function, restart the notebook, and launch before another is made"
+        )
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise ConfigError(
+            f"{sys.platform} cannot fork processes; write a script and start it with `accel-trainer launch`"
+        )
+    if use_cpu:
+        return
+    if torch.cuda.is_initialized():
+        raise ConfigError(
+            "this process has used a GPU, and workers forked from it could not; restart the notebook, and use GPUs "
+            "within the launched function only (models, tensors on a device, torch.cuda calls)"
+        )
+    count = _count_devices(use_cpu)
+    if count and num_processes > count:
+        raise ConfigError(
+            f"num_processes={num_processes} on this machine, which has {count} GPU(s); start at most {count}, or pass "
+            "use_cpu=True to run them on the CPU"
+        )
+    if not count and torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        raise ConfigError(
+            f"num_processes={num_processes}: workers on {kind} cannot be forked; start one process, pass use_cpu=True, "
+            "or write a script and start it with `accel-trainer launch`"
+        )
+
+
+@contextlib.contextmanager
+def _changed_environment(environment: Mapping[str, str]) -> Iterator[None]:
+    """Change what differs in this process's environment, from where workers inherit it, and put it back afterwards."""
+    before = {name: os.environ.get(name) for name in {**os.environ, **environment}}
+    changed = {name: value for name, value in before.items() if environment.get(name) != value}
+    _set_variables({name: environment.get(name) for name in changed})
+    try:
+        yield
+    finally:
+        _set_variables(changed)
+
+
+def _set_variables(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _agents_habits() -> Iterator[None]:
+    """Undo what the agent leaves in its process, which elsewhere ends with it: signal handlers; and quieten it."""
+    handlers = {}
+    with contextlib.suppress(ValueError):  # only the main thread has handlers
+        handlers = {number: signal.getsignal(number) for name in _SIGNALS if (number := getattr(signal, name, None))}
+    loggers = [logging.getLogger(f"torch.distributed.elastic.{name}") for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        with contextlib.suppress(ValueError):
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def _run(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    num_processes: int,
+    launch: LaunchConfig,
+    prefix: str | None,
+    folder: Path,
+) -> None:
+    """Start the workers and wait; raise what the first that failed has written to `folder`."""
+
+    def work() -> None:
+        _work(function, args, folder)
+
+    with _agents_habits(), log_destination(launch) as logs:
+        spec = WorkerSpec(
+            role=launch.role,
+            local_world_size=num_processes,
+            rdzv_handler=build_rendezvous(launch),
+            entrypoint=work,
+            max_restarts=launch.max_restarts,
+            monitor_interval=launch.monitor_interval_seconds,
+        )
+        agent = LocalElasticAgent(spec, logs, start_method="fork", log_line_prefix_template=prefix)
+        try:
+            result = agent.run()
+        except SignalException as caught:
+            if caught.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + int(caught.sigval)) from None
+    if not result.is_failed():
+        return
+    world_size = num_processes * launch.num_machines
+    reports = sorted(folder.glob("*.txt"), key=lambda path: path.stat().st_mtime_ns)
+    if reports:
+        first = reports[0]
+        raise ProcessGroupError(
+            f"rank {first.stem} of {world_size} failed, which ended the job. In that process:\n\n{first.read_text()}"
+        )
+    rank, failure = next(iter(result.failures.items()), (None, None))
+    if failure is None:
+        raise ProcessGroupError(f"a rank of another machine failed, which ended this job of {world_size}; look there")
+    raise ProcessGroupError(
+        f"rank {rank} of {world_size} ended without a Python error, {_how(failure.exitcode)}, which ended the job"
+    )
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"with exit code {code}"
+    killed = "; out of memory, maybe" if -code == signal.SIGKILL else ""
+    return f"by {signal.Signals(-code).name}{killed}"
+
+
+def _work(function: Callable[..., Any], args: Sequence[Any], folder: Path) -> None:
+    """What a worker does: call the function, leave the job, and write down what went wrong."""
+    for name in _SIGNALS:
+        if number := getattr(signal, name, None):
+            signal.signal(number, signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
+    # The pool of this process's threads is a copy without its threads: to compute with more than one would hang.
+    torch.set_num_threads(1)
+    report = folder / f"{os.environ['RANK']}.txt"
+    report.unlink(missing_ok=True)  # of the attempt before a restart
+    try:
+        function(*args)
+        destroy_process_group()
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            destroy_process_group()
+            return
+        report.write_text(traceback.format_exc())
+        raise SystemExit(1) from None

@@ -1,0 +1,268 @@
+"""Training that is started from a running Python: real workers, forked from a process like a notebook's."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_trainer import Accelerator, debug_launcher, notebook_launcher
+from accel_trainer.errors import ConfigError, ProcessGroupError
+from tests.ranks import free_port, preload, run_ranks
+from tests.scenarios import Outcome, Scenarios
+
+preload("accel_trainer.accelerator", "accel_trainer.launch.notebook", "tests.scenarios")
+
+# Of a process that no launcher has started.
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+ALONE: dict[str, str | None] = dict.fromkeys([*_VARIABLES, "TORCHELASTIC_USE_AGENT_STORE"])
+SCENARIOS = Scenarios(env=ALONE)
+
+
+def run_all() -> dict[str, Outcome]:
+    with tempfile.TemporaryDirectory() as name:
+        os.environ["TEST_FOLDER"] = name
+        return SCENARIOS.run()
+
+
+def results(name: str) -> Any:
+    return SCENARIOS.results(name, run_all, world_size=1)[0]
+
+
+def folder() -> Path:
+    return Path(os.environ["TEST_FOLDER"])
+
+
+def state_of_this_process() -> tuple[Any, ...]:
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+    files = {path.name for path in Path(tempfile.gettempdir()).glob("accel_trainer_*")}
+    return dict(os.environ), handlers, files, threading.active_count(), multiprocessing.active_children()
+
+
+def left_alone(call: Callable[[], Any]) -> bool:
+    before = state_of_this_process()
+    call()
+    return state_of_this_process() == before
+
+
+# --- what workers do -----------------------------------------------------------------------------------------------
+
+
+def mean_of_ranks(name: str, factor: float) -> None:
+    accelerator = Accelerator()
+    total = accelerator.reduce(torch.tensor(factor * accelerator.process_index), "sum").item()
+    facts = [accelerator.num_processes, accelerator.mixed_precision, str(accelerator.device), total]
+    (folder() / f"{name}{accelerator.process_index}").write_text(repr(facts))
+
+
+def facts(name: str, rank: int = 0) -> str:
+    return (folder() / f"{name}{rank}").read_text()
+
+
+@SCENARIOS.add
+def with_options() -> Any:
+    # The threads that compute this do not survive the fork.
+    torch.set_num_threads(2)
+    torch.randn(600, 600) @ torch.randn(600, 600)
+    torch.randn(1_000_000).exp().sum()
+    kept = left_alone(
+        lambda: notebook_launcher(mean_of_ranks, ("two", 2.0), 2, mixed_precision="bf16", use_port=free_port())
+    )
+    return kept, [facts("two", rank) for rank in range(2)]
+
+
+def test_a_function_runs_on_two_ranks_and_leaves_this_process_as_it_was():
+    assert results("with_options") == (True, ["[2, 'bf16', 'cpu', 2.0]"] * 2)
+
+
+@SCENARIOS.add
+def from_a_cell() -> Any:
+    cell = """
+from accel_trainer import Accelerator, notebook_launcher
+weights = torch.zeros(3)
+class Parity(torch.nn.Linear):
+    pass
+def train(*rows):
+    accelerator = Accelerator(cpu=True)
+    model = Parity(2, 1)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.zero_()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.backward(model(torch.tensor([rows[accelerator.process_index]])).sum())
+    optimizer.step()
+    weights[:2] = accelerator.unwrap_model(model).weight[0].detach()
+    (folder / f"cell{accelerator.process_index}").write_text(repr(weights.tolist()))
+notebook_launcher(train, ([1.0, 0.0], [0.0, 1.0]), num_processes=2)
+"""
+    namespace = {"__name__": "__main__", "torch": torch, "folder": folder()}
+    kept = left_alone(lambda: exec(cell, namespace))
+    return kept, [facts("cell", rank) for rank in range(2)], namespace["weights"].tolist()
+
+
+def test_classes_functions_and_values_of_a_cell_are_there_in_the_workers():
+    kept, found, here = results("from_a_cell")
+    assert kept
+    assert found == ["[0.5, 0.5, 0.0]"] * 2  # the mean of both ranks' gradients
+    assert here == [0.0, 0.0, 0.0]
+
+
+def fail_on(rank: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    if accelerator.process_index == rank:
+        raise LookupError(f"no sample 7 on rank {rank}")
+    accelerator.wait_for_everyone()
+
+
+def die(number: int) -> None:
+    if Accelerator(cpu=True).process_index == 1:
+        os.kill(os.getpid(), number)
+    signal.pause()
+
+
+def fail_once(name: str) -> None:
+    first = folder() / name
+    accelerator = Accelerator(cpu=True)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process and not first.exists():
+        first.touch()
+        raise LookupError("once")
+    accelerator.wait_for_everyone()
+
+
+def refused(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ConfigError, ProcessGroupError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("nothing was refused")
+
+
+@SCENARIOS.add
+def failures() -> dict[str, Any]:
+    before = state_of_this_process()
+    messages: dict[str, Any] = {
+        "raised": refused(lambda: debug_launcher(fail_on, (1,))),
+        "killed": refused(lambda: debug_launcher(die, (signal.SIGKILL,))),
+        "fp16": refused(lambda: notebook_launcher(mean_of_ranks, ("fp16", 1.0), 2, mixed_precision="fp16")),
+        "restarted": notebook_launcher(fail_once, ("once",), 2, max_restarts=1),
+    }
+    messages["kept"] = state_of_this_process() == before
+    return messages
+
+
+def test_an_error_of_a_worker_comes_back_with_its_rank_and_traceback():
+    found = results("failures")
+    assert found["raised"].startswith("ProcessGroupError: rank 1 of 2 failed, which ended the job. In that process:\n")
+    assert 'test_notebook.py", line ' in found["raised"]
+    assert found["raised"].endswith("LookupError: no sample 7 on rank 1\n")
+    assert "rank 1 of 2 ended without a Python error, by SIGKILL; out of memory, maybe" in found["killed"]
+    assert "fp16 was asked for on the CPU" in found["fp16"]
+    assert found["restarted"] is None
+    assert found["kept"]
+
+
+@SCENARIOS.add
+def debugged() -> Any:
+    debug_launcher(mean_of_ranks, ("three", 1.0), num_processes=3)
+    return facts("three", 2)
+
+
+def test_the_debug_launcher_takes_any_number_of_processes_on_the_cpu():
+    assert results("debugged") == "[3, 'no', 'cpu', 3.0]"
+
+
+@SCENARIOS.add
+def alone() -> Any:
+    seen = []
+
+    def look() -> None:
+        accelerator = Accelerator(cpu=True)
+        seen.append((os.getpid(), accelerator.num_processes, accelerator.mixed_precision))
+
+    kept = left_alone(lambda: notebook_launcher(look, mixed_precision="bf16"))
+    notebook_launcher(look)
+    return kept, seen == [(os.getpid(), 1, "bf16"), (os.getpid(), 1, "no")]
+
+
+def test_one_process_is_this_one():
+    assert results("alone") == (True, True)
+
+
+@SCENARIOS.add
+def prevented() -> dict[str, str]:
+    def launch(**options: Any) -> Callable[[], None]:
+        return lambda: notebook_launcher(mean_of_ranks, ("never", 1.0), **{"num_processes": 2, **options})
+
+    messages = {
+        "precision": refused(launch(mixed_precision="fp61")),
+        "port": refused(launch(use_port="http")),
+        "endpoint": refused(launch(rdzv_endpoint="somewhere")),
+        "none": refused(launch(num_processes=0)),
+        "node": refused(launch(num_nodes=2, node_rank=2)),
+        "conf": refused(launch(rdzv_conf={"tiemout": 3})),
+    }
+    accelerator = Accelerator(cpu=True)
+    messages["accelerator"] = refused(launch())
+    del accelerator
+    os.environ.update(RANK="0", WORLD_SIZE="2", TORCHELASTIC_RUN_ID="outer")
+    messages["nested"] = refused(launch())
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        del os.environ[name]
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    messages["group"] = refused(launch())
+    torch.distributed.destroy_process_group()
+    assert not list(folder().glob("never*"))
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("precision", "notebook_launcher(mixed_precision=...) is 'fp61'; expected one of 'no', 'bf16', 'fp16', 'fp8'"),
+        ("port", "use_port='http': expected the number of a port"),
+        ("endpoint", "rdzv_endpoint='somewhere': expected address:port"),
+        ("none", "num_processes=0, num_nodes=1, node_rank=0: expected one process and one machine at least"),
+        ("node", "num_nodes=2, node_rank=2: expected one process and one machine at least, and a node_rank from 0"),
+        ("conf", "rdzv_conf has 'tiemout', which the static rendezvous does not know"),
+        ("accelerator", "there is an Accelerator in this process, made outside of the function that is launched"),
+        ("nested", "this is already rank 0 of 2 of another launcher"),
+        ("group", "this process has joined a process group, which its workers would share"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_before_a_worker_is(name: str, message: str):
+    assert message in results("prevented")[name]
+
+
+def test_a_process_that_has_used_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="this process has used a GPU, and workers forked from it could not; restart"):
+        notebook_launcher(mean_of_ranks, ("never", 1.0), num_processes=2)
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"num_processes=3 on this machine, which has 2 GPU\(s\); start at most 2"):
+        notebook_launcher(mean_of_ranks, ("never", 1.0), num_processes=3)
+
+
+def one_of_two_machines(port: int) -> None:
+    node = int(os.environ.pop("TEST_NODE"))
+    notebook_launcher(mean_of_ranks, (f"node{node}_", 1.0), 1, use_port=port, node_rank=node, num_nodes=2, use_cpu=True)
+
+
+def test_two_machines_form_one_job(tmp_path: Path):
+    def environ(rank: int) -> dict[str, str | None]:
+        return {**ALONE, "TEST_FOLDER": str(tmp_path), "TEST_NODE": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+
+    run_ranks(one_of_two_machines, 2, free_port(), env=environ)
+    assert (tmp_path / "node0_0").read_text() == (tmp_path / "node1_1").read_text() == "[2, 'no', 'cpu', 1.0]"
