@@ -10,7 +10,7 @@ from pathlib import Path
 from accel_trainer.checkpoint.lock import LOCK_NAME, DirectoryLock
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
 from accel_trainer.checkpoint.replacing import sweep
-from accel_trainer.checkpoint.retention import numbered_checkpoints, retire
+from accel_trainer.checkpoint.retention import is_complete, numbered_checkpoints, retire
 from accel_trainer.checkpoint.verification import check_files, find_extra
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError
 from accel_trainer.launch.weights import add_export_options, run_export
@@ -98,11 +98,25 @@ def _verify(directory: Path, mode: str) -> int:
     return 1 if any(flaw is not None for flaw in flaws.values()) else 0
 
 
+def _newest_and_best(directory: Path, prefix: str) -> list[Path]:
+    """Return the newest complete checkpoint, and the one that its Trainer called the best."""
+    complete = (path for _, path in reversed(numbered_checkpoints(directory, prefix)) if is_complete(path))
+    newest = next(complete, None)
+    if newest is None:
+        return []
+    best = Manifest.read(newest).metadata.get("trainer", {}).get("best_step")
+    return [newest] if best is None else [newest, directory / f"{prefix}{best}"]
+
+
 def _prune(directory: Path, keep: int) -> int:
     lock = DirectoryLock.take(directory / LOCK_NAME)
     try:
         sweep(directory)
-        removed = [path for prefix in _PREFIXES for path in retire(directory, keep, prefix=prefix)]
+        removed = [
+            path
+            for prefix in _PREFIXES
+            for path in retire(directory, keep, _newest_and_best(directory, prefix), prefix=prefix)
+        ]
     finally:
         lock.release()
     for path in removed:

@@ -196,6 +196,7 @@ def describe_progress(trainer: Any) -> dict[str, Any]:
             position["dataset_state"] = None
     return {
         "global_step": trainer.state.global_step,
+        "best_step": trainer.state.best_global_step,
         "update_batch": trainer.get_total_train_batch_size(args),
         "has_training_state": not args.save_only_model,
         "position": position,

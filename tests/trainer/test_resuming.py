@@ -21,6 +21,7 @@ from accel_trainer.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
 )
+from accel_trainer.launch.cli import main
 from tests.ranks import RankFailure, run_ranks
 from tests.trainer_jobs import TokenDataset, build_trainer, summary, train
 
@@ -79,8 +80,9 @@ def test_r7_samples_and_losses_go_on_on_another_number_of_processes(tmp_path: Pa
     two, other = run_ranks(on_two, 2, tmp_path, timeout=110)
     for step in (3, 7):
         path = str(tmp_path / "two" / f"checkpoint-{step}")
-        # Larger batches, no accumulation: the updates have the same samples.
-        two[f"1 of two-{step}"] = recorded(str(tmp_path / "again"), path, (), per_device_train_batch_size=8)
+        # Larger batches, no accumulation, workers: the updates have the same samples.
+        options = {"per_device_train_batch_size": 8, "dataloader_num_workers": 2}
+        two[f"1 of two-{step}"] = recorded(str(tmp_path / "again"), path, (), **options)
 
     for epoch in range(2):
         numbers = range(epoch * UPDATES + 1, (epoch + 1) * UPDATES + 1)
@@ -239,7 +241,7 @@ def test_r1_a_run_killed_while_it_saves_resumes_from_the_last_good_one(
 def test_retention_keeps_the_best_and_the_newest_and_counts_numbers(tmp_path: Path) -> None:
     trainer = build_trainer(
         tmp_path, samples=44, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
-        save_total_limit=2, load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True,
+        save_total_limit=3, load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True,
     )  # fmt: skip
     trainer.compute_metrics = lambda _: {"score": float(trainer.state.global_step == 3)}
     # Number 9 is written before 10, and looks newer: numbers count, not times or names.
@@ -247,6 +249,9 @@ def test_retention_keeps_the_best_and_the_newest_and_counts_numbers(tmp_path: Pa
 
     trainer.train()
 
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == ["checkpoint-10", "checkpoint-11", "checkpoint-3", "checkpoint-of-mine"]
+    assert main(["ckpt", "prune", "--keep", "1", str(tmp_path)]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-11", "checkpoint-3", "checkpoint-of-mine"]
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-3")
 
