@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_trainer.errors import ConfigError
+from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.agreement import RAGGED_WAY_OUT, agree, describe_rows
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.wire import gather_tensor, map_tensors, tensors_of
@@ -33,7 +33,8 @@ def check_ragged(pad_index: float | None, as_samples: bool) -> bool:
 def gather_ragged(data: Any, sizes: Sequence[int], process: ProcessContext, *, debug: bool = False) -> Any:
     """Concatenate tensors whose first dimension differs between ranks in a way that all ranks know beforehand.
 
-    Collective: every rank calls it, with the same `sizes`. No sizes are exchanged.
+    Collective: every rank calls it, with the same `sizes`. How many rows each tensor has for a sample is exchanged
+    first: a rank that refused alone would leave the others waiting.
 
     Args:
         sizes: the first dimension on each rank. A tensor whose first dimension is a multiple of it has that many rows
@@ -42,13 +43,48 @@ def gather_ragged(data: Any, sizes: Sequence[int], process: ProcessContext, *, d
 
     Raises:
         ConfigError: a tensor does not have the rows that `sizes` promises.
-        ProcessGroupError: with `debug`, the ranks' tensors do not fit together.
+        ProcessGroupError: those of another rank do not, or have another number of rows for a sample; with `debug`, the
+            ranks' tensors do not fit together in another way.
     """
     if len(sizes) != process.world_size:
         raise ConfigError(f"got {len(sizes)} sizes for {process.world_size} ranks; give one for each rank")
     if debug:
         agree("gather", describe_rows(data, sizes[process.rank]), process, way_out=RAGGED_WAY_OUT)
+    _agree_on_rows(tensors_of("gather_ragged", data), sizes[process.rank], process)
     return map_tensors("gather_ragged", lambda tensor: _gather_rows(tensor, sizes, process), data)
+
+
+def _rows_for_each(tensor: Tensor, num_samples: int) -> int:
+    """Return how many rows a tensor has for each sample; 0 where that is no whole number."""
+    if tensor.ndim == 0:
+        return 1
+    if num_samples == 0:
+        return int(tensor.shape[0] == 0)
+    per_sample, remainder = divmod(tensor.shape[0], num_samples)
+    return 0 if remainder else per_sample
+
+
+def _agree_on_rows(tensors: Sequence[Tensor], num_samples: int, process: ProcessContext) -> None:
+    """Raise on every rank unless each tensor has as many rows for a sample on all of them. Collective."""
+    if not process.is_distributed or not tensors:
+        return
+    own = [_rows_for_each(tensor, num_samples) for tensor in tensors]
+    everyone = gather_tensor(torch.tensor(own), process).view(process.world_size, -1).tolist()
+    for tensor, per_sample in zip(tensors, own, strict=True):
+        if per_sample == 0:
+            raise ConfigError(
+                f"a tensor of shape {tuple(tensor.shape)} cannot be gathered: rank {process.rank} has {num_samples} "
+                "rows in this step; give tensors with one row (or the same number of rows) for each sample of the batch"
+            )
+    for rank, other in enumerate(everyone):
+        if other != own:
+            leaf = next(index for index, pair in enumerate(zip(own, other, strict=True)) if pair[0] != pair[1])
+            there = f"{other[leaf]} row(s)" if other[leaf] else "no whole number of rows"
+            raise ProcessGroupError(
+                f"tensor {leaf} cannot be gathered: it has {own[leaf]} row(s) for each sample of this step on rank "
+                f"{process.rank}, and {there} on rank {rank}. Nothing was sent; give tensors with one row (or the same "
+                "number of rows) for each sample of the batch"
+            )
 
 
 def gather_unequal(data: Any, process: ProcessContext, *, pad_index: float | None) -> Any:
@@ -103,13 +139,7 @@ def _check_fits(pad_index: float, dtype: torch.dtype) -> None:
 def _gather_rows(tensor: Tensor, sizes: Sequence[int], process: ProcessContext) -> Tensor:
     if tensor.ndim == 0 or not process.is_distributed:
         return gather_tensor(tensor, process)
-    expected = sizes[process.rank]
-    per_row, remainder = divmod(tensor.shape[0], expected) if expected else (1, tensor.shape[0])
-    if remainder or per_row == 0:
-        raise ConfigError(
-            f"a tensor of shape {tuple(tensor.shape)} cannot be gathered: rank {process.rank} has {expected} rows in "
-            "this step; give tensors with one row (or the same number of rows) for each sample of the batch"
-        )
+    per_row = _rows_for_each(tensor, sizes[process.rank])
     largest = max(sizes) * per_row
     padded = tensor.new_zeros((largest, *tensor.shape[1:]))
     padded[: tensor.shape[0]] = tensor.detach()

@@ -281,20 +281,36 @@ def test_what_is_sent_as_objects_is_not_filled() -> None:
         trim_gathered(["x"], None, process, use_objects=True, pad_index=0)
 
 
-def gather_wrong_rows() -> tuple[str, str]:
+def gather_wrong_rows() -> tuple[str, str, list[str]]:
     process = init_process(read_environment(), use_cpu=True, timeout_seconds=30)
+    rows = BatchRows((3, 2), (3, 2))
+    told = []
+    # 4 rows fit one rank, and 6 both, which understand them differently.
+    for columns in (torch.ones(4), {"good": torch.ones(3 - process.rank), "bad": torch.ones(6)}):
+        with pytest.raises((ConfigError, ProcessGroupError)) as refused:
+            trim_gathered(columns, rows, process)
+        told.append(f"{type(refused.value).__name__}: {refused.value}")
     with pytest.raises(ConfigError) as caught:
         trim_gathered(torch.ones(5), BatchRows((3, 2), (3, 2)), process)
     tensor = torch.ones(3 - process.rank, 3 + process.rank)
     with pytest.raises(ProcessGroupError) as differing:
         trim_gathered(tensor, BatchRows((3, 2), (3, 2)), process, debug=True)
-    return str(caught.value), str(differing.value)
+    return str(caught.value), str(differing.value), told
 
 
 @pytest.mark.multirank
 def test_d36_rows_that_do_not_fit_an_uneven_step_are_refused() -> None:
-    (first, both), (second, again) = run_ranks(gather_wrong_rows, 2)
+    (first, both, told), (second, again, other_told) = run_ranks(gather_wrong_rows, 2)
     assert both == again
     assert "leaf 0 of gather: rank 0 has float32 with 1 row(s) of (3,) for each sample, rank 1 has float32" in both
     assert "a tensor of shape (5,) cannot be gathered: rank 0 has 3 rows in this step" in first
     assert "rank 1 has 2 rows" in second
+    assert told[0].startswith("ConfigError: a tensor of shape (4,) cannot be gathered: rank 0 has 3 rows in this step")
+    assert other_told[0].startswith(
+        "ProcessGroupError: tensor 0 cannot be gathered: it has 2 row(s) for each sample of this step on rank 1, and "
+        "no whole number of rows on rank 0. Nothing was sent"
+    )
+    assert (
+        "tensor 1 cannot be gathered: it has 2 row(s) for each sample of this step on rank 0, and 3 row(s)" in told[1]
+    )
+    assert "tensor 1 cannot be gathered: it has 3 row(s) for each sample of this step on rank 1" in other_told[1]
