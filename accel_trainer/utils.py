@@ -5,6 +5,7 @@ from __future__ import annotations
 from accel_trainer.checkpoint.empty import init_empty_weights, init_on_device
 from accel_trainer.checkpoint.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
 from accel_trainer.deepspeed_plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler, HfDeepSpeedConfig
+from accel_trainer.gathering import GatheredParameters
 from accel_trainer.operations import (
     broadcast,
     broadcast_object_list,
@@ -52,6 +53,7 @@ __all__ = [
     "DummyOptim",
     "DummyScheduler",
     "FullyShardedDataParallelPlugin",
+    "GatheredParameters",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "HfDeepSpeedConfig",

@@ -18,7 +18,7 @@ from accel_trainer.checkpoint.tensor_file import LazyTensor
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.strategies.whole_state import load_whole, save_whole, whole_files
 
-__all__ = ["DeepSpeedCheckpointIO"]
+__all__ = ["DeepSpeedCheckpointIO", "flat_partitions"]
 
 
 def _agree(value: Any) -> Any:
@@ -58,6 +58,14 @@ def _gathered(tensor: Tensor, modifier_rank: int | None = None) -> AbstractConte
 
     gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([tensor], modifier_rank=modifier_rank)
     return gathered
+
+
+def flat_partitions(zero: Any) -> list[Tensor]:
+    """Return the flat fp32 partitions of this rank that stand in the engine's optimizer for the parameters."""
+    flats: list[Tensor] | None = getattr(zero, "single_partition_of_fp32_groups", None)
+    if flats is None:
+        flats = getattr(zero, "fp32_partitioned_groups_flat", None)
+    return list(zero.fp32_groups_flat_partition) if flats is None else list(flats)
 
 
 class _Whole:
@@ -199,19 +207,11 @@ class DeepSpeedCheckpointIO:
         """Return the parameters that have optimizer state, by name."""
         return {name.replace("_orig_mod.", ""): p for name, p in self._module.named_parameters() if p.requires_grad}
 
-    def _flats(self) -> list[Tensor]:
-        """Return the flat fp32 partitions of this rank that stand in the optimizer for the parameters."""
-        zero = self._zero
-        flats: list[Tensor] | None = getattr(zero, "single_partition_of_fp32_groups", None)
-        if flats is None:
-            flats = getattr(zero, "fp32_partitioned_groups_flat", None)
-        return list(zero.fp32_groups_flat_partition) if flats is None else list(flats)
-
     def _flat_of(self, parameter: nn.Parameter) -> Tensor:
         """Return the partition whose optimizer state covers `parameter`."""
         if hasattr(parameter, "ds_id"):
-            return self._flats()[self._zero.grad_position[self._zero.get_param_id(parameter)][0]]
-        for flat, group in zip(self._flats(), self._lp_groups(), strict=True):
+            return flat_partitions(self._zero)[self._zero.grad_position[self._zero.get_param_id(parameter)][0]]
+        for flat, group in zip(flat_partitions(self._zero), self._lp_groups(), strict=True):
             if any(parameter is own for own in group):
                 return flat
         raise AssertionError("a trained parameter is in no group of the engine")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.integrations.deepspeed_checkpoint import DeepSpeedCheckpointIO
+from accel_trainer.integrations.deepspeed_checkpoint import DeepSpeedCheckpointIO, flat_partitions
 from accel_trainer.strategies.api import CheckpointIO, HeldGradients, StepOutcome
 from accel_trainer.strategies.native import NativeUnit
 
@@ -215,6 +215,7 @@ class DeepSpeedUnit:
             )
         with self._step_options():
             self._engine.step()
+        self._clear_buffers()
         self._holds_gradients = False
         norm = self._report_norm()
         return StepOutcome(applied=self._engine.was_step_applied(), grad_norm=norm)
@@ -279,6 +280,21 @@ class DeepSpeedUnit:
                 held[key] = None
         if getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
             zero.reset_cpu_buffers()
+        self._clear_buffers()
+
+    def _clear_buffers(self) -> None:
+        """Empty the buffers that the engine keeps between updates.
+
+        It writes the gradients of a window into them, and steps with all of them: a parameter that takes no part in a
+        window would be updated with its gradient of an earlier one (ZeRO-3, and offloaded optimizer state).
+        """
+        zero = self._zero
+        if (partitions := getattr(zero, "grad_partitions_flat_buffer", None)) is not None:
+            partitions.zero_()
+        if getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
+            zero.norm_for_param_grads.clear()
+            kept = [flat.grad for flat in flat_partitions(zero) if flat.grad is not None]
+            torch._foreach_zero_([*kept, *getattr(zero, "accumulated_grads_in_cpu", {}).values()])
 
     def take_scheduler(self) -> Any:
         """Return the schedule of the engine's configuration, which the engine steps no longer; None without one."""

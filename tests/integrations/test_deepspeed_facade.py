@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,70 @@ def test_a_backward_may_end_the_window_that_its_forward_did_not():
         optimizer.zero_grad()
     for values in results("triggered")[0]:
         equal(values, list(model.parameters()))
+
+
+@SCENARIOS.add
+def gathered() -> Any:
+    from accel_trainer.utils import GatheredParameters
+
+    made, model, _ = layout(3)
+    weight = model.module.stem.weight
+    with GatheredParameters(model.parameters()):
+        shape = tuple(weight.shape)
+    with GatheredParameters(weight, modifier_rank=0):
+        weight.data.fill_(made.process_index + 5.0)
+    with GatheredParameters(weight, enabled=False):
+        is_left = weight.numel() < weight.ds_numel
+    plain = nn.Linear(2, 2)
+    with GatheredParameters(plain.parameters()):
+        is_plain = plain.weight.shape == (2, 2)
+    with GatheredParameters([weight]):
+        values = set(weight.flatten().tolist())
+    return shape, is_left, is_plain, values
+
+
+def test_parameters_in_pieces_are_whole_in_a_block():
+    assert results("gathered") == [((7, 4), True, True, {5.0})] * 2
+
+
+def test_the_block_leaves_parameters_of_fsdp2_to_them():
+    from accel_trainer.utils import GatheredParameters
+
+    sharded = nn.Parameter(torch.ones(2))
+    sharded.full_tensor = lambda: sharded
+    with pytest.raises(ConfigError, match=r"that FSDP2 has sharded.*use parameter\.full_tensor\(\)"):
+        GatheredParameters(sharded)
+
+
+@SCENARIOS.add
+def exported() -> Any:
+    from safetensors.torch import load_file
+
+    from accel_trainer.utils import broadcast_object_list
+
+    found = {}
+    for stage in (2, 3):
+        made, model, optimizer = layout(stage, mixed_precision="bf16")
+        step(made, model, optimizer, 0)
+        with tempfile.TemporaryDirectory() as own:
+            folder = Path(broadcast_object_list([own])[0])
+            made.save_model(model, folder, max_shard_size="100B")
+            state = made.get_state_dict(model)
+            paths = list(folder.glob("*.safetensors"))
+            files = {name: value for path in paths for name, value in load_file(path).items()}
+            made.wait_for_everyone()
+        found[stage] = state, {name: files[name] for name in state}, len(paths)
+    return found
+
+
+def test_weights_are_exported_in_files_for_transformers():
+    first, second = results("exported")
+    for stage in (2, 3):
+        state, files, count = first[stage]
+        assert state.keys() == build().state_dict().keys()
+        assert all(torch.equal(files[name], value) for name, value in state.items())
+        assert count > 1
+        assert second[stage][0] == {}
 
 
 @SCENARIOS.add

@@ -13,7 +13,7 @@ pytest.importorskip("deepspeed")
 from accel_trainer.errors import ConfigError
 from tests.ranks import preload
 from tests.scenarios import Outcome, Scenarios
-from tests.zero import adamw, alone, batch, build, layout, own_rows, whole
+from tests.zero import accelerator, adamw, alone, batch, build, layout, own_rows, unit_of, whole
 
 preload("accel_trainer.accelerator", "deepspeed")
 
@@ -195,3 +195,90 @@ def test_losses_are_weighed_by_tokens():
         optimizer.step()
         optimizer.zero_grad()
     close(results("token_means")[0], [p.detach() for p in model.parameters()])
+
+
+class Branches(nn.Module):
+    """One part takes part in some steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always = nn.Linear(4, 1)
+        self.sometimes = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, is_used: bool) -> torch.Tensor:
+        output = self.always(x)
+        return (output + self.sometimes(x) if is_used else output).square().mean()
+
+
+USED = (True, False, False, True, False)
+
+
+@SCENARIOS.add
+def parts_without_gradients() -> Any:
+    def train(stage: int, offload: bool) -> Any:
+        made, model = accelerator(stage, offload), Branches()
+        model, optimizer = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        for step, is_used in enumerate(USED):
+            made.backward(model(own_rows(step), is_used))
+            made.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole(made, model)
+
+    return for_each_variant(train) | {"zero2 offloaded": train(2, True)}
+
+
+def test_a_part_without_gradients_is_not_updated_with_earlier_ones():
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step, is_used in enumerate(USED):
+        model(batch(step), is_used).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = results("parts_without_gradients")[0]
+    offloaded = trained.pop("zero2 offloaded")
+    close(trained | {"zero3 offloaded": offloaded}, [p.detach() for p in model.parameters()])
+    close(trained, [p.detach() for p in model.parameters()])
+
+
+@SCENARIOS.add
+def overflow() -> Any:
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    # Torch computes in fp16 on the CPU, slowly; the engine says no for that reason.
+    CPU_Accelerator.is_fp16_supported = lambda self: True
+    scale = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1, "loss_scale_window": 2}
+    found = {}
+    for stage in (1, 2, 3):
+        unit = unit_of(stage, {"fp16": scale})
+        steps = []
+        for _ in range(12):
+            before = [p.detach().clone() for p in unit.checkpoint_io().full_model_state().values()]
+            unit.backward(unit.model(own_rows(0)))
+            promised = unit.clip_grad_norm(unit.model.parameters(), 0.01)
+            outcome = unit.step()
+            assert torch.equal(promised, outcome.grad_norm)
+            after = unit.checkpoint_io().full_model_state().values()
+            moved = max((float((a - b).abs().max()) for a, b in zip(after, before, strict=True)), default=None)
+            steps.append((outcome.applied, float(outcome.grad_norm), moved))
+        found[stage] = steps
+    return found
+
+
+def test_fp16_overflow_skips_the_update_and_says_so():
+    model = build()
+    model(batch(0)).backward()
+    norm = float(nn.utils.get_total_norm(p.grad for p in model.parameters()))
+    for rank, found in enumerate(results("overflow")):
+        for steps in found.values():
+            skipped = [step for step in steps if not step[0]]
+            applied = [step for step in steps if step[0]]
+            assert steps[0] == (False, float("inf"), 0.0 if rank == 0 else None)
+            assert all(step[1:] == steps[0][1:] for step in skipped)
+            assert applied[0][1] == pytest.approx(norm, rel=0.01)
+            if rank == 0:
+                # Adam moves by its rate whatever the gradients are scaled by, when the scale grows too.
+                assert all(0.005 < step[2] < 0.02 for step in applied)
+                assert len(applied) >= 3
