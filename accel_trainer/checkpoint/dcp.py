@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel_trainer.checkpoint.layout import box_of, local_of
 from accel_trainer.checkpoint.slices import Box, plan_reads
 from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 
@@ -178,12 +179,20 @@ class DcpDirectory:
             whole[place].copy_(stored[source])
         return whole
 
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Fill `target`, whole or laid out over a mesh, with what this rank holds of a tensor."""
+        local_of(target).copy_(self.read(name, box_of(target)))
+
     def value(self, name: str) -> Any:
         """Return a tensor, or an object of numbers, strings, lists and dicts."""
         return self.read(name) if name in self.tensors else self._load(self._objects[name], name)
 
-    def nested(self, first: Any) -> dict[Any, Any]:
-        """Return everything below a key of the outermost dict as the nested dicts and lists that were saved."""
+    def nested(self, first: Any, tensor: Callable[[str], Any] | None = None) -> dict[Any, Any]:
+        """Return everything below a key of the outermost dict as the nested dicts and lists that were saved.
+
+        Args:
+            tensor: what stands for a tensor, by its flat name; None reads it.
+        """
         tree: dict[Any, Any] = {}
         for name in self:
             path = self.paths.get(name, (name,))
@@ -191,7 +200,7 @@ class DcpDirectory:
                 node = tree
                 for key in path[1:-1]:
                     node = node.setdefault(key, {})
-                node[path[-1]] = self.value(name)
+                node[path[-1]] = self.value(name) if tensor is None or name not in self.tensors else tensor(name)
         nested: dict[Any, Any] = _with_lists(tree)
         return nested
 

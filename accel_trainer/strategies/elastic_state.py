@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.codec import decode, encode
+from accel_trainer.checkpoint.dcp import DcpDirectory
 from accel_trainer.checkpoint.directory import StagedDirectory, StoredCheckpoint
 from accel_trainer.checkpoint.layout import box_of, is_cut
 from accel_trainer.checkpoint.manifest import Manifest, TensorEntry
@@ -31,7 +33,7 @@ from accel_trainer.runtime.health import shared_fate
 if TYPE_CHECKING:
     from accel_trainer.strategies.torch_state import TorchCheckpointIO
 
-__all__ = ["load_unit", "save_unit", "unit_files"]
+__all__ = ["load_dcp_optimizer", "load_unit", "save_unit", "unit_files"]
 
 logger = logging.get_logger(__name__)
 
@@ -124,6 +126,22 @@ class _PendingTensors(Mapping[str, Any]):
         return sum(1 for _ in self.parts)
 
 
+class Parts(Protocol):
+    """Stored tensors that can be read in part."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a whole tensor."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that a tensor was saved in."""
+
+    def files_for(self, name: str, box: Box) -> set[str]:
+        """Return the files to verify before a part is read."""
+
+    def read(self, name: str, target: Tensor) -> None:
+        """Fill a target with what this rank holds of it."""
+
+
 class _Reads:
     """What this rank is going to read: targets are made first, then files are verified, then targets are filled."""
 
@@ -131,7 +149,7 @@ class _Reads:
         self.files: set[str] = set()
         self._waiting: list[Callable[[], None]] = []
 
-    def add(self, parts: StoredParts, name: str, target: Tensor, then: Callable[[], Any] | None = None) -> None:
+    def add(self, parts: Parts, name: str, target: Tensor, then: Callable[[], Any] | None = None) -> None:
         self.files |= parts.files_for(name, box_of(target))
 
         def read() -> None:
@@ -213,18 +231,24 @@ def _plan_optimizer(
     io: TorchCheckpointIO, stored: StoredCheckpoint, prefix: str, outline: Any, reads: _Reads
 ) -> Callable[[], None]:
     """Make the targets of the optimizers' state, and return what puts them in place once they are filled."""
-    from accel_trainer.strategies.torch_state import OWN_STATE, options_of, outline_optimizer
-
     if outline is None:
         raise IncompatibleCheckpointError(
             f"{stored.path.absolute()} holds no optimizer state for {type(io.module).__name__}, which has an "
             "optimizer; an optimizer is never reset silently: load the weights alone to start it anew"
         )
     parts = StoredParts(stored, f"{prefix}.optimizer")
+    return _plan_groups(io, decode(outline, _PendingTensors(parts)), parts, reads, stored.path)
+
+
+def _plan_groups(
+    io: TorchCheckpointIO, state: Mapping[str, Any], parts: Parts, reads: _Reads, source: Path
+) -> Callable[[], None]:
+    from accel_trainer.strategies.torch_state import OWN_STATE, options_of, outline_optimizer
+
     groups = io.named_groups()
-    plan = outline_optimizer(decode(outline, _PendingTensors(parts)), [list(own) for _, own, _ in groups])
+    plan = outline_optimizer(state, [list(own) for _, own, _ in groups])
     if isinstance(plan, str):
-        raise IncompatibleCheckpointError(f"{stored.path.absolute()}: {plan}")
+        raise IncompatibleCheckpointError(f"{source.absolute()}: {plan}")
     finishing: list[Callable[[], Any]] = []
     for (group, own, optimizer), saved in zip(groups, plan["param_groups"], strict=True):
         options = {
@@ -251,6 +275,39 @@ def _plan_optimizer(
     return finish
 
 
+class _DcpParts:
+    """The tensors of a torch.distributed.checkpoint directory."""
+
+    def __init__(self, stored: DcpDirectory) -> None:
+        self._stored = stored
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._stored.tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._stored.tensors[name].dtype
+
+    def files_for(self, name: str, box: Box) -> set[str]:
+        return set()
+
+    def read(self, name: str, target: Tensor) -> None:
+        self._stored.read_into(name, target)
+
+
+def load_dcp_optimizer(io: TorchCheckpointIO, directory: Path) -> None:
+    """Load the optimizers' state under `optimizer` of a torch.distributed.checkpoint directory, each rank its part.
+
+    Raises:
+        IncompatibleCheckpointError: it was saved for other parameters or groups; nothing was loaded.
+    """
+    stored = DcpDirectory(directory)
+    reads = _Reads()
+    state = {"state": {}, "param_groups": [], **stored.nested("optimizer", _Pending)}
+    finish = _plan_groups(io, state, _DcpParts(stored), reads, directory)
+    reads.run()
+    finish()
+
+
 def _set_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
     if entry:
         optimizer.state[parameter] = entry
@@ -261,7 +318,7 @@ def _set_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, entry:
 Make = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
-def _build(value: Any, parts: StoredParts, reads: _Reads, make: Make) -> Any:
+def _build(value: Any, parts: Parts, reads: _Reads, make: Make) -> Any:
     """Return `value` with its pending tensors replaced by ones that `reads` will fill."""
     if isinstance(value, _Pending):
         target = make(parts.shape(value.name), parts.dtype(value.name))

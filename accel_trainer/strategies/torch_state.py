@@ -16,7 +16,7 @@ from accel_trainer.checkpoint.directory import StagedDirectory, StoredCheckpoint
 from accel_trainer.checkpoint.manifest import Manifest
 from accel_trainer.checkpoint.tensor_file import LazyTensor
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
-from accel_trainer.strategies.elastic_state import load_unit, save_unit, unit_files
+from accel_trainer.strategies.elastic_state import load_dcp_optimizer, load_unit, save_unit, unit_files
 
 __all__ = ["OWN_STATE", "TorchCheckpointIO", "options_of", "outline_optimizer", "own_states"]
 
@@ -311,13 +311,8 @@ class TorchCheckpointIO:
 
     def load_sharded_optimizer(self, path: Path) -> None:
         """Read a torch.distributed.checkpoint directory written by any number of ranks. Collective."""
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-
-        optimizers = self._own_optimizers()
-        state = {"optimizer": get_optimizer_state_dict(self.module, optimizers)}
-        dcp.load(state, storage_reader=dcp.FileSystemReader(path))
-        set_optimizer_state_dict(self.module, optimizers, state["optimizer"])
+        self._require_optimizer()
+        load_dcp_optimizer(self, path)
 
 
 class _TensorOutline:
