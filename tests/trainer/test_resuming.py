@@ -196,6 +196,15 @@ def test_a_place_in_another_dataset_is_none_in_this(tmp_path: Path) -> None:
     assert sorted(recorded(str(tmp_path), ignore_data_skip=True, **options)["ids"]) == list(range(4, 11))
 
 
+def test_r8_a_checkpoint_without_random_streams_is_an_error(tmp_path: Path) -> None:
+    trainer = build_trainer(tmp_path, save_strategy="steps", save_steps=4)
+    trainer._save_rng_state = lambda directory: None
+    trainer.train()
+
+    with pytest.raises(CheckpointNotFoundError, match=r"rng_state.pth is missing, the random streams of rank 0"):
+        train(tmp_path, str(tmp_path / "checkpoint-4"), strategy="single")
+
+
 def chosen(output_dir: str, strategy: str, **build: Any) -> dict[str, Any]:
     trainer = build_trainer(output_dir, strategy=strategy, **build)
     trainer.train(resume_from_checkpoint=True)
