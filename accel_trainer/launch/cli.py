@@ -138,6 +138,12 @@ def _config(words: Sequence[str]) -> int:
     return 0
 
 
+def _test(words: Sequence[str]) -> int:
+    from accel_trainer.launch.testing import run_test
+
+    return run_test(words)
+
+
 def _convert_config(words: Sequence[str]) -> int:
     from accel_trainer.launch.convert import convert_config
 
@@ -158,6 +164,7 @@ def _merge_weights(words: Sequence[str]) -> int:
 
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "launch": (_launch, "run a script on one or several processes"),
+    "test": (_test, "check processes, collectives, loaders and training as configured"),
     "config": (_config, "make a configuration file (config default)"),
     "convert-config": (_convert_config, "turn a DeepSpeed configuration into one for FSDP2, or back"),
     "ckpt": (_ckpt, "list, verify, prune and export checkpoints"),

@@ -25,6 +25,7 @@ from accel_trainer.registry import load_strategy
 
 __all__ = [
     "Job",
+    "count_devices",
     "default_config_path",
     "plan_job",
     "refuse_nesting",
@@ -199,10 +200,11 @@ def _num_processes(resolved: Resolved) -> int:
         return config.launch.num_processes
     if config.strategy == "single":
         return 1
-    return config.launch.num_machines * max(1, _count_devices(config.use_cpu, config.launch.gpu_ids))
+    return config.launch.num_machines * max(1, count_devices(config.use_cpu, config.launch.gpu_ids))
 
 
-def _count_devices(use_cpu: bool, gpu_ids: str) -> int:
+def count_devices(use_cpu: bool, gpu_ids: str) -> int:
+    """Return the accelerator devices of this machine that a job may use."""
     if use_cpu:
         return 0
     if gpu_ids != "all":

@@ -28,6 +28,7 @@ def test_the_overview_names_every_command(words: list[str], capsys: pytest.Captu
     text = capsys.readouterr().out
     assert [line.split()[0] for line in text.splitlines() if line.startswith("  ")] == [
         "launch",
+        "test",
         "config",
         "convert-config",
         "ckpt",
@@ -64,7 +65,7 @@ def test_an_unknown_command_gets_the_nearest_name(capsys: pytest.CaptureFixture[
     assert "unknown command 'lauch'; did you mean 'launch'?" in capsys.readouterr().err
     assert main(["xyz"]) == 2
     assert (
-        "unknown command 'xyz'; expected one of launch, config, convert-config, ckpt, merge-weights, explain, env"
+        "unknown command 'xyz'; expected one of launch, test, config, convert-config, ckpt, merge-weights, explain, env"
         in capsys.readouterr().err
     )
 
