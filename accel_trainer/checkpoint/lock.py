@@ -91,6 +91,11 @@ class DirectoryLock:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps(owner).encode(), 0)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether this process has taken it more than once."""
+        return self._count > 1
+
     def beat(self) -> None:
         """Show a sign of life to other machines."""
         os.utime(self._descriptor)

@@ -79,7 +79,8 @@ class CheckpointRegistry:
             self.release_lock()
             self.lock = DirectoryLock.take(directory / LOCK_NAME)
             self.release_lock = weakref.finalize(owner, self.lock.release)
-            sweep(directory)
+            if not self.lock.is_shared:  # with another Accelerator of this process, whose save may be under way
+                sweep(directory)
 
 
 def add_hook(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:

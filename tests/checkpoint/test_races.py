@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import fcntl
 import json
@@ -9,12 +10,15 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from accel_trainer import Accelerator, ProjectConfiguration
 from accel_trainer.checkpoint import lock, retention, selection
 from accel_trainer.checkpoint.directory import Publication, publish_directory
 from accel_trainer.checkpoint.lock import LOCK_NAME, DirectoryLock
@@ -132,6 +136,29 @@ def test_a_sweep_leaves_a_save_of_its_own_process_alone(tmp_path: Path):
         sweep(tmp_path)
     publication.commit()
     assert (tmp_path / "best" / MARKER_NAME).is_file()
+
+
+def test_a_second_accelerator_leaves_the_background_save_of_the_first_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    is_swept = threading.Event()
+    commit = Publication.commit
+
+    def late(publication: Publication, group: object = None) -> None:
+        if group is None and threading.current_thread() is not threading.main_thread():
+            is_swept.wait(60)
+        commit(publication)
+
+    monkeypatch.setattr(Publication, "commit", late)
+    project = ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True)
+    first, second = (Accelerator(cpu=True, project_config=copy.copy(project)) for _ in range(2))
+    for accelerator in (first, second):
+        accelerator.prepare(nn.Linear(2, 2))
+    first.save_state(async_=True)
+    second._checkpoints.own(tmp_path / "checkpoints", second)
+    is_swept.set()
+    first.wait_for_checkpoint()
+    assert (tmp_path / "checkpoints" / "checkpoint_0" / MARKER_NAME).is_file()
 
 
 def test_without_system_locks_a_live_process_of_this_machine_is_refused(
