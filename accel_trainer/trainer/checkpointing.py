@@ -27,6 +27,7 @@ from transformers.trainer_pt_utils import reissue_pt_warnings
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
+from accel_trainer.checkpoint.dcp import DcpDirectory
 from accel_trainer.checkpoint.directory import Publication, StagedDirectory
 from accel_trainer.checkpoint.disk import explain_full_disk
 from accel_trainer.checkpoint.retention import retire
@@ -216,22 +217,11 @@ def _open_weights(directory: Path) -> Mapping[str, Tensor]:
         stored: dict[str, Tensor] = torch.load(directory / STOCK_FULL_MODEL_NAME, map_location="cpu", weights_only=True)
         return stored
     if (directory / STOCK_SHARDED_MODEL_NAME).is_dir():
-        return _read_dcp(directory / STOCK_SHARDED_MODEL_NAME)["model"]
+        return DcpDirectory(directory / STOCK_SHARDED_MODEL_NAME).nested("model")
     raise CheckpointNotFoundError(
         f"Can't find a valid checkpoint at {directory}: it holds none of {WEIGHTS_NAME}, {INDEX_NAME}, "
         f"{STOCK_FULL_MODEL_NAME}, {STOCK_SHARDED_MODEL_NAME}/"
     )
-
-
-def _read_dcp(directory: Path) -> dict[str, Any]:
-    """Read a whole torch.distributed.checkpoint directory in this process alone."""
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    content: dict[str, Any] = {}
-    _load_state_dict(content, FileSystemReader(directory), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    return content
 
 
 def load_model(trainer: Any, model: nn.Module, directory: Path) -> None:
