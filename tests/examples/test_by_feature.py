@@ -28,6 +28,7 @@ EXPECTED = {
         ["--epochs", "1", "--starting_batch_size", "64", "--pretend_limit", "50"],
         r"trying 64 .*\n.*trying 57 .*\n.*trying 51 .*\n.*trying 45 .*\n.*finished with a loss of \d",
     ),
+    "checkpointing": (["--epochs", "1"], r"begins at step 0 in epoch 0\n.*finished after step 47 with a loss of"),
     "distributed_evaluation": ([], r"accuracy (0\.[89]\d+) over 297 samples, and \1 by shares"),
     "early_stopping": (["--threshold", "0.5"], r"stopped after \d+ steps"),
     "gradient_accumulation": (["--epochs", "1", "--steps", "5"], r"epoch 0: 19 updates, last loss \d"),
@@ -49,6 +50,7 @@ EXPECTED = {
 
 # Two ranks take half as many steps, and each prints what it alone sees.
 EXPECTED_ON_TWO = {
+    "checkpointing": (["--epochs", "1"], r"begins at step 0 in epoch 0\n.*finished after step 24 with a loss of"),
     "gradient_accumulation": (["--epochs", "1", "--steps", "5"], r"epoch 0: 10 updates, last loss \d"),
     "gradient_clipping": (["--epochs", "1"], r"\d+ of 24 updates were clipped to a norm of 0\.5"),
     "profiling": ([], r"ProfilerStep\* (.*\n)+.*aten::"),
@@ -87,6 +89,19 @@ def test_a_script_runs_in_one_process(
     arguments, expected = EXPECTED[script]
     run(script, "--cpu", *arguments, monkeypatch=monkeypatch, folder=tmp_path)
     assert re.search(expected, capsys.readouterr().out)
+
+
+def test_checkpointing_ends_where_a_run_that_was_never_stopped_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run("checkpointing", "--cpu", "--project_dir", "whole", monkeypatch=monkeypatch, folder=tmp_path)
+    (finished,) = re.findall("finished after step 94.*", capsys.readouterr().out)
+    run("checkpointing", "--cpu", "--stop_after", "65", monkeypatch=monkeypatch, folder=tmp_path)
+    assert "finished" not in capsys.readouterr().out
+    run("checkpointing", "--cpu", "--resume", monkeypatch=monkeypatch, folder=tmp_path)
+    text = capsys.readouterr().out
+    assert "begins at step 60 in epoch 1" in text
+    assert finished in text
 
 
 def test_tracking_writes_to_tensorboard(
