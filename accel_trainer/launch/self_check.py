@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from accel_trainer import Accelerator, DummyOptim, FullyShardedDataParallelPlugin, PartialState, set_seed
 from accel_trainer.errors import ProcessGroupError
-from accel_trainer.utils import broadcast, gather_object, pad_across_processes
 
 __all__ = ["CHECKS", "main"]
 
@@ -77,15 +76,15 @@ def _check_collectives(accelerator: Accelerator) -> str:
     mine = torch.tensor([float(rank), 1.0], device=device)
     total = accelerator.reduce(mine, "sum").tolist()
     _expect(total == [size * (size - 1) / 2, size], f"the sum {total}", f"that of ranks 0 to {size - 1}")
-    sent = broadcast(mine + 5, from_process=size - 1).tolist()
+    sent = accelerator.broadcast(mine + 5, from_process=size - 1).tolist()
     _expect(sent == [size + 4.0, 6.0], f"{sent} by broadcast", f"what rank {size - 1} sent")
-    padded = pad_across_processes(torch.full((rank + 1,), float(rank), device=device), pad_index=-1)
+    padded = accelerator.pad_across_processes(torch.full((rank + 1,), float(rank), device=device), pad_index=-1)
     lengths = accelerator.gather((padded >= 0).sum().reshape(1)).tolist()
     _expect(lengths == list(range(1, size + 1)), f"rows {lengths}", "one more on each rank")
-    words = gather_object([f"rank {rank}"])
+    words = accelerator.gather_object([f"rank {rank}"])
     _expect(words == [f"rank {number}" for number in range(size)], f"objects {words}", "one of each rank")
     with accelerator.split_between_processes(list(range(2 * size + 1))) as part:
-        parts = gather_object(part)
+        parts = accelerator.gather_object(part)
     _expect(parts == list(range(2 * size + 1)), f"parts {parts}", "every element once")
     return "sum, broadcast, padding, objects and splitting are exact"
 
@@ -97,13 +96,18 @@ def _batch_size(accelerator: Accelerator) -> int:
     return rows * accelerator.num_processes if accelerator.split_batches else rows
 
 
+def _samples(size: int) -> Any:
+    """Return a dataset whose samples are their own numbers."""
+    return range(size)
+
+
 def _check_loaders(accelerator: Accelerator) -> str:
     batch_size = _batch_size(accelerator)
     size = 3 * _ROWS * accelerator.num_processes + 1
     torch.manual_seed(accelerator.process_index)  # another on each rank, which must not change the order of samples
     for shuffle in (False, True) if accelerator.use_seedable_sampler else (False,):
-        loader = accelerator.prepare(DataLoader(torch.arange(size), batch_size=batch_size, shuffle=shuffle))
-        seen = gather_object([int(sample) for batch in loader for sample in batch])
+        loader = accelerator.prepare(DataLoader(_samples(size), batch_size=batch_size, shuffle=shuffle))
+        seen = accelerator.gather_object([int(sample) for batch in loader for sample in batch])
         missing = sorted(set(range(size)).difference(seen))
         spare = len(seen) - size
         word = "shuffled" if shuffle else "in order"
@@ -115,7 +119,7 @@ def _check_loaders(accelerator: Accelerator) -> str:
 
 def _check_metrics(accelerator: Accelerator) -> str:
     size = 2 * _ROWS * accelerator.num_processes + 1
-    loader = accelerator.prepare(DataLoader(torch.arange(size), batch_size=_batch_size(accelerator)))
+    loader = accelerator.prepare(DataLoader(_samples(size), batch_size=_batch_size(accelerator)))
     seen = [int(sample) for batch in loader for sample in accelerator.gather_for_metrics(batch)]
     _expect(seen == list(range(size)), f"samples {seen}", f"each of {size} once, in order")
     return f"gather_for_metrics gives each of {size} samples once"
@@ -169,10 +173,10 @@ def _check_training(accelerator: Accelerator) -> str:
     model = _build_model()
     expected = _train_alone(_build_model(), data.chunk(num_updates))
     model, optimizer, loader = accelerator.prepare(
-        model, _optimizer(accelerator, model), DataLoader(data, batch_size=size)
+        model, _optimizer(accelerator, model), DataLoader(TensorDataset(data), batch_size=size)
     )
     losses = []
-    for batch in loader:
+    for (batch,) in loader:
         with accelerator.accumulate(model):
             loss = _loss(model, batch)
             accelerator.backward(loss)
