@@ -20,6 +20,9 @@ from accel_trainer.strategies.whole_state import load_whole, save_whole, whole_f
 
 __all__ = ["DeepSpeedCheckpointIO", "flat_partitions"]
 
+_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What a dynamic loss scale follows."""
+
 
 def _agree(value: Any) -> Any:
     """Return rank 0's value on every rank. Collective."""
@@ -242,7 +245,14 @@ class DeepSpeedCheckpointIO:
             {**{key: value for key, value in group.items() if key != "params"}, "params": list(names)}
             for group, names in zip(optimizer.param_groups, self._groups, strict=True)
         ]
-        return {"state": state, "param_groups": groups} if keep else {}
+        scale = {name: getattr(self._scaler, name) for name in _SCALE if hasattr(self._scaler, name)}
+        return {"state": state, "param_groups": groups, "loss_scale": scale} if keep else {}
+
+    @property
+    def _scaler(self) -> Any:
+        """What follows the fp16 loss scale in the engine; without it, there is nothing to follow."""
+        scaler = getattr(self._zero, "loss_scaler", None)
+        return scaler if getattr(scaler, "dynamic", False) else None
 
     def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """Load a full optimizer state; rank 0's mapping is what counts. Collective.
@@ -256,6 +266,9 @@ class DeepSpeedCheckpointIO:
             raise IncompatibleCheckpointError(outline)
         for group, stored in zip(optimizer.param_groups, outline["param_groups"], strict=True):
             group.update({key: value for key, value in stored.items() if key != "params"})
+        for name, value in outline["loss_scale"].items():
+            if hasattr(self._scaler, name):
+                setattr(self._scaler, name, value)
         parameters = self._trained()
         self._init_state({name: entry for name, entry in outline["state"].items() if name in parameters})
         for name, entry in outline["state"].items():
@@ -290,7 +303,7 @@ class DeepSpeedCheckpointIO:
             }
             for name, entry in state["state"].items()
         }
-        return {"state": entries, "param_groups": state["param_groups"]}
+        return {"state": entries, "param_groups": state["param_groups"], "loss_scale": state.get("loss_scale", {})}
 
     def _init_state(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
         """Make room for the stored state in the optimizer, which has none before its first step."""

@@ -352,6 +352,9 @@ def refusals() -> Any:
         "closure": refused(lambda: optimizer.step(lambda: None)),
         "graph": refused(lambda: made.backward(model(own_rows()), create_graph=True)),
         "later": refused(lambda: later.prepare(adamw(built))),
+        "two": refused(
+            lambda: accelerator(2).prepare(built, *(torch.optim.SGD([p], lr=1.0) for p in built.parameters()))
+        ),
         "untrained": refused(lambda: later.backward(prepared(own_rows()))),
         "dummy": refused(lambda: single.prepare(build(), DummyOptim(built.parameters()))),
     }
@@ -376,6 +379,7 @@ def refusals() -> Any:
         ("closure", "AdamW.step(closure) cannot be combined with DeepSpeed.*or strategy 'fsdp2'"),
         ("graph", "backward() got create_graph, which DeepSpeed's engine cannot pass on; it knows retain_graph"),
         ("later", "AdamW was prepared after its model Net, and DeepSpeed builds its engine around model and optimizer"),
+        ("two", "Net has several optimizers (SGD, SGD, SGD, SGD), and this strategy's engine takes one for each model"),
         ("untrained", "backward() was called for Net, which was prepared without an optimizer"),
         ("dummy", "DummyOptim stands for what a DeepSpeed configuration describes.*strategy 'ddp'; pass a torch opt"),
         ("values", "clip_grad_value_() was called after clip_grad_norm_().*clip values first"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 pytest.importorskip("deepspeed")
 
@@ -197,6 +198,31 @@ def test_losses_are_weighed_by_tokens():
     close(results("token_means")[0], [p.detach() for p in model.parameters()])
 
 
+@SCENARIOS.add
+def uneven_data() -> Any:
+    def train(stage: int, offload: bool) -> Any:
+        made, model, optimizer = layout(stage, offload)
+        loader = made.prepare(DataLoader(list(batch()[:5]), batch_size=1))
+        with made.join_uneven_inputs([model], even_batches=False):
+            for rows in loader:  # 2, 2 and 1 rows: in the last step, one rank has none
+                made.backward(model(rows))
+                optimizer.step()
+                optimizer.zero_grad()
+        return whole(made, model)
+
+    return for_each_variant(train)
+
+
+def test_a_rank_without_data_takes_part_with_weight_zero():
+    model = build()
+    optimizer = adamw(model)
+    for rows in batch()[:5].split(2):
+        model(rows).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    close(results("uneven_data")[0], [p.detach() for p in model.parameters()])
+
+
 class Branches(nn.Module):
     """One part takes part in some steps only."""
 
@@ -263,6 +289,11 @@ def overflow() -> Any:
             after = unit.checkpoint_io().full_model_state().values()
             moved = max((float((a - b).abs().max()) for a, b in zip(after, before, strict=True)), default=None)
             steps.append((outcome.applied, float(outcome.grad_norm), moved))
+        again = unit_of(stage, {"fp16": scale})
+        again.checkpoint_io().load_full_optimizer_state(unit.checkpoint_io().full_optimizer_state())
+        scales = [each.checkpoint_io().full_optimizer_state().get("loss_scale") for each in (unit, again)]
+        assert scales[0] == scales[1]
+        assert scales[0] is None or scales[0]["cur_scale"] != 2**20
         found[stage] = steps
     return found
 
