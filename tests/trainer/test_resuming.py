@@ -247,6 +247,17 @@ def test_r1_a_run_killed_while_it_saves_resumes_from_the_last_good_one(
         assert results[0]["losses"] == whole[0]["losses"]
 
 
+@pytest.mark.multirank
+def test_r13_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    environ = {"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": "enospc@save.mid_shard:rank=0:step=4"}
+
+    with pytest.raises(RankFailure, match=r"DiskFullError.*optimizer.pt") as failure:
+        run_ranks(train, 2, str(tmp_path), strategy="ddp", env=environ, **KILLED)
+
+    assert len(failure.value.failures) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
 def test_retention_keeps_the_best_and_the_newest_and_counts_numbers(tmp_path: Path) -> None:
     trainer = build_trainer(
         tmp_path, samples=44, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
