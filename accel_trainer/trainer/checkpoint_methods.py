@@ -28,7 +28,7 @@ logger = logging.get_logger(__name__)
 
 
 class CheckpointMethods(_Upstream):
-    """Saving and resuming, for the Trainer to inherit. Methods are upstream's, but for those that begin with `_`."""
+    """Saving and resuming, for the Trainer to inherit. Methods from `set_initial_training_values` on are upstream's."""
 
     if TYPE_CHECKING:
         _is_sharded: bool

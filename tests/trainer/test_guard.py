@@ -27,7 +27,6 @@ EXCUSED = {
         "_load_from_checkpoint": "our override calls it for one process and DDP only",
         "_load_best_model": "our override calls it for one process and DDP only",
         "_load_optimizer_and_scheduler": "our override calls it for one process and DDP only",
-        "_save_optimizer_and_scheduler": "our override calls it for one process and DDP only",
         "_evaluate": "our override hides auto_find_batch_size, under which should_reduce_batch_size is named",
     },
     "Seq2SeqTrainer": {},
@@ -170,9 +169,11 @@ def super_calls(module: Any) -> set[str]:
 
 def test_an_override_that_calls_what_needs_accelerate_is_excused():
     import accel_trainer.trainer.arguments as arguments_module
+    import accel_trainer.trainer.checkpoint_methods as checkpoint_module
     import accel_trainer.trainer.trainer as trainer_module
 
     for module, upstream in (
+        (checkpoint_module, transformers.Trainer),
         (trainer_module, transformers.Trainer),
         (arguments_module, transformers.TrainingArguments),
     ):
@@ -181,11 +182,16 @@ def test_an_override_that_calls_what_needs_accelerate_is_excused():
 
 
 def test_every_override_is_a_method_of_the_installed_class():
-    ours = {name for name, value in vars(Trainer.__mro__[1]).items() if callable(value) and not name.startswith("__")}
+    ours = {
+        name
+        for mixin in Trainer.__mro__[1:3]
+        for name, value in vars(mixin).items()
+        if callable(value) and not name.startswith("__")
+    }
 
     missing = {name for name in ours if not hasattr(transformers.Trainer, name)}
 
-    assert not missing - {"arguments_class"}, (
+    assert not missing - {"arguments_class", "_resuming", "_own", "_disown"}, (
         f"transformers {transformers.__version__} has no {missing}: nobody calls them"
     )
 
@@ -195,6 +201,8 @@ def test_overrides_take_what_upstream_passes():
         "train",
         "_run_epoch",
         "_prepare_for_training",
+        "_init_training_state",
+        "set_initial_training_values",
         "evaluation_loop",
         "save_model",
         "training_step",
