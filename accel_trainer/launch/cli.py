@@ -112,13 +112,19 @@ def _config(words: Sequence[str]) -> int:
     from accel_trainer.launch.reports import write_default_config
 
     parser = argparse.ArgumentParser(
-        "accel-trainer config", description="Make configuration files.", allow_abbrev=False
+        "accel-trainer config",
+        description="Ask a few questions and write a configuration file; `config default` asks nothing.",
+        allow_abbrev=False,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument("--config_file", "--config-file", metavar="FILE", help="where to write instead")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     default = commands.add_parser(
         "default", help="write a file with defaults, where launch finds it", allow_abbrev=False
     )
-    default.add_argument("--config_file", "--config-file", metavar="FILE", help="where to write instead")
+    # Suppressed: without the option, the sub-parser would put its default over what stood before `default`.
+    default.add_argument(
+        "--config_file", "--config-file", metavar="FILE", default=argparse.SUPPRESS, help="where to write instead"
+    )
     default.add_argument(
         "--mixed_precision", "--mixed-precision", default="no", choices=list(MixedPrecision), help="default: no"
     )
@@ -133,6 +139,11 @@ def _config(words: Sequence[str]) -> int:
             help=f"with --zero_stage: where {what} are kept between uses",
         )
     arguments = parser.parse_args(words)
+    if arguments.command is None:
+        from accel_trainer.launch.questionnaire import run_questionnaire
+
+        print(run_questionnaire(arguments.config_file, os.environ))
+        return 0
     block = {name: value for name in _BLOCK_OPTIONS if (value := getattr(arguments, name)) is not None}
     print(write_default_config(arguments.config_file, arguments.mixed_precision, os.environ, block))
     return 0
@@ -165,7 +176,7 @@ def _merge_weights(words: Sequence[str]) -> int:
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "launch": (_launch, "run a script on one or several processes"),
     "test": (_test, "check processes, collectives, loaders and training as configured"),
-    "config": (_config, "make a configuration file (config default)"),
+    "config": (_config, "make a configuration file from a few answers (config default: without)"),
     "convert-config": (_convert_config, "turn a DeepSpeed configuration into one for FSDP2, or back"),
     "ckpt": (_ckpt, "list, verify, prune and export checkpoints"),
     "merge-weights": (_merge_weights, "write sharded weights as files that from_pretrained reads"),

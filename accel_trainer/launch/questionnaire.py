@@ -1,0 +1,214 @@
+"""`accel-trainer config`: a few questions, each with a default, and a configuration file from the answers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_trainer.config import field_specs, resolve
+from accel_trainer.config.validation import WrongValueError, coerce
+from accel_trainer.config.yaml_reader import dump_yaml
+from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.launch.job import count_devices, default_config_path
+
+__all__ = ["ask_configuration", "run_questionnaire"]
+
+_HEAD = "# Written by accel-trainer config. Every option with its value and source: accel-trainer explain\n"
+_FEWEST = {"fsdp2": 2}
+"""Strategies that need several processes."""
+
+Check = Callable[[Any], str | None]
+"""Returns what is expected, where a value does not fit the answers before it."""
+
+
+def run_questionnaire(file: str | None, environ: Mapping[str, str]) -> str:
+    """Ask on the terminal, write the answers as YAML, and return a line that says where.
+
+    Args:
+        file: where to write; None is where `launch` looks when no file is named.
+
+    Raises:
+        ConfigError: the file has another suffix than .yaml or .yml, is there and not to be replaced, or cannot be
+            written; or the input ends before the last answer. Nothing has been written then.
+    """
+    path = Path(file).expanduser() if file else default_config_path(environ)
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{path} would be written as YAML; give it the suffix .yaml")
+    try:
+        print(f"Answers go to {path}. An empty answer takes what stands in brackets.")
+        if path.exists() and not _ask_yes("That file exists. Replace it?", False):
+            raise ConfigError(f"{path} exists and was left as it is; name another file with --config_file")
+        content = ask_configuration()
+    except (EOFError, KeyboardInterrupt) as error:
+        ended = "was stopped" if isinstance(error, KeyboardInterrupt) else "ended"
+        raise ConfigError(f"the input {ended} before the last answer; nothing was written, start again") from None
+    resolve(file=content)
+    text = _HEAD + dump_yaml(content)
+    written = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written.write_text(text, encoding="utf-8")
+        os.replace(written, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            written.unlink(missing_ok=True)
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}; name another file with --config_file"
+        ) from error
+    print(f"\n{text}")
+    command = "accel-trainer test" + (f" --config_file {file}" if file else "")
+    return f"configuration written to {path}; try it with: {command}"
+
+
+def ask_configuration() -> dict[str, Any]:
+    """Ask on the terminal, and return the answers as a configuration file has them.
+
+    Raises:
+        EOFError: the input ends before the last answer.
+    """
+    content: dict[str, Any] = {}
+    _ask(content, "use_cpu", "Run on the CPU although there may be a GPU?", False)
+    num_machines = _ask(content, "launch.num_machines", "How many machines?", 1)
+    if num_machines > 1:
+        _ask_machines(content, num_machines)
+    strategy = _choose(
+        "How is the model laid out? ddp: whole on each process, fsdp2 and deepspeed: in shards, auto: ddp where there "
+        "are several processes",
+        ("auto", "ddp", "fsdp2", "deepspeed", "single") if num_machines == 1 else ("auto", "ddp", "fsdp2", "deepspeed"),
+        "auto",
+    )
+    content["strategy"] = strategy
+    if strategy != "single":
+        _ask_processes(content, strategy, num_machines)
+    if strategy == "fsdp2":
+        _ask_fsdp(content)
+    elif strategy == "deepspeed":
+        content["deepspeed"] = _ask_deepspeed()
+    precisions = ("no", "bf16") if content["use_cpu"] else ("no", "bf16", "fp16")
+    content["mixed_precision"] = _choose("Mixed precision?", precisions, "no")
+    _ask(content, "accumulation.num_steps", "Micro-batches for each update (gradient accumulation)?", 1)
+    return content
+
+
+def _ask_machines(content: dict[str, Any], num_machines: int) -> None:
+    def is_one_of_them(number: int) -> str | None:
+        return None if 0 <= number < num_machines else f"a number from 0 to {num_machines - 1}"
+
+    _ask(content, "launch.machine_rank", "Which of them is this one? 0 has the main process", 0, is_one_of_them)
+    _ask(content, "launch.main_process_ip", "Address of machine 0, as the others reach it?", None)
+    _ask(content, "launch.main_process_port", "Port on machine 0?", 29500)
+
+
+def _ask_processes(content: dict[str, Any], strategy: str, num_machines: int) -> None:
+    def fits(number: int) -> str | None:
+        fewest = _FEWEST.get(strategy, 1)
+        if number < fewest:
+            return f"{fewest} or more for {strategy}"
+        return f"a multiple of the {num_machines} machines" if number % num_machines else None
+
+    devices = count_devices(content["use_cpu"], "all")
+    default = max(_FEWEST.get(strategy, 1), devices or (1 if strategy == "auto" else 2)) * num_machines
+    _ask(content, "launch.num_processes", "How many processes, over all machines?", default, fits)
+
+
+def _ask_fsdp(content: dict[str, Any]) -> None:
+    _ask(
+        content,
+        "fsdp.reshard_after_forward",
+        "Free gathered parameters after the forward? Less memory, more communication",
+        True,
+    )
+    _ask(content, "fsdp.wrap_classes", "Class names of the layers to shard, with commas; none: the model's own", ())
+    _ask(content, "fsdp.activation_checkpointing", "Compute activations again in the backward, to save memory?", False)
+    _ask(content, "fsdp.offload_params", "Keep parameters and optimizer state in CPU memory?", False)
+    state = _choose("Checkpoints of whole tensors, or of shards?", ("full", "sharded"), "full")
+    content["fsdp"]["state_dict_type"] = state
+
+
+def _ask_deepspeed() -> dict[str, Any]:
+    def parse_file(text: str) -> str:
+        path = os.path.abspath(os.path.expanduser(text))
+        if not os.path.isfile(path):
+            raise WrongValueError("a file that exists")
+        resolve(file={"strategy": "deepspeed", "deepspeed": {"deepspeed_config_file": path}})
+        return path
+
+    file = _read("A configuration file of DeepSpeed's own?", None, parse_file, shown="none")
+    if file is not None:
+        return {"deepspeed_config_file": file}
+    stage = int(
+        _choose("ZeRO stage? 1 shards optimizer state, 2 gradients too, 3 parameters too", ("1", "2", "3"), "2")
+    )
+    block: dict[str, Any] = {"zero_stage": stage}
+    block["offload_optimizer_device"] = _choose("Where is optimizer state kept between uses?", ("none", "cpu"), "none")
+    if stage == 3:
+        block["offload_param_device"] = _choose("Where are parameters kept between uses?", ("none", "cpu"), "none")
+    bound = _read("Bound of the gradient norm?", None, _parse_bound, shown="none")
+    return block if bound is None else {**block, "gradient_clipping": bound}
+
+
+def _parse_bound(text: str) -> float:
+    try:
+        bound = float(text)
+    except ValueError:
+        bound = 0.0
+    if not 0 < bound < float("inf"):
+        raise WrongValueError("a number above 0")
+    return bound
+
+
+def _ask(content: dict[str, Any], path: str, question: str, default: Any, check: Check | None = None) -> Any:
+    """Ask for an option of the configuration, put the answer into `content`, and return it."""
+    spec = field_specs()[path]
+
+    def parse(text: str) -> Any:
+        value = coerce(spec, text, lenient=True)
+        if check is not None and (expected := check(value)) is not None:
+            raise WrongValueError(expected)
+        return value
+
+    value = _read(question, default, parse, shown=_show(default), is_needed=default is None)
+    section, _, name = path.rpartition(".")
+    place = content.setdefault(section, {}) if section else content
+    place[name] = list(value) if isinstance(value, tuple) else value
+    return value
+
+
+def _ask_yes(question: str, default: bool) -> bool:
+    spec = field_specs()["use_cpu"]
+    return bool(_read(question, default, lambda text: coerce(spec, text, lenient=True), _show(default)))
+
+
+def _choose(question: str, choices: Sequence[str], default: str) -> str:
+    def parse(text: str) -> str:
+        if text.lower() not in choices:
+            raise WrongValueError(f"one of {', '.join(choices)}", did_you_mean(text, choices))
+        return text.lower()
+
+    return str(_read(f"{question} ({', '.join(choices)})", default, parse, default))
+
+
+def _read(question: str, default: Any, parse: Callable[[str], Any], shown: str = "", is_needed: bool = False) -> Any:
+    """Ask until the answer fits; an empty one is the default, unless an answer is needed."""
+    while True:
+        text = input(f"{question} [{shown}]: " if shown else f"{question}: ").strip()
+        if not text:
+            if not is_needed:
+                return default
+            print("  this one has no default: please answer")
+            continue
+        try:
+            return parse(text)
+        except WrongValueError as error:
+            print(f"  {text!r} does not fit: expected {error.expected}{error.hint}")
+        except ConfigError as error:
+            print(f"  {text!r} does not fit: {error}")
+
+
+def _show(default: Any) -> str:
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    return "" if default is None else "none" if default == () else str(default)

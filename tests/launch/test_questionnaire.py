@@ -1,0 +1,189 @@
+"""`accel-trainer config`: what the answers become, what is asked again, and files that are never lost."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from accel_trainer.config import resolve
+from accel_trainer.launch import questionnaire
+from accel_trainer.launch.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+# What each question is known by, in these tests.
+CPU, MACHINES, STRATEGY, PROCESSES = "on the CPU although", "How many machines", "laid out?", "How many processes"
+PRECISION, STEPS = "Mixed precision?", "Micro-batches for each update"
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(questionnaire, "count_devices", lambda use_cpu, gpu_ids: 0)
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in answers)))
+
+
+def run(path: Path, monkeypatch: pytest.MonkeyPatch, *answers: str) -> dict[str, Any]:
+    answer(monkeypatch, *answers)
+    assert main(["config", "--config_file", str(path)]) == 0
+    content: dict[str, Any] = yaml.safe_load(path.read_text())
+    return content
+
+
+def test_piped_answers_make_the_file_that_launch_looks_for(tmp_path: Path):
+    # The CPU, one machine, FSDP, two processes, its five questions, bf16, four micro-batches.
+    answers = "yes\n\nfsdp2\n2\nno\nBertLayer, GPT2Block\nyes\n\nsharded\nbf16\n4\n"
+    command = [sys.executable, "-m", "accel_trainer", "config"]
+    environ = {**os.environ, "HF_HOME": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, input=answers, env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    path = tmp_path / "accel_trainer" / "default_config.yaml"
+    assert done.stdout.endswith(f"configuration written to {path}; try it with: accel-trainer test\n")
+    config = resolve(file=path).config
+    assert (config.use_cpu, config.strategy, config.mixed_precision) == (True, "fsdp2", "bf16")
+    assert (config.launch.num_processes, config.accumulation.num_steps) == (2, 4)
+    fsdp = config.fsdp
+    assert (fsdp.reshard_after_forward, fsdp.wrap_classes) == (False, ("BertLayer", "GPT2Block"))
+    assert (fsdp.activation_checkpointing, fsdp.offload_params, fsdp.state_dict_type) == (True, False, "sharded")
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_empty_answers_are_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    content = run(tmp_path / "a.yaml", monkeypatch, *[""] * 6)
+    assert content == {
+        "use_cpu": False,
+        "launch": {"num_machines": 1, "num_processes": 1},
+        "strategy": "auto",
+        "mixed_precision": "no",
+        "accumulation": {"num_steps": 1},
+    }
+    shown = capsys.readouterr().out
+    asked = [shown.index(question) for question in (CPU, MACHINES, STRATEGY, PROCESSES, PRECISION, STEPS)]
+    assert asked == sorted(asked)
+    assert "there may be a GPU? [no]: " in shown
+
+
+def test_answers_that_do_not_fit_are_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    answers = [
+        "ja",
+        "y",
+        "0",
+        "1",
+        "fsdp",
+        "fsdp2",
+        "1",
+        "two",
+        "2",
+        "",
+        "",
+        "",
+        "",
+        "",
+        "fp16",
+        "bf61",
+        "bf16",
+        "-3",
+        "3",
+    ]
+    content = run(tmp_path / "a.yaml", monkeypatch, *answers)
+    assert (content["strategy"], content["mixed_precision"]) == ("fsdp2", "bf16")
+    assert (content["launch"]["num_processes"], content["accumulation"]["num_steps"]) == (2, 3)
+    shown = capsys.readouterr().out
+    for refused in (
+        "'ja' does not fit: expected true or false",
+        "'0' does not fit: expected a whole number of at least 1",
+        "'fsdp' does not fit: expected one of auto, ddp, fsdp2, deepspeed, single; did you mean 'fsdp2'?",
+        "'1' does not fit: expected 2 or more for fsdp2",
+        "'two' does not fit: expected a whole number",
+        "'fp16' does not fit: expected one of no, bf16",
+        "'-3' does not fit: expected a whole number of at least 1",
+    ):
+        assert refused in shown
+
+
+def test_several_machines_are_asked_for_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    answers = ["", "2", "2", "1", "", "10.0.0.1", "", "ddp", "3", "16", "", ""]
+    content = run(tmp_path / "a.yaml", monkeypatch, *answers)
+    assert content["launch"] == {
+        "num_machines": 2,
+        "machine_rank": 1,
+        "main_process_ip": "10.0.0.1",
+        "main_process_port": 29500,
+        "num_processes": 16,
+    }
+    shown = capsys.readouterr().out
+    assert "'2' does not fit: expected a number from 0 to 1" in shown
+    assert "this one has no default" in shown
+    assert "'3' does not fit: expected a multiple of the 2 machines" in shown
+
+
+def test_a_deepspeed_job_has_its_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    answers = ["yes", "", "deepspeed", "2", "", "4", "3", "cpu", "", "-1", "0.5", "", ""]
+    content = run(tmp_path / "a.yaml", monkeypatch, *answers)
+    block = {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "none"}
+    assert content["deepspeed"] == {**block, "gradient_clipping": 0.5}
+    assert resolve(file=tmp_path / "a.yaml").config.strategy == "deepspeed"
+    shown = capsys.readouterr().out
+    assert "'4' does not fit: expected one of 1, 2, 3" in shown
+    assert "'-1' does not fit: expected a number above 0" in shown
+
+
+def test_a_deepspeed_job_may_have_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    own = tmp_path / "zero.json"
+    own.write_text('{"zero_optimization": {"stage": 2}}')
+    answers = ["yes", "", "deepspeed", "2", "none.json", str(own), "", ""]
+    content = run(tmp_path / "a.yaml", monkeypatch, *answers)
+    assert content["deepspeed"] == {"deepspeed_config_file": str(own)}
+    assert "'none.json' does not fit: expected a file that exists" in capsys.readouterr().out
+
+
+def test_a_file_is_replaced_only_when_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    path = tmp_path / "mine.yaml"
+    path.write_text("debug: true\n")
+    for answers in ([""], ["no"], ["yes", "", "", ""]):
+        answer(monkeypatch, *answers)
+        assert main(["config", "--config_file", str(path)]) == 2
+        assert path.read_text() == "debug: true\n"
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[0] == (
+        f"accel-trainer config: {path} exists and was left as it is; name another file with --config_file"
+    )
+    assert errors[2] == (
+        "accel-trainer config: the input ended before the last answer; nothing was written, start again"
+    )
+    assert "debug" not in run(path, monkeypatch, "yes", *[""] * 6)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_interrupt_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    def interrupt(prompt: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupt)
+    assert main(["config", "--config_file", str(tmp_path / "a.yaml")]) == 2
+    assert "the input was stopped before the last answer; nothing was written" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_it_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    (tmp_path / "file").touch()
+    answer(monkeypatch, *[""] * 6)
+    assert main(["config", "--config_file", str(tmp_path / "file" / "a.yaml")]) == 2
+    assert "a.yaml cannot be written: " in capsys.readouterr().err
+    assert main(["config", "--config_file", str(tmp_path / "a.json")]) == 2
+    assert "give it the suffix .yaml" in capsys.readouterr().err
+
+
+def test_the_file_may_be_named_before_and_after_default(tmp_path: Path):
+    assert main(["config", "--config_file", str(tmp_path / "a.yaml"), "default"]) == 0
+    assert main(["config", "default", "--config_file", str(tmp_path / "b.yaml")]) == 0
+    assert (tmp_path / "a.yaml").read_text() == (tmp_path / "b.yaml").read_text()
