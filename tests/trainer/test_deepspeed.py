@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import os
 import shutil
@@ -18,7 +19,8 @@ from accel_trainer.errors import AccelTrainerError, ConfigError, IncompatibleChe
 from tests.ranks import preload, run_ranks
 from tests.trainer_jobs import arguments, build_model, build_trainer, summary, train
 
-pytest.importorskip("deepspeed")
+# Not imported here: that takes seconds, and the ranks have it from their server.
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 preload("deepspeed")
 
 AUTO = {
