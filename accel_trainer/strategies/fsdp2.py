@@ -244,8 +244,7 @@ class FSDP2Strategy:
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> NativeUnit:
         """Shard the model in place. Collective: meshes are created, and rank 0's values count where ranks differ.
 
-        The model keeps its class (torch adds FSDPModule to its bases), its parameter names and its tied weights. One on
-        the meta device is laid out without values, to be loaded afterwards.
+        The model keeps its class, below FSDPModule, its names and its tied weights; on meta, it waits for values.
         """
         self.check(job, precision, process)
         model, config = job.model, job.config.fsdp
@@ -264,9 +263,7 @@ class FSDP2Strategy:
         originals = [(name, weakref.ref(p)) for name, p in model.named_parameters() if p not in whole]
         if precision.compute is not None:
             _upcast_trainable(model)
-        values = compare_values(
-            model, process, may_await=config.cpu_ram_efficient_loading, option="fsdp.cpu_ram_efficient_loading"
-        )
+        values = compare_values(model, process, may_await=config.cpu_ram_efficient_loading)
         send_differing(model, values, process.device)
         held = hold(model, values, process)
         _leave_whole(ignored_modules, whole, precision, process.device)

@@ -63,12 +63,11 @@ def _outline(facts: Mapping[str, Any], name: str) -> str:
     return "absent" if name not in facts else f"{facts[name][0]} in {facts[name][1]}"
 
 
-def compare_values(model: nn.Module, process: ProcessContext, *, may_await: bool, option: str) -> Values:
+def compare_values(model: nn.Module, process: ProcessContext, *, may_await: bool) -> Values:
     """Find out which values the ranks share. Collective: every rank calls it with the same model.
 
     Args:
-        may_await: whether rank 0 may be the only one with values.
-        option: what the user would set for that, for the message.
+        may_await: whether rank 0 may be the only one with values: `fsdp.cpu_ram_efficient_loading`.
 
     Raises:
         ConfigError: models differ in names, shapes or dtypes; or ranks have no values where that was not asked for.
@@ -94,8 +93,8 @@ def compare_values(model: nn.Module, process: ProcessContext, *, may_await: bool
         name = (extra or lacks)[0]
         error = ConfigError(
             f"{name!r} of {kind} is on the meta device on {'rank 0' if extra else where} and has values on "
-            f"{where if extra else 'rank 0'}; give it values on every rank, on none, or, with {option}=true, on rank 0 "
-            "alone"
+            f"{where if extra else 'rank 0'}; give it values on every rank, on none, or, with "
+            "fsdp.cpu_ram_efficient_loading=true, on rank 0 alone"
         )
     gather_votes(process, f"comparison of {kind} over the ranks", error)
     other = [name for name in own if not own[name][2] and own[name][3] != main[name][3]]

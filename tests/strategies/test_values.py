@@ -207,7 +207,7 @@ def compare(case: str) -> Any:
     elif case == "rank 0 has none" and process.rank == 0:
         model.stem.weight = nn.Parameter(model.stem.weight.to("meta"))
     try:
-        values = compare_values(model, process, may_await=True, option="the.option")
+        values = compare_values(model, process, may_await=True)
     except (ConfigError, ProcessGroupError) as error:
         return str(error)
     send_differing(model, values, process.device)
