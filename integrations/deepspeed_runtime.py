@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes.util
 import importlib.util
 import io
 import logging as std_logging
@@ -10,8 +11,6 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-import torch
 
 from accel_trainer import logging
 from accel_trainer.errors import ConfigError, MissingExtraError
@@ -55,7 +54,7 @@ def check_can_start(process: ProcessContext, engine_config: Mapping[str, Any]) -
     """Refuse a job that the engine cannot start, before anything collective.
 
     Raises:
-        ConfigError: there is no process group, LOCAL_RANK is not set, or what builds the engine's ops is missing.
+        ConfigError: there is no process group, LOCAL_RANK is not set, or what the engine's ops need is missing.
     """
     environ = read_environment()
     if process.backend is None:
@@ -70,6 +69,7 @@ def check_can_start(process: ProcessContext, engine_config: Mapping[str, Any]) -
             "start the script with torchrun"
         )
     _check_build_tools(process, engine_config, environ)
+    _check_disk_library(engine_config)
 
 
 def _check_build_tools(process: ProcessContext, engine_config: Mapping[str, Any], environ: Mapping[str, str]) -> None:
@@ -90,11 +90,23 @@ def _check_build_tools(process: ProcessContext, engine_config: Mapping[str, Any]
         )
 
 
+def _check_disk_library(engine_config: Mapping[str, Any]) -> None:
+    if "nvme" in _offload_devices(engine_config) and ctypes.util.find_library("aio") is None:
+        raise ConfigError(
+            "strategy 'deepspeed' offloads to NVMe through libaio, which is not on this machine; install it (for "
+            "Debian: `apt-get install libaio-dev`), or offload to 'cpu'"
+        )
+
+
+def _offload_devices(engine_config: Mapping[str, Any]) -> list[Any]:
+    zero = engine_config.get("zero_optimization", {})
+    return [(zero.get(name) or {}).get("device") for name in ("offload_optimizer", "offload_param")]
+
+
 def _compiled_parts(process: ProcessContext, engine_config: Mapping[str, Any]) -> list[str]:
     """Return what the engine will build on this machine, in words."""
     parts = ["its shared-memory collectives for the CPU"] if process.device.type == "cpu" else []
-    zero = engine_config.get("zero_optimization", {})
-    devices = [(zero.get(name) or {}).get("device") for name in ("offload_optimizer", "offload_param")]
+    devices = _offload_devices(engine_config)
     if "optimizer" in engine_config and "cpu" in devices or "nvme" in devices:
         parts.append("its optimizer for the CPU")
     return parts
@@ -105,6 +117,9 @@ def join_engine_group(deepspeed: Any, process: ProcessContext) -> None:
 
     The engine chooses its accelerator by itself, from an environment variable or the hardware; this sets it to the
     device of the job, so that `use_cpu` holds on a machine with GPUs, too.
+
+    Raises:
+        ConfigError: the environment has the engine use another kind of device than the job's.
     """
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
@@ -112,6 +127,7 @@ def join_engine_group(deepspeed: Any, process: ProcessContext) -> None:
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
         set_accelerator(CPU_Accelerator())
+    _check_device(process)
     if not deepspeed.comm.is_initialized():
         with _without_prints():
             deepspeed.init_distributed(
@@ -126,12 +142,8 @@ def _without_prints() -> Iterator[None]:
         yield
 
 
-def check_device_matches(process: ProcessContext) -> torch.device:
-    """Return the device that the engine will place models on.
-
-    Raises:
-        ConfigError: it is another kind of device than the job's.
-    """
+def _check_device(process: ProcessContext) -> None:
+    """Refuse an accelerator of the engine that is not the job's: models would go to another kind of device."""
     from deepspeed.accelerator import get_accelerator
 
     kind = get_accelerator().device_name()
@@ -140,4 +152,3 @@ def check_device_matches(process: ProcessContext) -> torch.device:
             f"this job runs on {process.device.type}, and DeepSpeed has chosen {kind!r} (see DS_ACCELERATOR in the "
             "environment); take DS_ACCELERATOR out, or run on that device"
         )
-    return process.device

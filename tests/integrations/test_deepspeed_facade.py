@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from torch import nn
 pytest.importorskip("deepspeed")
 
 from accel_trainer.errors import ConfigError
-from tests.ranks import RankFailure, preload, run_ranks
+from tests.ranks import preload
 from tests.scenarios import Outcome, Scenarios
 from tests.zero import Net, accelerator, adamw, alone, batch, block, build, layout, own_rows, whole
 
@@ -392,38 +390,3 @@ def test_what_the_engine_cannot_do_is_refused(name: str, message: str):
     pattern = ".*".join(re.escape(part) for part in message.split(".*"))
     for found in results("refusals"):
         assert re.search(pattern, found[name]), found[name]
-
-
-def start_alone() -> Any:
-    return accelerator(2)
-
-
-def test_without_a_launcher_the_way_to_start_is_named():
-    message = r"in a process that no launcher started.*`torchrun --nproc_per_node 1 SCRIPT`"
-    variables = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    with pytest.raises(RankFailure, match=message):
-        run_ranks(start_alone, 1, env=dict.fromkeys(variables))
-
-
-@pytest.mark.parametrize(
-    ("tools", "message"),
-    [((), r"no C\+\+ compiler 'c\+\+' on the PATH; install one"), (("c++",), r"no 'ninja' on the PATH; run `pip inst")],
-)
-def test_missing_build_tools_are_named_before_anything_is_built(tools: tuple[str, ...], message: str, tmp_path: Path):
-    for tool in tools:
-        (tmp_path / tool).write_text("#!/bin/sh\n")
-        (tmp_path / tool).chmod(0o755)
-    with pytest.raises(RankFailure, match=message):
-        run_ranks(start_alone, 1, env={"PATH": str(tmp_path), "CXX": None})
-
-
-def test_without_deepspeed_the_extra_is_named(tmp_path: Path):
-    script = (
-        "import importlib.util as util\nfind = util.find_spec\n"
-        "util.find_spec = lambda name, *rest: None if name == 'deepspeed' else find(name, *rest)\n"
-        "from accel_trainer import Accelerator\nAccelerator(cpu=True, strategy='deepspeed')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "MissingExtraError: strategy 'deepspeed' needs the package 'deepspeed'" in done.stderr
-    assert "pip install 'accel-trainer[deepspeed]'" in done.stderr

@@ -1,0 +1,82 @@
+"""Starting DeepSpeed: what has to be there, and what is said where it is not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from accel_trainer.errors import ConfigError
+from tests.ranks import RankFailure, preload, run_ranks
+from tests.zero import accelerator
+
+preload("accel_trainer.accelerator", "deepspeed")
+
+
+def start_alone() -> Any:
+    return accelerator(2)
+
+
+def test_without_a_launcher_the_way_to_start_is_named():
+    message = r"in a process that no launcher started.*`torchrun --nproc_per_node 1 SCRIPT`"
+    variables = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    with pytest.raises(RankFailure, match=message):
+        run_ranks(start_alone, 1, env=dict.fromkeys(variables))
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [((), r"no C\+\+ compiler 'c\+\+' on the PATH; install one"), (("c++",), r"no 'ninja' on the PATH; run `pip inst")],
+)
+def test_missing_build_tools_are_named_before_anything_is_built(tools: tuple[str, ...], message: str, tmp_path: Path):
+    for tool in tools:
+        (tmp_path / tool).write_text("#!/bin/sh\n")
+        (tmp_path / tool).chmod(0o755)
+    with pytest.raises(RankFailure, match=message):
+        run_ranks(start_alone, 1, env={"PATH": str(tmp_path), "CXX": None})
+
+
+def test_a_missing_libaio_is_named_where_tensors_go_to_disk(monkeypatch: pytest.MonkeyPatch):
+    from accel_trainer.integrations import deepspeed_runtime
+    from accel_trainer.runtime.process import ProcessContext
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(deepspeed_runtime.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(deepspeed_runtime.ctypes.util, "find_library", lambda name: None)
+    process = ProcessContext(0, 0, 1, 1, torch.device("cpu"), "gloo")
+    disk = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/disk"}}}
+
+    deepspeed_runtime.check_can_start(process, {"zero_optimization": {"stage": 3}})
+    with pytest.raises(ConfigError, match=r"to NVMe through libaio, which is not on this machine.*or offload to 'cpu'"):
+        deepspeed_runtime.check_can_start(process, disk)
+
+
+def join_with_another_device() -> Any:
+    from accel_trainer.integrations.deepspeed_runtime import import_deepspeed, join_engine_group
+    from accel_trainer.runtime.process import ProcessContext
+
+    join_engine_group(import_deepspeed(), ProcessContext(0, 0, 1, 1, torch.device("xpu", 0), "gloo"))
+
+
+def test_an_accelerator_of_the_engine_that_is_not_the_jobs_is_refused():
+    message = "this job runs on xpu, and DeepSpeed has chosen 'cpu' .see DS_ACCELERATOR.*take DS_ACCELERATOR out"
+    with pytest.raises(RankFailure, match=message):
+        run_ranks(join_with_another_device, 1, env={"DS_ACCELERATOR": "cpu"})
+
+
+def test_without_deepspeed_the_extra_is_named(tmp_path: Path):
+    script = (
+        "import importlib.util as util\nfind = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name == 'deepspeed' else find(name, *rest)\n"
+        "from accel_trainer import Accelerator\nAccelerator(cpu=True, strategy='deepspeed')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "MissingExtraError: strategy 'deepspeed' needs the package 'deepspeed'" in done.stderr
+    assert "pip install 'accel-trainer[deepspeed]'" in done.stderr
