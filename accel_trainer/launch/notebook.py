@@ -16,6 +16,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -199,20 +200,23 @@ def _set_variables(values: Mapping[str, str | None]) -> None:
 
 
 @contextlib.contextmanager
-def _agents_habits() -> Iterator[None]:
-    """Undo what the agent leaves in its process, which elsewhere ends with it: signal handlers; and quieten it."""
+def _agents_habits() -> Iterator[list[logging.LogRecord]]:
+    """Undo what the agent leaves in its process, which elsewhere ends with it: signal handlers; keep what it logs."""
     handlers = {}
     with contextlib.suppress(ValueError):  # only the main thread has handlers
         handlers = {number: signal.getsignal(number) for name in _SIGNALS if (number := getattr(signal, name, None))}
     loggers = [logging.getLogger(f"torch.distributed.elastic.{name}") for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
+    propagated = [logger.propagate for logger in loggers]
+    kept = BufferingHandler(capacity=1000)
     try:
         for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        yield
+            logger.addHandler(kept)
+            logger.propagate = False
+        yield kept.buffer
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for logger, value in zip(loggers, propagated, strict=True):
+            logger.removeHandler(kept)
+            logger.propagate = value
         with contextlib.suppress(ValueError):
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -231,7 +235,7 @@ def _run(
     def work() -> None:
         _work(function, args, folder)
 
-    with _agents_habits(), log_destination(launch) as logs:
+    with _agents_habits() as logged, log_destination(launch) as logs:
         spec = WorkerSpec(
             role=launch.role,
             local_world_size=num_processes,
@@ -247,6 +251,8 @@ def _run(
             if caught.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + int(caught.sigval)) from None
+        # Of workers that did not come as far as to call the function.
+        causes = [str(record.exc_info[1]) for record in logged if record.exc_info and record.exc_info[1]]
     if not result.is_failed():
         return
     world_size = num_processes * launch.num_machines
@@ -260,7 +266,8 @@ def _run(
     if failure is None:
         raise ProcessGroupError(f"a rank of another machine failed, which ended this job of {world_size}; look there")
     raise ProcessGroupError(
-        f"rank {rank} of {world_size} ended without a Python error, {_how(failure.exitcode)}, which ended the job"
+        f"rank {rank} of {world_size} ended outside of the function, {_how(failure.exitcode)}, which ended the job. "
+        f"{' '.join(causes)}"
     )
 
 

@@ -5,6 +5,7 @@ Every rank makes every check. Rank 0 prints what holds; a rank on which somethin
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -169,7 +170,7 @@ def _check_training(accelerator: Accelerator) -> str:
         accelerator = Accelerator(fsdp_plugin=plugin)
     num_updates, steps, size = 3, accelerator.gradient_accumulation_steps, _batch_size(accelerator)
     rows = size if accelerator.split_batches else size * accelerator.num_processes
-    data = _rows(num_updates * steps * rows)
+    data = _rows(steps * rows).repeat(num_updates, 1)  # the same window each time, whose loss falls
     model = _build_model()
     expected = _train_alone(_build_model(), data.chunk(num_updates))
     model, optimizer, loader = accelerator.prepare(
@@ -226,4 +227,9 @@ CHECKS: dict[str, Callable[[Accelerator], str]] = {
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code:
+        # At once: leaving in order may wait for ranks that wait for this one.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +167,7 @@ def test_an_error_of_a_worker_comes_back_with_its_rank_and_traceback():
     assert found["raised"].startswith("ProcessGroupError: rank 1 of 2 failed, which ended the job. In that process:\n")
     assert 'test_notebook.py", line ' in found["raised"]
     assert found["raised"].endswith("LookupError: no sample 7 on rank 1\n")
-    assert "rank 1 of 2 ended without a Python error, by SIGKILL; out of memory, maybe" in found["killed"]
+    assert "rank 1 of 2 ended outside of the function, by SIGKILL; out of memory, maybe" in found["killed"]
     assert "fp16 was asked for on the CPU" in found["fp16"]
     assert found["restarted"] is None
     assert found["kept"]
@@ -178,6 +181,57 @@ def debugged() -> Any:
 
 def test_the_debug_launcher_takes_any_number_of_processes_on_the_cpu():
     assert results("debugged") == "[3, 'no', 'cpu', 3.0]"
+
+
+def speak(word: str) -> None:
+    rank = Accelerator(cpu=True).process_index
+    print(f"{word} {rank} in {os.environ['TORCHELASTIC_RUN_ID']}")
+
+
+@SCENARIOS.add
+def with_the_agents_options() -> Any:
+    port = free_port()
+    written = folder() / "output"
+
+    def launch() -> None:
+        with _output_in(written):
+            notebook_launcher(
+                speak,
+                ("here",),
+                2,
+                rdzv_backend="c10d",
+                rdzv_endpoint=f"127.0.0.1:{port}",
+                rdzv_conf={"join_timeout": 30},
+                rdzv_id="cell7",
+                log_line_prefix_template="<${rank}> ",
+            )
+
+    kept = left_alone(launch)
+    with contextlib.redirect_stdout(io.StringIO()):  # which has no file that workers could write to
+        message = refused(lambda: notebook_launcher(speak, ("nobody",), 2, log_line_prefix_template="<${rank}> "))
+    return kept, sorted(written.read_text().splitlines()), message
+
+
+@contextlib.contextmanager
+def _output_in(path: Path) -> Iterator[None]:
+    sys.stdout.flush()
+    before = os.dup(1)
+    with open(path, "w") as target:
+        os.dup2(target.fileno(), 1)
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+
+
+def test_the_agent_can_be_told_where_to_meet_and_how_to_print():
+    kept, lines, message = results("with_the_agents_options")
+    assert kept
+    assert lines == ["<0> here 0 in cell7", "<1> here 1 in cell7"]
+    assert "ended outside of the function, with exit code 1, which ended the job. " in message
+    assert "UnsupportedOperation: fileno" in message
 
 
 @SCENARIOS.add
