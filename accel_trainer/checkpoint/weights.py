@@ -66,6 +66,7 @@ def parse_size(size: int | str) -> int:
 
 
 State = Mapping[str, Tensor | LazyTensor]
+Shard = State
 
 
 def _identity(tensor: Tensor | LazyTensor) -> Any:
@@ -101,18 +102,21 @@ def _split(state: State, limit: int) -> list[dict[str, Tensor | LazyTensor]]:
     return shards
 
 
-def remove_weights(directory: Path, *, with_bin: bool = False) -> None:
+def remove_weights(directory: Path, *, keep: Sequence[str] = (), with_bin: bool = False) -> None:
     """Remove weights of earlier saves, so that no stale file is read in place of a new one.
 
     Args:
+        keep: names that stay.
         with_bin: torch's own files too. They need not go when safetensors are written, which are read before them.
     """
-    patterns = [WEIGHTS_NAME, INDEX_NAME, "model-*-of-*.safetensors"]
+    # Indexes before what they name: a reader finds all of it or nothing.
+    patterns = [INDEX_NAME, WEIGHTS_NAME, "model-*-of-*.safetensors"]
     if with_bin:
-        patterns += [BIN_NAME, BIN_INDEX_NAME, "pytorch_model-*-of-*.bin"]
+        patterns += [BIN_INDEX_NAME, BIN_NAME, "pytorch_model-*-of-*.bin"]
     for pattern in patterns:
         for path in directory.glob(pattern):
-            path.unlink()
+            if path.name not in keep:
+                path.unlink()
 
 
 def save_weights(
@@ -125,9 +129,10 @@ def save_weights(
 ) -> list[str]:
     """Write `state` as `model.safetensors`, or as numbered shards with an index when it exceeds `max_shard_size`.
 
-    One tensor is in memory at a time, of torch's own files one shard. Files get their names, and weights of an earlier
-    save in `directory` go, once all are written. Collective where `state` holds lazy tensors that gather: every rank
-    calls it, one of them writes, and its errors are raised after the last tensor, so that nobody waits for it.
+    One tensor is in memory at a time, of torch's own files one shard. Files get their names once all are written, and
+    weights of an earlier save in `directory` go last: a kill leaves those or the new ones readable. Collective where
+    `state` holds lazy tensors that gather: every rank calls it, one of them writes, and its errors are raised after the
+    last tensor, so that nobody waits for it.
 
     Args:
         safe_serialization: False writes torch's own files, `pytorch_model.bin`, with every name of tied tensors.
@@ -150,28 +155,75 @@ def save_weights(
             _take_part(shard, safe_serialization)
         return names
     write = _write_safetensors if safe_serialization else _write_bin
-    paths = [directory / f".{name}.incomplete" for name in names]
+    paths = [_incomplete(directory / name) for name in names]
     error = _write_shards(list(zip(paths, shards, strict=True)), write)
     try:
         if error is not None:
             raise error
-        remove_weights(directory, with_bin=not safe_serialization)
-        for path, name in zip(paths, names, strict=True):
-            os.replace(path, directory / name)
+        index = directory / f"{stem}.{suffix}.index.json" if len(shards) > 1 else None
+        _publish(directory, names, index, shards)
+        kept = [*names, index.name] if index is not None else names
+        remove_weights(directory, keep=kept, with_bin=not safe_serialization)
+        fsync_path(directory)
     finally:
         for path in paths:
             path.unlink(missing_ok=True)
-    if len(shards) > 1:
-        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        total = sum(tensor_file_bytes(_distinct(shard)) for shard in shards)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        write_durably(directory / f"{stem}.{suffix}.index.json", text.encode())
-    fsync_path(directory)
     return names
 
 
-Shard = Mapping[str, Tensor | LazyTensor]
+def _incomplete(path: Path) -> Path:
+    return path.with_name(f".{path.name}.incomplete")
+
+
+def _replace_index(path: Path, index: Any) -> None:
+    """Write an index in place of an older one, in one step of the filesystem."""
+    temporary = _incomplete(path)
+    temporary.unlink(missing_ok=True)
+    try:
+        write_durably(temporary, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_path(path.parent)
+
+
+def _publish(directory: Path, names: Sequence[str], index: Path | None, shards: Sequence[Shard]) -> None:
+    """Give written files their names, such that a kill at any moment leaves the old weights or the new ones readable.
+
+    Without an index that is one step. With one, the index comes last, and shards of the old one whose names are taken
+    by new ones stay readable under other names until then.
+    """
+    if index is not None:
+        _set_aside(index, names)
+    for name in names:
+        os.replace(_incomplete(directory / name), directory / name)
+    fsync_path(directory)
+    if index is not None:
+        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        total = sum(tensor_file_bytes(_distinct(shard)) for shard in shards)
+        _replace_index(index, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _set_aside(index: Path, names: Sequence[str]) -> None:
+    """Have an old index name its shards otherwise where `names` has them; it goes where the filesystem cannot link."""
+    try:
+        old = parse_json(index.read_bytes(), index)
+        weight_map = dict(old["weight_map"])
+        taken = set(weight_map.values()) & set(names)
+        aside = {name: "{}-old-{}".format(*name.split("-", 1)) for name in taken}
+        for name, other in aside.items():
+            (index.parent / other).unlink(missing_ok=True)
+            os.link(index.parent / name, index.parent / other)
+        if aside:
+            old["weight_map"] = {key: aside.get(name, name) for key, name in weight_map.items()}
+            fsync_path(index.parent)
+            _replace_index(index, old)
+    except FileNotFoundError:
+        index.unlink(missing_ok=True)
+    except (OSError, ValueError, KeyError, TypeError):
+        # Better no weights than some of the old ones with some of the new ones.
+        index.unlink()
+    fsync_path(index.parent)
 
 
 def _write_shards(shards: Sequence[tuple[Path, Shard]], write: Callable[[BinaryIO, Shard], None]) -> Exception | None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from accel_trainer.checkpoint.files import WeightFiles
 from accel_trainer.checkpoint.weights import SafetensorsDirectory, parse_size, save_weights
@@ -177,3 +182,97 @@ def save_pretrained(folder: str) -> list[str]:
 def test_save_pretrained_takes_our_save_and_our_state(tmp_path: Path):
     for names in run_ranks(save_pretrained, 2, str(tmp_path)):
         assert names == ["config.json", "generation_config.json", "model.safetensors"]
+
+
+class Killed(BaseException):
+    """No handler of the code under test takes it for an error of the disk."""
+
+
+def read_weights(directory: Path, order: list[str]) -> dict[str, torch.Tensor]:
+    """Read what a loader reads that looks for `order`; plain reading, without our readers."""
+    found = next(name for name in order if (directory / name).is_file())
+    files = [found]
+    if found.endswith("index.json"):
+        weight_map = json.loads((directory / found).read_text())["weight_map"]
+        files = sorted(set(weight_map.values()))
+    read = {}
+    for name in files:
+        path = directory / name
+        read.update(load_file(path) if path.suffix == ".safetensors" else torch.load(path))
+    return read
+
+
+ORDERS = {
+    "safetensors": ["model.safetensors", "model.safetensors.index.json"],
+    "bin": ["pytorch_model.bin", "pytorch_model.bin.index.json"],
+}
+
+
+SAME, OTHER = ("safetensors", "safetensors"), ("safetensors", "bin")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kinds", "can_link"),
+    [
+        (("1MB", "1MB"), SAME, True),
+        (("1MB", "900B"), SAME, True),
+        (("900B", "1MB"), SAME, True),
+        (("900B", "900B"), SAME, True),
+        (("500B", "900B"), SAME, True),
+        (("900B", "900B"), SAME, False),
+        (("900B", "900B"), ("bin", "bin"), True),
+        (("1MB", "900B"), OTHER, True),
+        (("900B", "1MB"), OTHER, True),
+    ],
+)
+def test_a_kill_leaves_the_old_weights_or_the_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[str, str], kinds: tuple[str, str], can_link: bool
+):
+    states = [{name: torch.full((10, 10), float(value + 1)) for name in "abcde"} for value in (0, 1)]
+    left = [0]
+
+    def counted(function: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            if left[0] == 0:
+                raise Killed
+            left[0] -= 1
+            if function is system["link"] and not can_link:
+                raise OSError(errno.EPERM, "no links here")
+            function(*args, **kwargs)
+
+        return call
+
+    system = {name: getattr(os, name) for name in ("replace", "rename", "link", "unlink")}
+    outcomes = set()
+    for survived in range(100):
+        directory = tmp_path / str(survived)
+        for name, function in system.items():
+            monkeypatch.setattr(os, name, function)
+        save_weights(states[0], directory, sizes[0], safe_serialization=kinds[0] == "safetensors")
+        for name, function in system.items():
+            monkeypatch.setattr(os, name, counted(function))
+        left[0], was_killed = survived, False
+        try:
+            save_weights(states[1], directory, sizes[1], safe_serialization=kinds[1] == "safetensors")
+        except Killed:
+            was_killed = True
+        every = [name for kind in ("safetensors", "bin") for name in ORDERS[kind]]
+        reversed_every = [name for kind in ("safetensors", "bin") for name in reversed(ORDERS[kind])]
+        for order in (every, reversed_every):
+            try:
+                read = read_weights(directory, order)
+            except StopIteration:
+                assert (can_link, was_killed) == (False, True)
+                continue
+            values = {float(tensor[0, 0]) for tensor in read.values()}
+            assert read.keys() == states[0].keys()
+            assert len(values) == 1
+            outcomes |= values
+        if not was_killed:
+            break
+    assert outcomes == {1.0, 2.0}
+    monkeypatch.undo()
+    kept = {path.name for path in directory.iterdir()}
+    fresh = save_weights(states[1], tmp_path / "fresh", sizes[1], safe_serialization=kinds[1] == "safetensors")
+    assert kept == {path.name for path in (tmp_path / "fresh").iterdir()}
+    assert kept >= set(fresh)
