@@ -260,7 +260,7 @@ class AcceleratorCheckpointing:
 
         Args:
             input_dir: where from; a bad one is an error. Without it, the newest good one of `project_dir/checkpoints`:
-                those that are incomplete or corrupt are renamed to `.bad-...` with a warning.
+                those that are incomplete or corrupt are renamed to `_bad-...` with a warning.
             verify: "full" compares contents, "size" lengths, "off" nothing.
 
         Raises:

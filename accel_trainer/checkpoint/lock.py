@@ -19,8 +19,11 @@ __all__ = ["LOCK_NAME", "DirectoryLock", "lock_of"]
 
 logger = logging.get_logger(__name__)
 
-LOCK_NAME = ".lock"
-"""In a directory of numbered checkpoints, held by the run that saves to it."""
+LOCK_NAME = "_lock"
+"""In a directory of numbered checkpoints, held by the run that saves to it.
+
+Begins as `_bad-...` does: pushing a Trainer's output directory to a hub leaves such names out.
+"""
 HEARTBEAT_SECONDS = 30.0
 STALE_SECONDS = 300.0
 """A lock of another machine that has not shown a sign of life for so long is taken over."""

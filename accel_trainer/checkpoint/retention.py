@@ -47,7 +47,7 @@ def is_complete(path: Path) -> bool:
 
 def quarantine(path: Path, reason: object) -> None:
     """Give a bad checkpoint a name under which nobody looks for one; nothing of it is removed."""
-    bad = path.with_name(f".bad-{path.name}-{uuid.uuid4().hex[:8]}")
+    bad = path.with_name(f"_bad-{path.name}-{uuid.uuid4().hex[:8]}")
     try:
         lock = DirectoryLock.take(path.parent / LOCK_NAME)
         try:

@@ -57,7 +57,7 @@ def select_named(path: Path, process: ProcessContext, verify: Verify, files: Fil
 def select_newest(directory: Path, process: ProcessContext, verify: Verify, files: FilesToRead) -> Selection:
     """Open and verify the newest good `checkpoint_N` in `directory`. Collective: rank 0 decides for all.
 
-    An incomplete or corrupt one is renamed to `.bad-...`, with a warning that says why, and the next older one is
+    An incomplete or corrupt one is renamed to `_bad-...`, with a warning that says why, and the next older one is
     taken. One that rank 0 can read and another rank cannot is an error.
 
     Raises:
@@ -107,7 +107,7 @@ def _choose(directory: Path, verify: Verify, passed_over: list[str]) -> Path:
             return path
         except (CheckpointNotFoundError, CorruptCheckpointError) as flaw:
             _pass_over(path, str(flaw), passed_over)
-    bad = sorted(path.name for path in directory.glob(".bad-checkpoint_*")) if directory.is_dir() else []
+    bad = sorted(path.name for path in directory.glob("_bad-checkpoint_*")) if directory.is_dir() else []
     if bad or passed_over:
         raise CorruptCheckpointError(
             f"none of the checkpoints in {directory.absolute()} is good; those that are not are kept: "

@@ -210,7 +210,7 @@ def select_checkpoint(given: bool | str | os.PathLike[str], trainer: Any) -> Res
     """Return the checkpoint to resume from, its contents verified. Collective: rank 0 decides for all.
 
     Args:
-        given: True is the newest good one in `args.output_dir`: others are renamed to `.bad-...` with a warning. A path
+        given: True is the newest good one in `args.output_dir`: others are renamed to `_bad-...` with a warning. A path
             is taken as it is.
 
     Raises:
@@ -301,7 +301,7 @@ def _choose(directory: Path, passed_over: list[str]) -> Path:
             return path
         except (CheckpointNotFoundError, CorruptCheckpointError) as flaw:
             _pass_over(path, str(flaw), passed_over)
-    bad = sorted(path.name for path in directory.glob(f".bad-{PREFIX}*")) if directory.is_dir() else []
+    bad = sorted(path.name for path in directory.glob(f"_bad-{PREFIX}*")) if directory.is_dir() else []
     if bad or passed_over:
         raise CorruptCheckpointError(
             f"none of the checkpoints in {directory.absolute()} is good; those that are not are kept: "

@@ -150,7 +150,7 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
 
         Args:
             resume_from_checkpoint: a checkpoint, whose contents are verified before anything is loaded; True is the
-                newest good one in `output_dir`, and bad ones are renamed to `.bad-...` with a warning.
+                newest good one in `output_dir`, and bad ones are renamed to `_bad-...` with a warning.
 
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError: the named one is not whole; none of several is good.

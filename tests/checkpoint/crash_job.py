@@ -122,15 +122,14 @@ def assert_survived(directory: Path, *, explicit: bool = False) -> int:
     except CheckpointNotFoundError:
         held = -1
     assert held >= last, f"step {last} was acknowledged, and {held} is what is left"
-    assert not list(directory.rglob(".bad-*"))
+    assert not list(directory.rglob("_bad-*"))
     for _, path in numbered_checkpoints(directory / "checkpoints"):
         manifest = Manifest.read(path)
         find_extra(path, manifest)
         check_files(path, manifest, manifest.files, "full", 1)
     run.fill(held + 1)
     run.accelerator.save_state(source)
-    left = [path.name for path in directory.rglob(".*") if path.name != ".lock"]
-    assert left == []
+    assert not list(directory.rglob(".*"))
     return held
 
 

@@ -202,7 +202,7 @@ def save_on_nodes(directory: Path) -> list[str]:
     run.fill(9)
     run.accelerator.load_state()
     assert run.step_held() == 4
-    assert [path.name for path in Path("checkpoints").iterdir() if path.name != ".lock"] == ["checkpoint_1"]
+    assert [path.name for path in Path("checkpoints").iterdir() if path.name != "_lock"] == ["checkpoint_1"]
     return sorted(Manifest.read(Path("checkpoints", "checkpoint_1")).files)
 
 
@@ -305,7 +305,7 @@ def load_only(directory: Path) -> int:
 
 
 def test_r19_a_lock_of_a_dead_run_is_taken_over_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    path = tmp_path / ".lock"
+    path = tmp_path / "_lock"
     path.write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1, "since": "yesterday"}))
     taken = DirectoryLock.take(path)
     assert f"taking over {path} from process {2**22 + 1} on" in caplog.text
@@ -319,7 +319,7 @@ def test_r19_another_machines_lock_holds_as_long_as_it_shows_signs_of_life(
 ):
     monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.6)
     monkeypatch.setattr(lock, "STALE_SECONDS", 2.0)
-    path = tmp_path / ".lock"
+    path = tmp_path / "_lock"
     path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "since": "today"}))
     alive = threading.Timer(0.3, os.utime, [path])
     alive.start()
@@ -335,7 +335,7 @@ def test_r19_another_machines_lock_holds_as_long_as_it_shows_signs_of_life(
 
 
 def test_r19_a_run_shows_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    taken = DirectoryLock.take(tmp_path / ".lock")
+    taken = DirectoryLock.take(tmp_path / "_lock")
     long_ago = time.time() - STALE_SECONDS - 1
     os.utime(taken.path, (long_ago, long_ago))
     taken.beat()
@@ -351,13 +351,13 @@ def test_r19_a_run_shows_signs_of_life(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_r19_a_lock_is_given_back_as_often_as_it_was_taken(tmp_path: Path):
-    one = DirectoryLock.take(tmp_path / ".lock")
-    assert DirectoryLock.take(tmp_path / ".lock") is one
+    one = DirectoryLock.take(tmp_path / "_lock")
+    assert DirectoryLock.take(tmp_path / "_lock") is one
     one.release()
-    assert (tmp_path / ".lock").exists()
+    assert (tmp_path / "_lock").exists()
     one.release()
     one.release()
-    assert not (tmp_path / ".lock").exists()
+    assert not (tmp_path / "_lock").exists()
     assert one.path not in lock._held
 
 

@@ -158,11 +158,11 @@ def test_r3_the_newest_good_one_is_taken_and_bad_ones_are_kept(
     assert saved.step_held() == 0
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 2
-    assert "checkpoint_2 is not a good checkpoint and is passed over; it is kept as .bad-checkpoint_2-" in warnings[0]
+    assert "checkpoint_2 is not a good checkpoint and is passed over; it is kept as _bad-checkpoint_2-" in warnings[0]
     assert "was changed after the save: its sha256 is" in warnings[0]
     assert "checkpoint_1 is incomplete: COMMITTED is missing" in warnings[1]
-    bad = sorted(path.name[:17] for path in (tmp_path / "checkpoints").glob(".bad-*"))
-    assert bad == [".bad-checkpoint_1", ".bad-checkpoint_2"]
+    bad = sorted(path.name[:17] for path in (tmp_path / "checkpoints").glob("_bad-*"))
+    assert bad == ["_bad-checkpoint_1", "_bad-checkpoint_2"]
     # R18: one line that says from where, and why not from a newer one.
     (line,) = [record.message for record in caplog.records if record.message.startswith("resumed from")]
     assert "checkpoint_0 (contents verified; random streams" in line
@@ -175,9 +175,7 @@ def test_r3_none_good_is_an_error_and_not_a_fresh_start(tmp_path: Path, saved: S
     for step in range(3):
         (checkpoint(tmp_path, step) / MARKER_NAME).unlink()
     for _ in range(2):  # the second time, only what was kept is there
-        with pytest.raises(
-            CorruptCheckpointError, match=r"none of the checkpoints in .* is good; .*\.bad-checkpoint_0"
-        ):
+        with pytest.raises(CorruptCheckpointError, match=r"none of the checkpoints in .* is good; .*_bad-checkpoint_0"):
             saved.accelerator.load_state()
 
 
@@ -186,7 +184,7 @@ def test_r3_who_only_reads_renames_nothing_in_the_directory_of_a_live_run(tmp_pa
     # This process holds the lock of the directory; the one that loads is another run, an evaluation say.
     assert run_ranks(load_on_two, 1, tmp_path, None) == ["1"]
     assert checkpoint(tmp_path, 2).is_dir()
-    assert not list(tmp_path.rglob(".bad-*"))
+    assert not list(tmp_path.rglob("_bad-*"))
 
 
 def load_on_two(directory: Path, blind: int | None) -> str:

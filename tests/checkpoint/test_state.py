@@ -83,7 +83,7 @@ def test_automatic_naming_counts_on_after_a_load_and_keeps_the_newest(tmp_path: 
     resumed, *_ = prepared(project_config=again)
     resumed.load_state()
     assert resumed.save_state().name == "checkpoint_3"
-    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name != ".lock")
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name != "_lock")
     assert kept == ["checkpoint_2", "checkpoint_3", "notes.txt"]
 
 

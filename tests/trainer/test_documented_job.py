@@ -76,6 +76,8 @@ def test_the_documented_call_shards_trains_evaluates_saves_and_pushes(tmp_path):
     summaries = [commit.summary for commit in hub.commits]
     assert summaries == ["Training in progress, epoch 1", "Training in progress, epoch 2", "End of training"]
     assert {"model.safetensors", "config.json", "tokenizer.json", "training_args.bin"} <= hub.commits[0].files.keys()
+    # What the store keeps beside checkpoints, the lock with this machine's name for one, stays here.
+    assert not [name for commit in hub.commits for name in commit.files if name.startswith((".", "_"))]
     card = hub.commits[-1].files["README.md"].decode()
     assert "your-model" in card
     assert "Accuracy" in card

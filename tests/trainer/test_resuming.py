@@ -142,8 +142,8 @@ def test_the_newest_good_checkpoint_is_taken_and_bad_ones_are_kept(tmp_path: Pat
 
     assert min(resumed["ids"]) == 3
     assert resumed["losses"] == whole["losses"]
-    kept = sorted(path.name[: len(".bad-checkpoint-N")] for path in tmp_path.glob(".bad-*"))
-    assert kept == [".bad-checkpoint-4", ".bad-checkpoint-6", ".bad-checkpoint-8"]
+    kept = sorted(path.name[: len("_bad-checkpoint-N")] for path in tmp_path.glob("_bad-*"))
+    assert kept == ["_bad-checkpoint-4", "_bad-checkpoint-6", "_bad-checkpoint-8"]
     assert "optimizer.pt was changed after the save" in caplog.text
     line = next(record.message for record in caplog.records if record.message.startswith("resuming at update 2"))
     for step, reason in ((8, "was changed"), (6, "rng_state.pth is missing"), (4, "COMMITTED is missing")):
