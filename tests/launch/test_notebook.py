@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,34 @@ def test_an_error_of_a_worker_comes_back_with_its_rank_and_traceback():
     assert "fp16 was asked for on the CPU" in found["fp16"]
     assert found["restarted"] is None
     assert found["kept"]
+
+
+def wait_for_ever(name: str) -> None:
+    (folder() / f"{name}{Accelerator(cpu=True).process_index}").touch()
+    signal.pause()
+
+
+@SCENARIOS.add
+def interrupted() -> Any:
+    marks = [folder() / f"waits{rank}" for rank in range(2)]
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 30
+        while not all(mark.exists() for mark in marks) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = state_of_this_process()
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        debug_launcher(wait_for_ever, ("waits",))
+    thread.join()
+    return state_of_this_process() == before
+
+
+def test_an_interrupt_ends_the_workers_and_is_an_interrupt_here():
+    assert results("interrupted")
 
 
 @SCENARIOS.add
