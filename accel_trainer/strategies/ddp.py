@@ -103,12 +103,12 @@ class DDPStrategy:
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse a model without values, optimizers of something else, and a hook that the device cannot run."""
         require_values(job.model)
+        if job.comm_hook is not None:
+            job.comm_hook.check(process.device)
         check_optimizers(job)
 
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> DDPUnit:
         """Place, autocast and wrap the model. Collective: DDP broadcasts rank 0's parameters and buffers.
-        if job.comm_hook is not None:
-            job.comm_hook.check(process.device)
 
         A model without trainable parameters has no gradients to average, and one process without a group has nobody to
         average them with: it is placed and returned unwrapped.
@@ -124,11 +124,11 @@ class DDPStrategy:
         trains = any(parameter.requires_grad for parameter in module.parameters()) and not job.evaluation_only
         if trains and wrapped is None and process.backend is not None:
             model = DistributedDataParallel(module, **build_ddp_options(job, process))
+            if job.comm_hook is not None:
+                job.comm_hook.register(model)
         elif wrapped is None and process.is_distributed:
             broadcast_module_states(module, process.device)
         unit = DDPUnit(model, module, job.scaler)
         for optimizer in job.optimizers:
-            if job.comm_hook is not None:
-                job.comm_hook.register(model)
             unit.bind_optimizer(optimizer)
         return unit
