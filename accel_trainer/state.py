@@ -227,8 +227,7 @@ class PartialState(ProcessView):
             process = init_process(environ, use_cpu=resolved.config.use_cpu, timeout_seconds=stated_timeout(resolved))
         self.process = process
         if distributed_type is None:
-            kind = "MULTI" if process.world_size > 1 else "NO"
-            distributed_type = DistributedType.of(kind, process.device)
+            distributed_type = DistributedType.of("MULTI" if process.is_distributed else "NO", process.device)
         self.distributed_type = distributed_type
 
     def __repr__(self) -> str:
@@ -303,6 +302,9 @@ class AcceleratorState(PartialState):
         self._engine_plugins = engine_plugins
         self._take_plugin = take_plugin
         self.parallelism_config = parallelism_config
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_take_plugin": None}  # a method of the Accelerator, which does not come along
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
