@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from accel_trainer.checkpoint.directory import StagedDirectory, StoredCheckpoint
 from accel_trainer.checkpoint.manifest import Manifest
 from accel_trainer.checkpoint.tensor_file import LazyTensor
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
-from accel_trainer.strategies.whole_state import load_whole, save_whole, whole_files
+from accel_trainer.strategies.whole_state import plan_whole, save_whole, whole_files
 
 __all__ = ["DeepSpeedCheckpointIO", "flat_partitions"]
 
@@ -24,10 +25,12 @@ _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What a dynamic loss scale follows."""
 
 
-def _agree(value: Any) -> Any:
-    """Return rank 0's value on every rank. Collective."""
-    box = [value]
+def _agree(plan: Any) -> Any:
+    """Return rank 0's plan on every rank, or raise its message of what does not fit. Collective."""
+    box = [plan]
     dist.broadcast_object_list(box, src=0)
+    if isinstance(box[0], str):
+        raise IncompatibleCheckpointError(box[0])
     return box[0]
 
 
@@ -144,12 +147,18 @@ class DeepSpeedCheckpointIO:
         Raises:
             IncompatibleCheckpointError: names or shapes differ; every rank raises, and nothing was loaded.
         """
+        self.plan_full_model_load(state, strict=strict)()
+
+    def plan_full_model_load(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Callable[[], None]:
+        """Check that a full state fits, and return what loads it. Both are collective."""
         own = dict(self._model_tensors())
         plan = _agree(self._plan_model_load(own, state, strict) if dist.get_rank() == 0 else None)
-        if isinstance(plan, str):
-            raise IncompatibleCheckpointError(plan)
-        for name, stored in plan:
-            self._set(own[name], state[stored] if dist.get_rank() == 0 else None)
+
+        def load() -> None:
+            for name, stored in plan:
+                self._set(own[name], state[stored] if dist.get_rank() == 0 else None)
+
+        return load
 
     def _plan_model_load(
         self, own: Mapping[str, Tensor], state: Mapping[str, Tensor], strict: bool
@@ -260,10 +269,16 @@ class DeepSpeedCheckpointIO:
         Raises:
             IncompatibleCheckpointError: it was saved for other parameters or groups; every rank raises.
         """
-        optimizer = self._optimizer()
+        self.plan_full_optimizer_load(state)()
+
+    def plan_full_optimizer_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Check that a full optimizer state fits, and return what loads it. Both are collective."""
+        self._optimizer()
         outline = _agree(self._outline(state) if dist.get_rank() == 0 else None)
-        if isinstance(outline, str):
-            raise IncompatibleCheckpointError(outline)
+        return partial(self._set_optimizer, state, outline)
+
+    def _set_optimizer(self, state: Mapping[str, Any], outline: Mapping[str, Any]) -> None:
+        optimizer = self._optimizer()
         for group, stored in zip(optimizer.param_groups, outline["param_groups"], strict=True):
             group.update({key: value for key, value in stored.items() if key != "params"})
         for name, value in outline["loss_scale"].items():
@@ -350,7 +365,11 @@ class DeepSpeedCheckpointIO:
 
     def load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> None:
         """Read what an engine or a native unit wrote; see `CheckpointIO.load`."""
-        load_whole(self, stored, prefix, dist.get_rank(), weights=weights, optimizer=bool(self._optimizers))
+        self.plan_load(stored, prefix, weights=weights)()
+
+    def plan_load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> Callable[[], None]:
+        """Check what `load` would read, and return what loads it; see `CheckpointIO.plan_load`."""
+        return plan_whole(self, stored, prefix, dist.get_rank(), weights=weights, optimizer=bool(self._optimizers))
 
     def files(self, manifest: Manifest, prefix: str) -> list[str]:
         """Return the files that rank 0 reads; see `CheckpointIO.files`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -177,7 +178,7 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
     Raises:
         CheckpointNotFoundError: a file is missing.
         CorruptCheckpointError: a file was changed.
-        IncompatibleCheckpointError: it was saved from other objects.
+        IncompatibleCheckpointError: it was saved from other objects; nothing was changed.
     """
     manifest = stored.manifest
     with shared_fate(process, f"load of {stored.path}"):
@@ -190,11 +191,15 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
         _check_fits(stored, training, state)
         same_world = manifest.world_size == process.world_size
         random_state = _read_streams(stored, process)
-    for index, unit in enumerate(state.units):
-        if f"unit_{index}.json" in stored:
-            unit.load(stored, f"unit_{index}", weights=state.has_weights[index])
-        else:
-            _load_whole_unit(stored, index, unit, state, process)
+    # All are checked before the first is changed. Of format 1, each is checked when its turn has come.
+    loads: list[Callable[[], None]] = [
+        unit.plan_load(stored, f"unit_{index}", weights=state.has_weights[index])
+        if f"unit_{index}.json" in stored
+        else partial(_load_whole_unit, stored, index, unit, state, process)
+        for index, unit in enumerate(state.units)
+    ]
+    for load in loads:
+        load()
     with shared_fate(process, f"load of {stored.path}"):
         fault_point("load.apply", manifest.step)
         for kind, own in (("schedulers", state.schedulers), ("loaders", state.loaders)):

@@ -138,7 +138,10 @@ class CheckpointIO(Protocol):
         """
 
     def load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> None:
-        """Read what `save` wrote, each rank what it holds. Nothing is changed when it does not fit.
+        """Read what `save` wrote, each rank what it holds: `plan_load` and what it returns, at once."""
+
+    def plan_load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> Callable[[], None]:
+        """Check that what `save` wrote fits and is as it was, and return what loads it; nothing is changed before that.
 
         Raises:
             IncompatibleCheckpointError: another engine wrote it; or names, shapes or parameter groups differ.

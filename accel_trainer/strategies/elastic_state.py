@@ -33,7 +33,7 @@ from accel_trainer.runtime.health import shared_fate
 if TYPE_CHECKING:
     from accel_trainer.strategies.torch_state import TorchCheckpointIO
 
-__all__ = ["load_dcp_optimizer", "load_unit", "save_unit", "unit_files"]
+__all__ = ["load_dcp_optimizer", "plan_unit_load", "save_unit", "unit_files"]
 
 logger = logging.get_logger(__name__)
 
@@ -165,9 +165,12 @@ class _Reads:
                 read()
 
 
-def load_unit(io: TorchCheckpointIO, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> None:
-    """Load what `save_unit` wrote; see `CheckpointIO.load`."""
+def plan_unit_load(
+    io: TorchCheckpointIO, stored: StoredCheckpoint, prefix: str, *, weights: bool = True
+) -> Callable[[], None]:
+    """Check what `save_unit` wrote, and return what loads it; see `CheckpointIO.plan_load`."""
     reads = _Reads()
+    finish: Callable[[], None] | None = None
     with shared_fate(stored.process, f"load of {stored.path}"):
         outline = stored.json(f"{prefix}.json")
         if outline["engine"] != ENGINE:
@@ -181,10 +184,14 @@ def load_unit(io: TorchCheckpointIO, stored: StoredCheckpoint, prefix: str, *, w
         if io.optimizers:
             finish = _plan_optimizer(io, stored, prefix, outline["optimizer"], reads)
     stored.verify_together(reads.files)
-    with shared_fate(stored.process, f"load of {stored.path}"):
-        reads.run()
-        if io.optimizers:
-            finish()
+
+    def load() -> None:
+        with shared_fate(stored.process, f"load of {stored.path}"):
+            reads.run()
+            if finish is not None:
+                finish()
+
+    return load
 
 
 def unit_files(io: TorchCheckpointIO, manifest: Manifest, prefix: str) -> set[str]:

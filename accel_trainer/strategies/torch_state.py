@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from accel_trainer.checkpoint.directory import StagedDirectory, StoredCheckpoint
 from accel_trainer.checkpoint.manifest import Manifest
 from accel_trainer.checkpoint.tensor_file import LazyTensor
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
-from accel_trainer.strategies.elastic_state import load_dcp_optimizer, load_unit, save_unit, unit_files
+from accel_trainer.strategies.elastic_state import load_dcp_optimizer, plan_unit_load, save_unit, unit_files
 
 __all__ = ["OWN_STATE", "TorchCheckpointIO", "options_of", "outline_optimizer", "own_states"]
 
@@ -295,7 +295,11 @@ class TorchCheckpointIO:
 
     def load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> None:
         """Read this rank's part of what any number of ranks wrote; see `CheckpointIO.load`."""
-        load_unit(self, stored, prefix, weights=weights)
+        self.plan_load(stored, prefix, weights=weights)()
+
+    def plan_load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> Callable[[], None]:
+        """Check what `load` would read, and return what reads it; see `CheckpointIO.plan_load`."""
+        return plan_unit_load(self, stored, prefix, weights=weights)
 
     def files(self, manifest: Manifest, prefix: str) -> set[str]:
         """Return the files that hold something of this rank's parts; see `CheckpointIO.files`."""

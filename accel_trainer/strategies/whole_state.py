@@ -5,8 +5,8 @@ The files are those of `elastic_state`, with everything in rank 0's: whatever wr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from accel_trainer.strategies.elastic_state import ENGINE
 if TYPE_CHECKING:
     from accel_trainer.strategies.api import CheckpointIO
 
-__all__ = ["load_whole", "save_whole", "whole_files"]
+__all__ = ["WholeIO", "plan_whole", "save_whole", "whole_files"]
 
 
 def save_whole(
@@ -67,10 +67,23 @@ class _WholeTensors(Mapping[str, Tensor]):
         return len(self._parts) + len(self._tied)
 
 
-def load_whole(
-    io: CheckpointIO, stored: StoredCheckpoint, prefix: str, rank: int, *, weights: bool, optimizer: bool
-) -> None:
-    """Load what `save_whole` or a native unit wrote, read by rank 0. Collective; see `CheckpointIO.load`."""
+class WholeIO(Protocol):
+    """What is asked of an engine's `CheckpointIO`. Plans are collective, and so is what they return, which loads."""
+
+    def plan_full_model_load(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Callable[[], None]:
+        """Check that rank 0's state fits the model, and return what loads it."""
+
+    def plan_full_optimizer_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Check that rank 0's state fits the optimizer, and return what loads it."""
+
+
+def plan_whole(
+    io: WholeIO, stored: StoredCheckpoint, prefix: str, rank: int, *, weights: bool, optimizer: bool
+) -> Callable[[], None]:
+    """Check what `save_whole` or a native unit wrote, read by rank 0, and return what loads it.
+
+    Collective; see `CheckpointIO.plan_load`.
+    """
     model: Mapping[str, Tensor] = {}
     state: dict[str, Any] = {}
     with shared_fate(stored.process, f"load of {stored.path}"):
@@ -88,14 +101,19 @@ def load_whole(
             if optimizer:
                 held = StoredParts(stored, f"{prefix}.optimizer")
                 state = decode(outline["optimizer"], _WholeTensors(held, {}))
-    if weights:
-        io.load_full_model_state(model)
+    loads = [io.plan_full_model_load(model)] if weights else []
     if optimizer:
-        io.load_full_optimizer_state(state)
+        loads.append(io.plan_full_optimizer_load(state))
+
+    def load() -> None:
+        for part in loads:
+            part()
+
+    return load
 
 
 def whole_files(manifest: Manifest, prefix: str, rank: int) -> list[str]:
-    """Return the files that `load_whole` opens on this rank."""
+    """Return the files that `plan_whole` reads on this rank."""
     if rank != 0:
         return [f"{prefix}.json"] if f"{prefix}.json" in manifest.files else []
     return [name for name in manifest.files if name.startswith(f"{prefix}.")]

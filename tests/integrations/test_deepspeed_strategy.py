@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -313,3 +315,41 @@ def test_fp16_overflow_skips_the_update_and_says_so():
                 # Adam moves by its rate whatever the gradients are scaled by, when the scale grows too.
                 assert all(0.005 < step[2] < 0.02 for step in applied)
                 assert len(applied) >= 3
+
+
+@SCENARIOS.add
+def states_of_two_engines() -> Any:
+    from accel_trainer.errors import IncompatibleCheckpointError
+    from accel_trainer.utils import broadcast_object_list
+
+    def two(outputs: int, number: int) -> tuple[Any, Any]:
+        made, first, optimizer = layout(2)
+        second = build()
+        second.head = nn.Linear(7, outputs)
+        made.prepare(second, adamw(second))
+        made.backward(first(own_rows(number)))
+        optimizer.step()
+        return made, first
+
+    made, first = two(1, 0)
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(broadcast_object_list([own])[0]) / "s"
+        made.save_state(folder)
+        saved = whole(made, first)
+        made, first = two(2, 1)
+        before = whole(made, first)
+        with pytest.raises(IncompatibleCheckpointError, match=r"head\.weight is \(1, 7\).*and \(2, 7\) in the model"):
+            made.load_state(folder)
+        kept = whole(made, first)
+        made, first = two(1, 2)
+        other = whole(made, first)
+        made.load_state(folder)
+        return saved, (before, kept), (other, whole(made, first))
+
+
+def test_a_state_that_does_not_fit_one_engine_changes_none():
+    saved, (before, kept), (other, loaded) = results("states_of_two_engines")[0]
+    assert all(torch.equal(value, expected) for value, expected in zip(kept, before, strict=True))
+    assert not all(torch.equal(value, expected) for value, expected in zip(kept, saved, strict=True))
+    assert not all(torch.equal(value, expected) for value, expected in zip(other, saved, strict=True))
+    assert all(torch.equal(value, expected) for value, expected in zip(loaded, saved, strict=True))
