@@ -223,8 +223,16 @@ class AcceleratorCheckpointing:
 
     def _state_bytes(self) -> int:
         """About how many bytes this rank writes: its part of what is sharded, and on rank 0 what is whole."""
-        if not (self.strategy.capabilities.shards_parameters or self.process.is_main):
-            return 0
+        is_sharded = self.strategy.capabilities.shards_parameters
+        gradients = sum(
+            parameter.numel() * parameter.element_size()
+            for prepared in self._prepared
+            if prepared.window.is_open and (self.process.is_main or not is_sharded)
+            for parameter in prepared.unit.module.parameters()
+            if parameter.requires_grad and (is_sharded or parameter.grad is not None)
+        )
+        if not (is_sharded or self.process.is_main):
+            return gradients
         held: dict[int, Tensor] = {}
         for prepared in self._prepared:
             held |= {id(tensor): tensor for tensor in prepared.unit.module.state_dict(keep_vars=True).values()}
@@ -233,7 +241,7 @@ class AcceleratorCheckpointing:
                 values = entry.values() if isinstance(entry, Mapping) else [entry]
                 held |= {id(value): value for value in values if isinstance(value, Tensor)}
         parts = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in held.values())
-        return sum(part.nbytes for part in parts if isinstance(part, Tensor))
+        return gradients + sum(part.nbytes for part in parts if isinstance(part, Tensor))
 
     def _run_save_hooks(self, state: TrainState, directory: Path) -> None:
         if not self._checkpoints.save_hooks:

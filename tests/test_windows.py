@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -162,3 +163,24 @@ def test_deepspeed_refuses_the_gradients_of_another_strategy() -> None:
     assert unit.held_gradients() is None
     with pytest.raises(ConfigError, match="DeepSpeed's engine cannot take its gradients; save where sync_gradients"):
         unit.put_gradients({})
+
+
+def needs_in_a_window(folder: Path) -> list[tuple[int, int]]:
+    """Return, of each strategy, what a save asks for and what it writes, both of all ranks."""
+    found = []
+    for strategy in ("ddp", "fsdp2"):
+        parts = build(strategy)
+        train(parts, STOP)
+        asked = torch.tensor(parts[0]._state_bytes())
+        parts[0].save_state(folder / strategy)
+        files = [path for name in ("unit", "window") for path in (folder / strategy).glob(f"{name}_*.safetensors")]
+        written = sum(tensor.nbytes for path in files for tensor in load_file(path).values())
+        found.append((int(parts[0].reduce(asked, "sum")), written))
+    return found
+
+
+@pytest.mark.multirank
+def test_a_save_asks_for_the_room_of_the_gradients_of_an_open_window(tmp_path: Path):
+    counters = 2 * 4 * 4  # of steps, one a parameter, on each rank
+    for asked, written in run_ranks(needs_in_a_window, 2, tmp_path)[0]:
+        assert written <= asked <= written + counters
