@@ -15,7 +15,7 @@ from accel_trainer.checkpoint.directory import Publication
 from accel_trainer.checkpoint.disk import explain_full_disk
 from accel_trainer.checkpoint.foreign import is_foreign, load_foreign_state
 from accel_trainer.checkpoint.registry import CheckpointRegistry, LoadHook, SaveHook, add_hook
-from accel_trainer.checkpoint.retention import numbered_checkpoints, retire
+from accel_trainer.checkpoint.retention import next_number, numbered_checkpoints, retire
 from accel_trainer.checkpoint.selection import Selection, select_named, select_newest
 from accel_trainer.checkpoint.state import TrainState, files_to_read, load_train_state, save_train_state
 from accel_trainer.checkpoint.stored import check_verify
@@ -214,8 +214,7 @@ class AcceleratorCheckpointing:
         try:
             if self.process.is_local_main if each_node else self.process.is_main:
                 self._checkpoints.own(directory, self)
-                existing = numbered_checkpoints(directory)
-                number = max(self.project_configuration.iteration, *(known + 1 for known, _ in existing), 0)
+                number = max(self.project_configuration.iteration, next_number(directory))
         except Exception as raised:
             error = raised
         number = max(gather_votes(self.process, f"save to {directory}", error, number))

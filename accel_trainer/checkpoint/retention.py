@@ -19,7 +19,7 @@ from accel_trainer.checkpoint.verification import check_files, find_extra
 from accel_trainer.errors import AccelTrainerError, CheckpointLockedError
 from accel_trainer.runtime.faults import fault_point
 
-__all__ = ["PREFIX", "is_complete", "numbered_checkpoints", "quarantine", "retire"]
+__all__ = ["PREFIX", "is_complete", "next_number", "numbered_checkpoints", "quarantine", "retire"]
 
 logger = logging.get_logger(__name__)
 
@@ -32,6 +32,16 @@ def numbered_checkpoints(directory: Path, prefix: str = PREFIX) -> list[tuple[in
         return []
     numbers = ((path.name.removeprefix(prefix), path) for path in directory.glob(f"{prefix}*") if path.is_dir())
     return sorted((int(number), path) for number, path in numbers if number.isascii() and number.isdecimal())
+
+
+def next_number(directory: Path) -> int:
+    """Return the lowest number above those of all checkpoints, and of those that are being saved; the owner calls it.
+
+    Another Accelerator of the process may save in the background, and what dead runs left has been removed.
+    """
+    staged = (path.name.removeprefix(f".tmp-{PREFIX}").rpartition("-")[0] for path in directory.glob(f".tmp-{PREFIX}*"))
+    saving = [int(number) for number in staged if number.isascii() and number.isdecimal()]
+    return 1 + max([-1, *saving, *(number for number, _ in numbered_checkpoints(directory))])
 
 
 def is_complete(path: Path) -> bool:

@@ -155,10 +155,13 @@ def test_a_second_accelerator_leaves_the_background_save_of_the_first_alone(
     for accelerator in (first, second):
         accelerator.prepare(nn.Linear(2, 2))
     first.save_state(async_=True)
-    second._checkpoints.own(tmp_path / "checkpoints", second)
-    is_swept.set()
+    try:
+        assert second.save_state().name == "checkpoint_1"
+    finally:
+        is_swept.set()
     first.wait_for_checkpoint()
-    assert (tmp_path / "checkpoints" / "checkpoint_0" / MARKER_NAME).is_file()
+    assert first.save_state().name == "checkpoint_2"
+    assert all((tmp_path / "checkpoints" / f"checkpoint_{number}" / MARKER_NAME).is_file() for number in range(3))
 
 
 def test_without_system_locks_a_live_process_of_this_machine_is_refused(
