@@ -103,7 +103,8 @@ def save_checkpoint(trainer: Any, trial: Any) -> None:
     )
     with publication as staged, explain_full_disk(staged.path), _staging(trainer, staged):
         directory = os.fspath(staged)
-        trainer.save_model(directory, _internal_call=True)
+        with shared_fate(process, f"save of {target}"):  # the optimizer's state is gathered next
+            trainer.save_model(directory, _internal_call=True)
         _note_best(trainer, run_dir, target)
         if not args.save_only_model:
             trainer._save_optimizer_and_scheduler(directory)

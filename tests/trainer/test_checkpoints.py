@@ -298,3 +298,28 @@ def test_an_optimizer_of_other_groups_does_not_load(tmp_path):
     with pytest.raises(RankFailure, match=r"was saved for parameter groups of"):
         run(tmp_path / "again", "fsdp", str(tmp_path / "checkpoint-3"), **options)
     assert issubclass(IncompatibleCheckpointError, AccelTrainerError)
+
+
+def failing_between(output_dir: str, strategy: str) -> None:
+    trainer = build_trainer(output_dir, strategy=strategy, save_strategy="steps", save_steps=2)
+    save_model = trainer.save_model
+
+    def save_and_more(directory: str, _internal_call: bool = False) -> None:
+        save_model(directory, _internal_call)
+        if trainer.is_world_process_zero():
+            fail(directory)
+
+    trainer.save_model = save_and_more
+    trainer.train()
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp_sharded"])
+def test_no_rank_waits_for_one_that_could_not_write_the_model(tmp_path, strategy):
+    with pytest.raises(
+        RankFailure, match=r"rank 0 failed in save of .*no space left for the random streams"
+    ) as failure:
+        on_ranks(strategy, failing_between, str(tmp_path))
+
+    assert len(failure.value.failures) == 2
+    assert os.listdir(tmp_path) == []
