@@ -60,7 +60,8 @@ def check_can_start(process: ProcessContext, engine_config: Mapping[str, Any]) -
     if process.backend is None:
         raise ConfigError(
             "strategy 'deepspeed' was asked for in a process that no launcher started, and its engine needs a process "
-            "group, of one process too; start the script with `torchrun --nproc_per_node 1 SCRIPT`"
+            "group, of one process too; start the script with `accel-trainer launch --num_processes 1 --use_deepspeed "
+            "SCRIPT`, or with `torchrun --nproc_per_node 1 SCRIPT`"
         )
     if "LOCAL_RANK" not in environ:
         raise ConfigError(

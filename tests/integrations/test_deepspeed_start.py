@@ -18,13 +18,15 @@ from tests.zero import accelerator
 
 preload("accel_trainer.accelerator", "deepspeed")
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def start_alone() -> Any:
     return accelerator(2)
 
 
 def test_without_a_launcher_the_way_to_start_is_named():
-    message = r"in a process that no launcher started.*`torchrun --nproc_per_node 1 SCRIPT`"
+    message = r"no launcher started.*`accel-trainer launch --num_processes 1 --use_deepspeed SCRIPT`, or with"
     variables = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     with pytest.raises(RankFailure, match=message):
         run_ranks(start_alone, 1, env=dict.fromkeys(variables))
@@ -80,3 +82,26 @@ def test_without_deepspeed_the_extra_is_named(tmp_path: Path):
     assert done.returncode != 0
     assert "MissingExtraError: strategy 'deepspeed' needs the package 'deepspeed'" in done.stderr
     assert "pip install 'accel-trainer[deepspeed]'" in done.stderr
+
+
+SCRIPT = """
+import torch
+from accel_trainer import Accelerator, DeepSpeedPlugin
+
+accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3, zero3_init_flag=False))
+model = torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+accelerator.backward(model(torch.ones(2, 4)).sum())
+optimizer.step()
+print("trained at stage", model.zero_optimization_stage(), "on", accelerator.num_processes, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_one_process_is_launched_for_a_script_that_chooses_the_engine(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    words = ["launch", "--cpu", "--num_processes", "1", "--use_deepspeed", str(script)]
+    command = [sys.executable, "-m", "accel_trainer", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["trained at stage 3 on 1"]), done.stderr
