@@ -85,6 +85,7 @@ class DeepSpeedStrategy:
                 "write stage 1, 2 or 3, or use strategy 'ddp'"
             )
         _check_groups(job)
+        _check_leaf_classes(job, config)
         check_can_start(process, config.data)
 
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> DeepSpeedUnit | WholeUnit:
@@ -180,6 +181,20 @@ def _check_groups(job: TrainJob) -> None:
                 "so that a scheduler built on it no longer fits; leave the group out. (Parameters of a model that was "
                 "built in pieces under ZeRO-3 have one dimension: tell them apart by name, or by len(p.ds_shape).)"
             )
+
+
+def _check_leaf_classes(job: TrainJob, config: EngineConfig) -> None:
+    """Refuse names of classes that the trained model has none of: the engine would only warn, and then hang."""
+    wanted = config.leaf_classes if config.stage == 3 and job.optimizers else ()
+    kinds = {type(module) for module in job.model.modules()}
+    known = {name for kind in kinds for name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")}
+    if wanted and known.isdisjoint(wanted):
+        raise ConfigError(
+            f"{type(job.model).__name__} has no module of class {' or '.join(wanted)}, which "
+            "zero_optimization.leaf_module.classes (deepspeed_moe_layer_cls_names, transformer_moe_cls_names) names: "
+            "ranks that run different experts would wait for each other; write the class of its layers of experts, or "
+            "take the key out"
+        )
 
 
 def _group_names(model: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
