@@ -216,7 +216,13 @@ class Accelerator(
         return unwrapped
 
     def free_memory(self, *objects: Any) -> tuple[None, ...]:
-        """Let go of everything prepared; return as many None as objects were given, to assign over them."""
+        """Let go of everything prepared; return as many None as objects were given, to assign over them.
+
+        An engine that holds on to its model by itself (DeepSpeed's) is taken off it. Every rank calls this.
+        """
+        for prepared in self._prepared:
+            if callable(release := getattr(prepared.unit, "release", None)):
+                release()
         for held in (
             self._prepared,
             self._current,

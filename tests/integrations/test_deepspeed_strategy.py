@@ -272,6 +272,28 @@ def test_a_part_without_gradients_is_not_updated_with_earlier_ones():
 
 
 @SCENARIOS.add
+def prepared_again() -> Any:
+    def train(stage: int, offload: bool) -> Any:
+        made = accelerator(stage, offload)
+        model = build()
+        optimizer = adamw(model)
+        engine, _ = made.prepare(model, optimizer)
+        engine(own_rows())
+        made.free_memory()
+        engine, prepared = made.prepare(model, optimizer)
+        for step in range(3):
+            made.backward(engine(own_rows(step)))
+            prepared.step()
+        return whole(made, engine)
+
+    return for_each_variant(train)
+
+
+def test_after_free_memory_model_and_optimizer_can_be_prepared_again():
+    close(results("prepared_again")[0], alone())
+
+
+@SCENARIOS.add
 def overflow() -> Any:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
