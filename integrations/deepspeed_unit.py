@@ -294,7 +294,9 @@ class DeepSpeedUnit:
         if getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
             zero.norm_for_param_grads.clear()
             kept = [flat.grad for flat in flat_partitions(zero) if flat.grad is not None]
-            torch._foreach_zero_([*kept, *getattr(zero, "accumulated_grads_in_cpu", {}).values()])
+            kept += getattr(zero, "accumulated_grads_in_cpu", {}).values()
+            if kept:  # what is swapped to disk holds none
+                torch._foreach_zero_(kept)
 
     def take_scheduler(self) -> Any:
         """Return the schedule of the engine's configuration, which the engine steps no longer; None without one."""
