@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from accel_trainer.trainer.loss_scale import settle_loss_scale
+from accel_trainer.trainer.reading import WindowReader
 
 __all__ = ["EpochRun", "run_training_step"]
 
@@ -49,29 +49,39 @@ class EpochRun:
             trained: micro-batches of `steps_in_epoch` that the run which wrote the checkpoint has trained.
             resume_from_checkpoint: whose RNG state is restored once the first window has been read; None does not.
         """
-        trainer, accumulation = self.trainer, self.trainer.args.gradient_accumulation_steps
+        trainer = self.trainer
         self.step = trained - 1
         if not trained and resume_from_checkpoint is not None:
             trainer._load_rng_state(resume_from_checkpoint)
             resume_from_checkpoint = None
         if hasattr(dataloader, "set_epoch"):
             dataloader.set_epoch(self.epoch)
-        iterator = iter(dataloader)
-        steps = max(self.steps_in_epoch, 1)
-        for begin in range(trained, steps, accumulation):
-            num_batches = min(accumulation, steps - begin)
-            if not self._window(iterator, num_batches, resume_from_checkpoint):
-                break
-            resume_from_checkpoint = None
-            if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
-                break
-        _close(iterator)
+        reader = WindowReader(dataloader, trainer.accelerator.process, trainer.accelerator.even_batches)
+        trainer._reader = reader
+        try:
+            self._windows(reader, trained, resume_from_checkpoint)
+        finally:
+            trainer._reader = None
+        reader.close()
         self._end()
 
-    def _window(self, iterator: Iterator[Any], num_batches: int, restore_rng_from: str | None) -> bool:
+    def _windows(self, reader: WindowReader, trained: int, restore_rng_from: str | None) -> None:
+        """Train the updates of the epoch, until it ends or is told to."""
+        accumulation = self.trainer.args.gradient_accumulation_steps
+        steps = max(self.steps_in_epoch, 1)
+        for begin in range(trained, steps, accumulation):
+            if not self._window(reader, min(accumulation, steps - begin), restore_rng_from):
+                break
+            restore_rng_from = None
+            control = self.trainer.control
+            if control.should_epoch_stop or control.should_training_stop:
+                break
+
+    def _window(self, reader: WindowReader, num_batches: int, restore_rng_from: str | None) -> bool:
         """Train the micro-batches of one update; return whether there were any."""
         trainer = self.trainer
-        batches, num_items = trainer.get_batch_samples(iterator, num_batches, trainer.args.device)
+        batches, num_items = trainer.get_batch_samples(reader, num_batches, trainer.args.device)
+        reader.begin(batches)
         # Divides the loss of a model that does not normalise by `num_items` itself; the last window may be short.
         trainer.current_gradient_accumulation_steps = len(batches)
         if restore_rng_from is not None:
@@ -79,9 +89,11 @@ class EpochRun:
             trainer._load_rng_state(restore_rng_from)
         for index, inputs in enumerate(batches):
             self.step += 1
+            reader.begin_batch(index)
             self._micro_batch(inputs, num_items, is_first=index == 0, is_last=index == len(batches) - 1)
             if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
                 break
+        reader.forget()
         return bool(batches)
 
     def _micro_batch(self, inputs: Any, num_items: Any, *, is_first: bool, is_last: bool) -> None:
@@ -95,7 +107,7 @@ class EpochRun:
             trainer.control = handler.on_step_begin(trainer.args, trainer.state, trainer.control)
         self._add_loss(trainer.training_step(self.model, inputs, num_items))
         trainer.current_flos += float(trainer.floating_point_ops(inputs))
-        trainer._track_num_input_tokens(inputs)
+        trainer._track_num_input_tokens(trainer._reader.without_stand_in(inputs))
         if is_last:
             self._update()
         else:
@@ -157,13 +169,6 @@ class EpochRun:
         self._log_save_evaluate()
 
 
-def _close(iterator: Iterator[Any]) -> None:
-    """End a loader's pass now, not when the iterator is collected: the loader then knows that nobody reads it."""
-    close = getattr(iterator, "close", None)
-    if callable(close):
-        close()
-
-
 def run_training_step(trainer: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
     """Forward and backward of one micro-batch; return its detached loss. The body of `Trainer.training_step`."""
     args = trainer.args
@@ -186,7 +191,12 @@ def run_training_step(trainer: Any, model: nn.Module, inputs: Any, num_items_in_
         is_scaled = by_items or trainer.compute_loss_func is not None
     if not is_scaled:
         loss = loss / trainer.current_gradient_accumulation_steps
-    # Not accelerator.backward(): it weighs by the samples of the loader's present batch, and a window is read ahead.
+    if trainer._reader is not None:
+        weight = trainer._reader.weight(
+            by_items=is_scaled and num_items_in_batch is not None, over_ranks=args.average_tokens_across_devices
+        )
+        loss = loss if weight == 1.0 else loss * weight
+    # Not accelerator.backward(): it weighs by the batch that the loader gave last, and a window is read ahead.
     trainer.accelerator.unit_of(model).backward(loss, **kwargs)
     return loss.detach()
 

@@ -8,6 +8,7 @@ the order of everything stay upstream's.
 from __future__ import annotations
 
 import functools
+import operator
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -31,6 +32,7 @@ from accel_trainer.trainer.epoch import EpochRun, run_training_step
 from accel_trainer.trainer.evaluation import run_evaluation
 from accel_trainer.trainer.inputs import ColumnFilter, ShiftingLabelSmoother, check_dataset, load_model, shifts_labels
 from accel_trainer.trainer.layout import lay_out_engine, lay_out_shards
+from accel_trainer.trainer.reading import WindowReader
 
 __all__ = ["CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
 
@@ -60,6 +62,7 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
 
     arguments_class: type[TrainingArguments] = TrainingArguments
     _loss_scale_is_settled = False
+    _reader: WindowReader | None = None
     engine_unit: Any = None
     """Under DeepSpeed: what the model was last laid out as; its engine acts on the model until it is released."""
     describes_optimizer = False
@@ -252,6 +255,16 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train one micro-batch and return its loss; see upstream. Collective on the last one of a window."""
         return run_training_step(self, model, inputs, num_items_in_batch)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        if self._reader is None:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        counted = [self._reader.without_stand_in(batch) for batch in batch_samples]
+        num_items = super()._get_num_items_in_batch(counted, device)
+        if isinstance(num_items, Tensor) and all(map(operator.is_not, counted, batch_samples)):
+            # This rank's own number, where ranks are not summed: a loss that weighs nothing would be divided by 0.
+            num_items = num_items.clamp(min=1)
+        return num_items
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if grad_norm is not None:

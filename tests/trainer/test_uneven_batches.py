@@ -1,0 +1,126 @@
+"""Training with `even_batches=False`: a short last global batch gives the numbers of one process with the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from accel_trainer.data.plan import BatchRows
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.trainer.reading import WindowReader
+from tests.ranks import run_ranks
+from tests.trainer_jobs import TokenDataset, build_trainer, on_ranks, summary
+
+# Global batches of 4. The last holds 1 row, on rank 0 (rank 1 has none), or 3, of which rank 1 has one.
+JOBS: dict[str, dict[str, Any]] = {
+    f"{model} {samples} {accumulation}": {
+        "model": model, "samples": samples, "gradient_accumulation_steps": accumulation,
+        "num_train_epochs": accumulation,
+    }
+    for model in ("bert", "llama")
+    for samples in (13, 15)
+    for accumulation in (1, 2)
+} | {
+    "smoothed": {"samples": 13, "label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
+    # Each rank divides by its own number of tokens. Rows have equally many: the mean over tokens is that over rows.
+    "own count": {"samples": 13, "average_tokens_across_devices": False, "uneven": False},
+    "own counts": {
+        "samples": 13, "average_tokens_across_devices": False, "uneven": False, "gradient_accumulation_steps": 2,
+    },
+    "stream": {"model": "bert", "samples": 13, "max_steps": 5, "is_stream": True},
+    "dispatched": {"samples": 13, "gradient_accumulation_steps": 2, "dispatch_batches": True},
+}  # fmt: skip
+
+
+class Stream(IterableDataset):
+    def __init__(self, dataset: TokenDataset) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(self.dataset.rows)
+
+
+def build(output_dir: Path, *, is_stream: bool = False, dispatch_batches: bool | None = None, **job: Any) -> Any:
+    """Return a Trainer with SGD, which does not enlarge rounding as AdamW does."""
+    configuration = {"even_batches": False, "dispatch_batches": dispatch_batches}
+    options = {"uneven": True, "optim": "sgd", "learning_rate": 0.1, "include_num_input_tokens_seen": "all", **job}
+    trainer = build_trainer(output_dir, accelerator_config=configuration, **options)
+    if is_stream:
+        trainer.train_dataset = Stream(trainer.train_dataset)
+    return trainer
+
+
+def run_jobs(output_dir: str, batch_size: int, jobs: dict[str, dict[str, Any]], **options: Any) -> dict[str, Any]:
+    """Train each job; return their summaries."""
+    results = {}
+    for name, job in jobs.items():
+        path = Path(output_dir, name.replace(" ", "-"))
+        trainer = build(path, per_device_train_batch_size=batch_size, **job, **options)
+        trainer.train()
+        results[name] = {**summary(trainer), "tokens": trainer.state.num_input_tokens_seen}
+    return results
+
+
+def assert_same(run: dict[str, Any], reference: dict[str, Any], job: str, tolerance: float = 1e-6) -> None:
+    assert run["step"] == reference["step"]
+    for name in ("losses", "grad_norms", "train_loss", "tokens"):
+        np.testing.assert_allclose(run[name], reference[name], rtol=tolerance, err_msg=f"{job}: {name}")
+    assert run["weights"].keys() == reference["weights"].keys()
+    for name, values in reference["weights"].items():
+        np.testing.assert_allclose(
+            run["weights"][name], values, rtol=tolerance, atol=tolerance, err_msg=f"{job}: {name}"
+        )
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory) -> dict[str, Any]:
+    return run_jobs(str(tmp_path_factory.mktemp("single")), 4, JOBS)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_short_last_batch_gives_the_numbers_of_one_process(tmp_path, references, strategy):
+    runs = on_ranks(strategy, run_jobs, str(tmp_path), batch_size=2, jobs=JOBS)
+
+    for name, reference in references.items():
+        assert_same(runs[0][name], reference, name)
+        assert runs[0][name]["losses"] == runs[1][name]["losses"], name
+
+
+def resume(output_dir: str) -> dict[str, Any]:
+    """Train with a checkpoint before the last two updates, and once more from there."""
+    job = {**JOBS["bert 13 1"], "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2}
+    build(Path(output_dir), **job).train()
+    trainer = build(Path(output_dir, "again"), **job)
+    trainer.train(resume_from_checkpoint=str(Path(output_dir, "checkpoint-2")))
+    return {**summary(trainer), "tokens": trainer.state.num_input_tokens_seen}
+
+
+@pytest.mark.multirank
+def test_a_resumed_run_weighs_the_last_batch_alike(tmp_path, references):
+    resumed, reference = run_ranks(resume, 2, str(tmp_path))[0], references["bert 13 1"]
+
+    assert_same({**resumed, "train_loss": reference["train_loss"]}, reference, "resumed")
+
+
+class LoaderOfTwo(list):
+    """A pass of one batch, of which the second rank has none."""
+
+    rows = BatchRows((1, 0), (1, 1), is_last=True)
+
+
+def test_batches_that_the_loader_did_not_give_are_refused_where_they_would_weigh_unequally():
+    process = ProcessContext(0, 0, 2, 2, torch.device("cpu"), "gloo")
+    reader = WindowReader(LoaderOfTwo(["a"]), process, even_batches=False)
+    batches = list(reader)
+
+    reader.begin(batches)
+    with pytest.raises(ConfigError, match=r"2 batches, 1 of them as the loader gave them, .* has \(1, 0\) samples"):
+        reader.begin(["other", *batches])
