@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,12 @@ from accel_trainer.data.plan import BatchRows
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.trainer.reading import WindowReader
-from tests.ranks import run_ranks
+from tests.ranks import preload, run_ranks
 from tests.trainer_jobs import TokenDataset, build_trainer, on_ranks, summary
+
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+if HAS_DEEPSPEED:
+    preload("deepspeed")
 
 # Global batches of 4. The last holds 1 row, on rank 0 (rank 1 has none), or 3, of which rank 1 has one.
 JOBS: dict[str, dict[str, Any]] = {
@@ -92,6 +97,25 @@ def test_a_short_last_batch_gives_the_numbers_of_one_process(tmp_path, reference
     for name, reference in references.items():
         assert_same(runs[0][name], reference, name)
         assert runs[0][name]["losses"] == runs[1][name]["losses"], name
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_weighs_a_short_last_batch_alike(tmp_path, references, stage):
+    names = ["bert 13 1", "bert 15 2", "llama 13 2"]
+    jobs = {name: JOBS[name] for name in names}
+    config = {
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+        "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+
+    runs = run_ranks(run_jobs, 2, str(tmp_path), 2, jobs, deepspeed=config, timeout=250)
+
+    for name in names:
+        assert_same(runs[0][name], references[name], name)
 
 
 def resume(output_dir: str) -> dict[str, Any]:
