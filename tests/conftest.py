@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import multiprocessing
 import os
@@ -18,6 +17,10 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+
+if os.access(sys.prefix, os.W_OK):
+    # Another environment's DeepSpeed lies elsewhere, and the two would rebuild each other's in the user's cache.
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
 
 # What a launcher sets: the tests must not depend on how pytest itself was started.
 _LAUNCHER_VARIABLES = (
@@ -74,20 +77,18 @@ def no_launcher_environment() -> Iterator[None]:
     patch.undo()
 
 
-@functools.cache
-def build_engine_ops() -> None:
-    """Have DeepSpeed compile its collectives for the CPU once: minutes, which no rank of a test should have to wait."""
-    if importlib.util.find_spec("deepspeed") is not None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Have DeepSpeed compile its collectives for the CPU once: up to minutes, which no test should have to wait for."""
+    needed = any("deepspeed" in item.nodeid or "zero" in item.nodeid for item in session.items)
+    if needed and not session.config.option.collectonly and importlib.util.find_spec("deepspeed") is not None:
+        for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR", "/nowhere")).glob("*/lock"):
+            if time.time() - lock.stat().st_mtime > 900:  # of a build that was killed; torch would wait for it for ever
+                lock.unlink()
         script = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as Builder; Builder().load()"
         command = [sys.executable, "-c", script]
-        subprocess.run(command, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, timeout=900)
-
-
-@pytest.fixture(autouse=True)
-def engine_ops(request: pytest.FixtureRequest) -> None:
-    """Build what the tests of DeepSpeed need, before the first of them."""
-    if "deepspeed" in request.node.nodeid or "zero" in request.node.nodeid:
-        build_engine_ops()
+        built = subprocess.run(command, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, timeout=900)
+        if built.returncode:
+            pytest.exit(f"DeepSpeed's collectives cannot be compiled: {built.stderr.decode()[-2000:]}", returncode=1)
 
 
 @pytest.fixture(autouse=True)
