@@ -70,7 +70,7 @@ def check_can_start(process: ProcessContext, engine_config: Mapping[str, Any]) -
             "start the script with torchrun"
         )
     _check_build_tools(process, engine_config, environ)
-    _check_disk_library(engine_config)
+    _check_disk(engine_config)
 
 
 def _check_build_tools(process: ProcessContext, engine_config: Mapping[str, Any], environ: Mapping[str, str]) -> None:
@@ -91,11 +91,19 @@ def _check_build_tools(process: ProcessContext, engine_config: Mapping[str, Any]
         )
 
 
-def _check_disk_library(engine_config: Mapping[str, Any]) -> None:
-    if "nvme" in _offload_devices(engine_config) and ctypes.util.find_library("aio") is None:
+def _check_disk(engine_config: Mapping[str, Any]) -> None:
+    if "nvme" not in _offload_devices(engine_config):
+        return
+    if ctypes.util.find_library("aio") is None:
         raise ConfigError(
             "strategy 'deepspeed' offloads to NVMe through libaio, which is not on this machine; install it (for "
             "Debian: `apt-get install libaio-dev`), or offload to 'cpu'"
+        )
+    if "optimizer" not in engine_config:
+        # Seen with DeepSpeed 0.19.8 alone, too: `deepspeed.initialize` by hand gives the same weights.
+        logger.warning(
+            "offload to NVMe with torch's AdamW has given weights that differ from plain PyTorch, by 0.035 after 3 "
+            "steps at a rate of 1e-2, while offload to 'cpu' agrees; compare a few steps before you rely on it"
         )
 
 

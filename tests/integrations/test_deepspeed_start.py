@@ -59,6 +59,26 @@ def test_a_missing_libaio_is_named_where_tensors_go_to_disk(monkeypatch: pytest.
         deepspeed_runtime.check_can_start(process, disk)
 
 
+def test_offload_to_disk_with_an_optimizer_of_torch_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    from accel_trainer.integrations import deepspeed_runtime
+    from accel_trainer.runtime.process import ProcessContext
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(deepspeed_runtime.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(deepspeed_runtime.ctypes.util, "find_library", lambda name: f"lib{name}.so.1")
+    process = ProcessContext(0, 0, 1, 1, torch.device("cpu"), "gloo")
+    disk = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}}
+
+    deepspeed_runtime.check_can_start(process, {**disk, "optimizer": {"type": "AdamW", "params": {}}})
+    assert not caplog.records
+    deepspeed_runtime.check_can_start(process, disk)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "differ from plain PyTorch" in record.getMessage()
+
+
 def join_with_another_device() -> Any:
     from accel_trainer.integrations.deepspeed_runtime import import_deepspeed, join_engine_group
     from accel_trainer.runtime.process import ProcessContext
