@@ -222,7 +222,7 @@ def save_state(strategy: str, project_dir: str) -> dict[str, Any]:
     for _ in range(2):
         accelerator.save_state()
     accelerator.wait_for_everyone()
-    names = sorted(path.name for path in (Path(project_dir) / "checkpoints").glob("[!.]*"))
+    names = sorted(path.name for path in (Path(project_dir) / "checkpoints").glob("[!._]*"))
     return {"repeats": first == second, "count": count, "names": names}
 
 
