@@ -184,7 +184,7 @@ def test_d16_automatic_naming_heeds_a_directory_keeps_the_newest_and_bears_other
     resumed = prepared(tmp_path, total_limit=2)
     resumed.load_state()
     newest = resumed.save_state()
-    names = sorted(path.name for path in (tmp_path / "checkpoints").glob("[!.]*"))
+    names = sorted(path.name for path in (tmp_path / "checkpoints").glob("[!._]*"))
     assert names == ["checkpoint_1", newest.name, "notes.txt"]
     assert newest.name == "checkpoint_2"
 
