@@ -223,7 +223,8 @@ class FSDP2Strategy:
     )
 
     def __init__(self) -> None:
-        self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
+        # Weak: models keep their mesh, and groups have to close with the last of them.
+        self._meshes: weakref.WeakValueDictionary[tuple[int, ...], DeviceMesh] = weakref.WeakValueDictionary()
 
     def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
         """Nothing to do: the configuration holds as it is."""
@@ -299,9 +300,8 @@ class FSDP2Strategy:
     def _mesh(self, process: ProcessContext, job: TrainJob) -> DeviceMesh:
         """Return the mesh of all models of this shape: one optimizer may hold the parameters of several. Collective."""
         shape = build_mesh_shape(process.world_size, _count_replicas(job.config.fsdp, process))
-        if shape not in self._meshes:
-            self._meshes[shape] = init_mesh(process, shape, job.config.timeout_seconds)
-        return self._meshes[shape]
+        known = self._meshes.get(shape)
+        return known or self._meshes.setdefault(shape, init_mesh(process, shape, job.config.timeout_seconds))
 
 
 def _bind(unit: NativeUnit, job: TrainJob) -> NativeUnit:
