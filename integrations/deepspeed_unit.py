@@ -65,6 +65,7 @@ class DeepSpeedUnit:
         self.module: nn.Module = engine.module
         self.optimizers: Sequence[Optimizer] = list(optimizers)
         self._engine = engine
+        self._is_released = False
         self._zero = engine.optimizer
         self._groups = groups
         """Names of the parameters of each group of the optimizer; the engine replaces them by flat buffers."""
@@ -324,8 +325,11 @@ class DeepSpeedUnit:
         """Take the engine off, so that model and optimizer can be prepared again: two engines would both act on them.
 
         The optimizer holds the module's parameters again, without any state; save that before. The parameters of ZeRO-3
-        stay partitioned. Every rank calls it.
+        stay partitioned. Every rank calls it; a second call does nothing.
         """
+        if self._is_released:
+            return
+        self._is_released = True
         self._engine.destroy()
         named = {name.replace("_orig_mod.", ""): parameter for name, parameter in self.module.named_parameters()}
         for optimizer in self.optimizers:

@@ -11,7 +11,7 @@ from accel_trainer.deepspeed_plugin import DummyOptim, DummyScheduler
 from accel_trainer.trainer.accelerator_setup import complete_configuration
 from accel_trainer.trainer.inputs import fill_empty
 
-__all__ = ["keep_engine", "lay_out_engine", "lay_out_shards"]
+__all__ = ["keep_engine", "lay_out_engine", "lay_out_shards", "release_engine"]
 
 
 def lay_out_shards(trainer: Any, max_steps: int) -> nn.Module:
@@ -37,7 +37,8 @@ def lay_out_engine(trainer: Any, max_steps: int) -> nn.Module:
     Raises:
         ConfigError: the engine's configuration contradicts the arguments, or leaves something open.
     """
-    state = _release(trainer)
+    release_engine(trainer)
+    state, trainer.engine_state = trainer.engine_state, None
     query = trainer.args.hf_deepspeed_config
     described = [name for name in ("optimizer", "scheduler") if query.get_value(name)]
     if trainer.describes_optimizer:
@@ -87,11 +88,10 @@ def keep_engine(trainer: Any, engine: nn.Module) -> None:
     trainer.model_wrapped = trainer.deepspeed = engine
 
 
-def _release(trainer: Any) -> Any:
-    """Take the engine of an earlier train() or evaluate() off, and return its optimizer's state. Collective."""
+def release_engine(trainer: Any) -> None:
+    """Take the engine of an earlier train() or evaluate() off, and keep its optimizer's state. Collective."""
     unit, trainer.engine_unit = trainer.engine_unit, None
     if unit is None or unit.model is unit.module:
-        return None
-    state = unit.checkpoint_io().full_optimizer_state() if unit.optimizers else None
+        return
+    trainer.engine_state = unit.checkpoint_io().full_optimizer_state() if unit.optimizers else None
     unit.release()
-    return state

@@ -31,7 +31,7 @@ from accel_trainer.trainer.checkpoint_methods import CheckpointMethods
 from accel_trainer.trainer.epoch import EpochRun, run_training_step
 from accel_trainer.trainer.evaluation import run_evaluation
 from accel_trainer.trainer.inputs import ColumnFilter, ShiftingLabelSmoother, check_dataset, load_model, shifts_labels
-from accel_trainer.trainer.layout import lay_out_engine, lay_out_shards
+from accel_trainer.trainer.layout import lay_out_engine, lay_out_shards, release_engine
 from accel_trainer.trainer.reading import WindowReader
 
 __all__ = ["CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
@@ -64,6 +64,7 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
     _loss_scale_is_settled = False
     _reader: WindowReader | None = None
     engine_unit: Any = None
+    engine_state: Any = None
     """Under DeepSpeed: what the model was last laid out as; its engine acts on the model until it is released."""
     describes_optimizer = False
     """Under DeepSpeed: whether its configuration describes the optimizer, which the engine then builds."""
@@ -176,6 +177,7 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
         trial: Any = None,
         ignore_keys_for_eval: Any = None,
     ) -> TrainOutput:
+        release_engine(self)  # before upstream frees what the Accelerator holds, its optimizer's state with it
         run = functools.partial(
             super()._inner_training_loop,
             args=args,
