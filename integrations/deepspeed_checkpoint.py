@@ -17,6 +17,7 @@ from accel_trainer.checkpoint.directory import StagedDirectory, StoredCheckpoint
 from accel_trainer.checkpoint.manifest import Manifest
 from accel_trainer.checkpoint.tensor_file import LazyTensor
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
+from accel_trainer.strategies.fitting import describe_names, plan_model_load
 from accel_trainer.strategies.whole_state import plan_whole, save_whole, whole_files
 
 __all__ = ["DeepSpeedCheckpointIO", "flat_partitions"]
@@ -32,11 +33,6 @@ def _agree(plan: Any) -> Any:
     if isinstance(box[0], str):
         raise IncompatibleCheckpointError(box[0])
     return box[0]
-
-
-def _describe(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:10])
-    return f"{shown} and {len(names) - 10} more" if len(names) > 10 else shown
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
@@ -152,40 +148,13 @@ class DeepSpeedCheckpointIO:
     def plan_full_model_load(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Callable[[], None]:
         """Check that a full state fits, and return what loads it. Both are collective."""
         own = dict(self._model_tensors())
-        plan = _agree(self._plan_model_load(own, state, strict) if dist.get_rank() == 0 else None)
+        plan = _agree(plan_model_load(self._module, own, state, strict, _shape) if dist.get_rank() == 0 else None)
 
         def load() -> None:
             for name, stored in plan:
                 self._set(own[name], state[stored] if dist.get_rank() == 0 else None)
 
         return load
-
-    def _plan_model_load(
-        self, own: Mapping[str, Tensor], state: Mapping[str, Tensor], strict: bool
-    ) -> list[tuple[str, str]] | str:
-        """Return (own name, stored name) for each distinct tensor to load, or the message of what does not fit."""
-        aliases: dict[int, list[str]] = {}
-        for name, tensor in own.items():
-            aliases.setdefault(id(tensor), []).append(name)
-        found = [(names[0], next((name for name in names if name in state), None)) for names in aliases.values()]
-        missing = [name for name, stored in found if stored is None]
-        unexpected = [name for name in state if name not in own]
-        plan = [(name, stored) for name, stored in found if stored is not None]
-        problems = [
-            f"{name} is {tuple(state[stored].shape)} in the checkpoint and {_shape(own[name])} in the model"
-            for name, stored in plan
-            if tuple(state[stored].shape) != _shape(own[name])
-        ][:10]
-        if strict and missing:
-            problems.append(f"missing in the checkpoint: {_describe(missing)}")
-        if strict and unexpected:
-            problems.append(f"not in the model: {_describe(unexpected)}")
-        if problems:
-            return (
-                f"the checkpoint does not fit {type(self._module).__name__}: {'; '.join(problems)}. "
-                "Build the model that was saved, or load with strict=False where names may differ"
-            )
-        return plan
 
     @torch.no_grad()
     def _set(self, tensor: Tensor, source: Tensor | None) -> None:
@@ -298,7 +267,7 @@ class DeepSpeedCheckpointIO:
         if stored != own:
             stored_names, own_names = {n for group in stored for n in group}, {n for group in own for n in group}
             differences = [
-                f"{said}: {_describe(sorted(names))}"
+                f"{said}: {describe_names(sorted(names))}"
                 for said, names in (
                     ("missing in the state", own_names - stored_names),
                     ("not in this optimizer", stored_names - own_names),

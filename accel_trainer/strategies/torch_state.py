@@ -17,14 +17,12 @@ from accel_trainer.checkpoint.manifest import Manifest
 from accel_trainer.checkpoint.tensor_file import LazyTensor
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.strategies.elastic_state import load_dcp_optimizer, plan_unit_load, save_unit, unit_files
+from accel_trainer.strategies.fitting import EXTRA_STATE, describe_names, plan_model_load
 
 __all__ = ["OWN_STATE", "TorchCheckpointIO", "options_of", "outline_optimizer", "own_states"]
 
 OWN_STATE = "own_state"
 """With an optimizer's first group: what its state holds under names, and not of a parameter."""
-
-_EXTRA_STATE = "_extra_state"
-"""What torch calls the state that a module makes itself, with get_extra_state(); of any shape."""
 
 
 def _rank() -> int:
@@ -69,11 +67,6 @@ def _copy_from_rank_zero(target: Tensor, source: Tensor | None) -> None:
         else:
             dist.broadcast(full, src=0)
             target.copy_(full)
-
-
-def _describe(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:10])
-    return f"{shown} and {len(names) - 10} more" if len(names) > 10 else shown
 
 
 def _own_name(name: str) -> str:
@@ -151,7 +144,7 @@ class TorchCheckpointIO:
     def with_extra_state(self) -> dict[str, nn.Module]:
         """Return the modules that keep a state of their own making, by its name."""
         return {
-            _own_name(f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE): module
+            _own_name(f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE): module
             for prefix, module in self.module.named_modules()
             if type(module).get_extra_state is not nn.Module.get_extra_state
         }
@@ -179,33 +172,7 @@ class TorchCheckpointIO:
         self, own: Mapping[str, Tensor], state: Mapping[str, Tensor], strict: bool
     ) -> list[tuple[str, str]] | str:
         """Return (own name, stored name) for each distinct tensor to load, or the message of what does not fit."""
-        aliases: dict[int, list[str]] = {}
-        for name, tensor in own.items():
-            aliases.setdefault(id(tensor), []).append(name)
-        plan, missing = [], []
-        for names in aliases.values():
-            stored = next((name for name in names if name in state), None)
-            if stored is None:
-                missing.append(names[0])
-            else:
-                plan.append((names[0], stored))
-        unexpected = [name for name in state if name not in own]
-        shapes = [
-            f"{name} is {tuple(state[stored].shape)} in the checkpoint and {tuple(own[name].shape)} in the model"
-            for name, stored in plan
-            if tuple(state[stored].shape) != tuple(own[name].shape) and name.rpartition(".")[2] != _EXTRA_STATE
-        ]
-        problems = shapes[:10]
-        if strict and missing:
-            problems.append(f"missing in the checkpoint: {_describe(missing)}")
-        if strict and unexpected:
-            problems.append(f"not in the model: {_describe(unexpected)}")
-        if problems:
-            return (
-                f"the checkpoint does not fit {type(self.module).__name__}: {'; '.join(problems)}. "
-                "Build the model that was saved, or load with strict=False where names may differ"
-            )
-        return plan
+        return plan_model_load(self.module, own, state, strict)
 
     def _require_optimizer(self) -> None:
         if not self.optimizers:
@@ -352,8 +319,8 @@ def outline_optimizer(state: Mapping[str, Any], own_groups: list[list[str]]) -> 
         stored_names = {name for group in stored_groups for name in group}
         own_names = {name for group in own_groups for name in group}
         missing, unexpected = sorted(own_names - stored_names), sorted(stored_names - own_names)
-        differences = [f"missing in the state: {_describe(missing)}"] if missing else []
-        differences += [f"not in this optimizer: {_describe(unexpected)}"] if unexpected else []
+        differences = [f"missing in the state: {describe_names(missing)}"] if missing else []
+        differences += [f"not in this optimizer: {describe_names(unexpected)}"] if unexpected else []
         return (
             f"the optimizer state was saved for {len(stored_groups)} group(s) of {len(stored_names)} parameter(s), and "
             f"this optimizer has {len(own_groups)} group(s) of {len(own_names)}; "
