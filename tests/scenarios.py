@@ -20,9 +20,10 @@ from typing import Any
 
 import pytest
 
+from accel_trainer.errors import ConfigError
 from tests.ranks import Environment, run_ranks
 
-__all__ = ["Outcome", "Scenarios"]
+__all__ = ["Outcome", "Scenarios", "refused"]
 
 
 @dataclass
@@ -69,3 +70,12 @@ class Scenarios:
         if failures:
             pytest.fail("\n".join(failures), pytrace=False)
         return [outcomes[name].value for outcomes in self._results]
+
+
+def refused(call: Any) -> str:
+    """Return the message of the ConfigError that `call` raises."""
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")

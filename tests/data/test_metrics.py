@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
     DataLoader,
-    Dataset,
     IterableDataset,
     SequentialSampler,
     SubsetRandomSampler,
@@ -28,6 +27,7 @@ from accel_trainer.data import (
 )
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
+from tests.number_sets import Numbers, Sized, Stream
 from tests.ranks import run_ranks
 
 Output = namedtuple("Output", ["logits", "ids"])
@@ -75,30 +75,6 @@ def test_one_process_has_the_shapes_of_many() -> None:
 
 
 # --- on real ranks -------------------------------------------------------------------------------------------------
-
-
-class Numbers(Dataset):
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-
-class Stream(IterableDataset):
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.num_samples))
-
-
-class Sized(Stream):
-    def __len__(self) -> int:
-        return self.num_samples
 
 
 class Growing:

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -27,30 +25,7 @@ from torch.utils.data import (
 from accel_trainer.config.schema import DataConfig
 from accel_trainer.data import PreparedDataLoader, keep_valid, prepare_data_loader, skip_first_batches
 from accel_trainer.runtime.process import ProcessContext
-
-
-class Numbers(Dataset):
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-
-class Stream(IterableDataset):
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.num_samples))
-
-
-class Sized(Stream):
-    def __len__(self) -> int:
-        return self.num_samples
+from tests.number_sets import Numbers, Sized, Stream
 
 
 class Odd(Sampler[int]):

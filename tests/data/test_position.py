@@ -10,25 +10,15 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
 from accel_trainer.config.schema import DataConfig
 from accel_trainer.data import PreparedDataLoader, prepare_data_loader, skip_first_batches
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
+from tests.number_sets import Numbers
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 37, 8, 2
-
-
-class Numbers(Dataset):
-    def __init__(self, num_samples: int = SAMPLES) -> None:
-        self.num_samples = num_samples
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def __len__(self) -> int:
-        return self.num_samples
 
 
 class Stream(IterableDataset):
@@ -118,15 +108,15 @@ def collate(samples: list[Any]) -> list[int]:
 def build(kind: str, batch_size: int, workers: int = 0, **options: Any) -> DataLoader:
     options = {"collate_fn": collate, "num_workers": workers, **options}
     if kind == "batches":
-        return DataLoader(Numbers(), batch_sampler=Growing(), **options)
+        return DataLoader(Numbers(SAMPLES), batch_sampler=Growing(), **options)
     makers: dict[str, Any] = {
-        "sequential": lambda: DataLoader(Numbers(), batch_size, **options),
-        "shuffled": lambda: DataLoader(Numbers(), batch_size, shuffle=True, **options),
+        "sequential": lambda: DataLoader(Numbers(SAMPLES), batch_size, **options),
+        "shuffled": lambda: DataLoader(Numbers(SAMPLES), batch_size, shuffle=True, **options),
         "weighted": lambda: DataLoader(
-            Numbers(), batch_size, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES), **options
+            Numbers(SAMPLES), batch_size, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES), **options
         ),
-        "random": lambda: DataLoader(Numbers(), batch_size, sampler=RandomSampler(range(SAMPLES)), **options),
-        "odd": lambda: DataLoader(Numbers(), batch_size, sampler=Odd(), **options),
+        "random": lambda: DataLoader(Numbers(SAMPLES), batch_size, sampler=RandomSampler(range(SAMPLES)), **options),
+        "odd": lambda: DataLoader(Numbers(SAMPLES), batch_size, sampler=Odd(), **options),
         "stream": lambda: DataLoader(Stream(), batch_size, **options),
         "sized": lambda: DataLoader(Sized(), batch_size, **options),
         "drawing": lambda: DataLoader(Drawing(), batch_size, **options),
@@ -375,7 +365,7 @@ def test_a_loader_of_torchdata_is_one_of_torch(workers: int) -> None:
         for rank in range(world_size):
             process = ProcessContext(rank, rank, world_size, world_size, torch.device("cpu"), None)
             loader = stateful.StatefulDataLoader(
-                Numbers(), GLOBAL_BATCH // world_size, shuffle=True, num_workers=workers, collate_fn=collate
+                Numbers(SAMPLES), GLOBAL_BATCH // world_size, shuffle=True, num_workers=workers, collate_fn=collate
             )
             loaders.append(prepare_data_loader(loader, process=process, config=DataConfig(), seed=3))
         return loaders

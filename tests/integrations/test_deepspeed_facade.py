@@ -15,7 +15,7 @@ pytest.importorskip("deepspeed")
 
 from accel_trainer.errors import ConfigError
 from tests.ranks import preload
-from tests.scenarios import Outcome, Scenarios
+from tests.scenarios import Outcome, Scenarios, refused
 from tests.zero import Net, accelerator, adamw, alone, batch, block, build, layout, own_rows, whole
 
 preload("accel_trainer.accelerator", "deepspeed", "transformers.models.auto.modeling_auto")
@@ -29,14 +29,6 @@ def run_all() -> dict[str, Outcome]:
 
 def results(name: str) -> list[Any]:
     return SCENARIOS.results(name, run_all, 2)
-
-
-def refused(call: Any) -> str:
-    try:
-        call()
-    except ConfigError as error:
-        return str(error)
-    raise AssertionError("nothing was refused")
 
 
 def equal(values: list[torch.Tensor], reference: list[torch.Tensor]) -> None:

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 pytest.importorskip("deepspeed")
 
-from accel_trainer.errors import ConfigError
 from tests.ranks import preload
 from tests.scenarios import Outcome, Scenarios
 from tests.zero import accelerator, adamw, alone, batch, build, layout, own_rows, unit_of, whole
@@ -30,14 +29,6 @@ def run_all() -> dict[str, Outcome]:
 
 def results(name: str) -> list[Any]:
     return SCENARIOS.results(name, run_all, 2)
-
-
-def refused(call: Any) -> str:
-    try:
-        call()
-    except ConfigError as error:
-        return str(error)
-    raise AssertionError("nothing was refused")
 
 
 def for_each_variant(train: Any) -> dict[str, Any]:

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from accel_trainer.errors import ConfigError
 from tests.ranks import preload
-from tests.scenarios import Outcome, Scenarios
+from tests.scenarios import Outcome, Scenarios, refused
 
 preload("accel_trainer.accelerator", "transformers.models.llama.modeling_llama")
 
@@ -124,15 +123,6 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def full(tensor: Any) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def refused(call: Any) -> str:
-    """Return the message of the ConfigError that `call` raises."""
-    try:
-        call()
-    except ConfigError as error:
-        return str(error)
-    raise AssertionError("nothing was refused")
 
 
 # --- whose values --------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from accel_trainer import Accelerator
 from tests.ranks import preload, run_ranks
-from tests.scenarios import Outcome, Scenarios
-from tests.sharded import Net, adamw, batch, build, full, own_rows, prepare, refused, train, train_alone
+from tests.scenarios import Outcome, Scenarios, refused
+from tests.sharded import Net, adamw, batch, build, full, own_rows, prepare, train, train_alone
 
 preload("accel_trainer.accelerator", "tests.scenarios", "tests.sharded")
 

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from accel_trainer.strategies.recompute import apply_activation_checkpointing
 from tests.ranks import preload
-from tests.scenarios import Outcome, Scenarios
-from tests.sharded import batch, build, full, own_rows, prepare, refused
+from tests.scenarios import Outcome, Scenarios, refused
+from tests.sharded import batch, build, full, own_rows, prepare
 
 preload("accel_trainer.accelerator", "tests.scenarios", "tests.sharded", "transformers.models.auto.modeling_auto")
 
