@@ -155,13 +155,16 @@ class StoredParts:
         """
         if target.is_meta:
             materialize(target)
-        local, box = local_of(target), box_of(target)
+        self.read_box(name, box_of(target), local_of(target))
+
+    def read_box(self, name: str, box: Box, target: Tensor) -> None:
+        """Fill a plain tensor of the shape of `box` with that part of a stored one; see `read` for the errors."""
         for part, source, place in self.plan(name, box):
             file = self._tensors[name].files[part]
             opened = self._open(file)
             if name not in opened:
                 raise CorruptCheckpointError(f"{(self._stored.path / file).absolute()} lacks {name!r}; load another")
-            local[place].copy_(opened.slice(name, source) if source else opened[name])
+            target[place].copy_(opened.slice(name, source) if source else opened[name])
 
     def _open(self, file: str) -> StoredTensors:
         if file not in self._opened:

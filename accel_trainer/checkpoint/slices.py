@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["Box", "Index", "Read", "chunk_of", "local_box", "plan_reads", "share_out"]
+__all__ = ["Box", "Index", "Read", "boxes_of_run", "chunk_of", "local_box", "plan_reads", "share_out"]
 
 Index = tuple[slice, ...]
 """Of a part of a tensor, one slice a dimension; `()` of a scalar is all of it."""
@@ -102,6 +102,34 @@ def plan_reads(target: Box, parts: Sequence[Box]) -> list[Read] | None:
             rest += box.subtract(part)
         missing = rest
     return None if missing else reads
+
+
+def boxes_of_run(shape: Sequence[int], begin: int, end: int) -> list[Box]:
+    """Return boxes that together are the elements `begin` to `end` of a tensor whose rows lie one after the other.
+
+    They come in the order of their elements, and each is in one piece there: rows that are cut at either end, and what
+    is whole in between; at most `2 * len(shape) - 1` of them.
+    """
+    if begin >= end:
+        return []
+    if len(shape) <= 1:
+        return [Box((begin,), (end - begin,)) if shape else Box((), ())]
+    inner = tuple(shape[1:])
+    row_size = prod(inner)
+    (first, head), (last, tail) = divmod(begin, row_size), divmod(end, row_size)
+    if first == last:
+        return _in_row(first, boxes_of_run(inner, head, tail))
+    boxes = []
+    if head:
+        boxes += _in_row(first, boxes_of_run(inner, head, row_size))
+        first += 1
+    if last > first:
+        boxes.append(Box((first, *(0 for _ in inner)), (last - first, *inner)))
+    return boxes + _in_row(last, boxes_of_run(inner, 0, tail))
+
+
+def _in_row(row: int, boxes: Sequence[Box]) -> list[Box]:
+    return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes]
 
 
 def chunk_of(extent: int, num_chunks: int, index: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_trainer.checkpoint.slices import Box, chunk_of, local_box, plan_reads, share_out
+from accel_trainer.checkpoint.slices import Box, boxes_of_run, chunk_of, local_box, plan_reads, share_out
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
@@ -76,6 +76,24 @@ def test_what_one_layout_saved_fills_every_other(
         for read in reads:
             filled[read.target] = whole[parts[read.part].within(Box.whole(shape))][read.source]
         assert np.array_equal(filled, whole[target.within(Box.whole(shape))])
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
+    begin, end = sorted(draw(st.tuples(*[st.integers(0, prod(shape))] * 2)))
+    return shape, begin, end
+
+
+@given(runs())
+def test_a_run_of_elements_is_cut_into_few_boxes_in_order(case: tuple[tuple[int, ...], int, int]):
+    shape, begin, end = case
+    whole = np.arange(prod(shape)).reshape(shape)
+    boxes = boxes_of_run(shape, begin, end)
+    found = [whole[box.within(Box.whole(shape))].reshape(-1) for box in boxes]
+    assert np.concatenate([*found, []]).tolist() == list(range(begin, end))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    assert all(box.num_elements and box.fits(shape) for box in boxes)
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
