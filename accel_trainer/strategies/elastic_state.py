@@ -33,7 +33,7 @@ from accel_trainer.runtime.health import shared_fate
 if TYPE_CHECKING:
     from accel_trainer.strategies.torch_state import TorchCheckpointIO
 
-__all__ = ["load_dcp_optimizer", "plan_unit_load", "save_unit", "unit_files"]
+__all__ = ["Pending", "PendingTensors", "load_dcp_optimizer", "plan_unit_load", "save_unit", "unit_files"]
 
 logger = logging.get_logger(__name__)
 
@@ -98,26 +98,28 @@ def _optimizer_state(io: TorchCheckpointIO) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-class _Pending:
+class Pending:
     """A tensor of the optimizer's state that is still in its file."""
 
     def __init__(self, name: str, as_array: bool = False) -> None:
         self.name = name
         self.as_array = as_array
 
-    def numpy(self) -> _Pending:
+    def numpy(self) -> Pending:
         """Return what becomes an array."""
-        return _Pending(self.name, as_array=True)
+        return Pending(self.name, as_array=True)
 
 
-class _PendingTensors(Mapping[str, Any]):
+class PendingTensors(Mapping[str, Any]):
+    """What stands for the tensors of an outline until they are read; see `codec.decode`."""
+
     def __init__(self, parts: StoredParts) -> None:
         self.parts = parts
 
-    def __getitem__(self, name: str) -> _Pending:
+    def __getitem__(self, name: str) -> Pending:
         if name not in self.parts:
             raise KeyError(name)
-        return _Pending(name)
+        return Pending(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.parts)
@@ -244,7 +246,7 @@ def _plan_optimizer(
             "optimizer; an optimizer is never reset silently: load the weights alone to start it anew"
         )
     parts = StoredParts(stored, f"{prefix}.optimizer")
-    return _plan_groups(io, decode(outline, _PendingTensors(parts)), parts, reads, stored.path)
+    return _plan_groups(io, decode(outline, PendingTensors(parts)), parts, reads, stored.path)
 
 
 def _plan_groups(
@@ -309,7 +311,7 @@ def load_dcp_optimizer(io: TorchCheckpointIO, directory: Path) -> None:
     """
     stored = DcpDirectory(directory)
     reads = _Reads()
-    state = {"state": {}, "param_groups": [], **stored.nested("optimizer", _Pending)}
+    state = {"state": {}, "param_groups": [], **stored.nested("optimizer", Pending)}
     finish = _plan_groups(io, state, _DcpParts(stored), reads, directory)
     reads.run()
     finish()
@@ -327,7 +329,7 @@ Make = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 def _build(value: Any, parts: Parts, reads: _Reads, make: Make) -> Any:
     """Return `value` with its pending tensors replaced by ones that `reads` will fill."""
-    if isinstance(value, _Pending):
+    if isinstance(value, Pending):
         target = make(parts.shape(value.name), parts.dtype(value.name))
         reads.add(parts, value.name, target)
         return target.numpy() if value.as_array else target
