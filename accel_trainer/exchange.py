@@ -10,6 +10,7 @@ from accel_trainer.config import RunConfig
 from accel_trainer.data.metrics import trim_gathered
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.collectives import ReduceOp
+from accel_trainer.runtime.faults import fault_point
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.ragged import gather_rows
 from accel_trainer.state import GradientState
@@ -73,6 +74,7 @@ class AcceleratorExchange:
             ConfigError: arguments that exclude each other, or a tensor without the rows of an uneven step.
             ProcessGroupError: with `debug`, the ranks' shapes differ and nothing declares that they may.
         """
+        fault_point("eval.gather")
         loader = self.gradient_state.active_dataloader
         return trim_gathered(
             input_data,

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.faults import fault_point
 
 if TYPE_CHECKING:
     from accel_trainer.units import PreparedUnit
@@ -83,6 +84,7 @@ class AcceleratedOptimizer(Optimizer):
         if not self.ends_window:
             self._require_one_window()
             return None
+        fault_point("train.opt")
         for prepared in self.prepared:
             prepared.finish_window()
         # One step, whichever of the units it is asked of.

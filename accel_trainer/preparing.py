@@ -24,6 +24,7 @@ from accel_trainer.options import AcceleratorOptions
 from accel_trainer.pairing import pair
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime import collectives
+from accel_trainer.runtime.faults import watch_forward
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import separate_streams, synchronize_rng
 from accel_trainer.scheduler import AcceleratedScheduler
@@ -260,6 +261,7 @@ class AcceleratorPreparing:
         evaluation_only = job.evaluation_only and not self.strategy.capabilities.shards_parameters
         self._prepared.append(PreparedUnit(unit, window, evaluation_only))
         self._models.append(unit.model)
+        watch_forward(unit.model)
         separate_streams(self.process)
         return unit.model
 

@@ -17,6 +17,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.optimizer import AcceleratedOptimizer, describe_models
 from accel_trainer.plugins import AutocastKwargs
 from accel_trainer.precision import PrecisionPolicy
+from accel_trainer.runtime.faults import fault_point
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Strategy, TrainUnit
 from accel_trainer.token_mean import TokenWindow
@@ -194,6 +195,7 @@ class AcceleratorStepping:
                 loss = loss if weight == 1.0 else loss * weight
             if self._current and leading.window.divisor != 1:
                 loss = loss / leading.window.divisor
+        fault_point("train.backward")
         leading.unit.backward(loss, **kwargs)
         for prepared in units:
             prepared.took_backward = prepared.took_backward or bool(self._current)

@@ -16,6 +16,7 @@ from accel_trainer.data.sources import Source
 from accel_trainer.errors import ConfigError
 from accel_trainer.logging import get_logger
 from accel_trainer.runtime.collectives import send_to_device
+from accel_trainer.runtime.faults import passing
 from accel_trainer.runtime.process import ProcessContext
 
 __all__ = ["PreparedDataLoader", "SavedPosition", "prepare_data_loader", "skip_first_batches"]
@@ -172,7 +173,7 @@ class PreparedDataLoader(DataLoader[Any]):
         try:
             if self._on_begin is not None:
                 self._on_begin(self)
-            batches = self._source.read(self, current)
+            batches = passing("data.next", self._source.read(self, current))
             if self._device is None:
                 yield from batches
             else:

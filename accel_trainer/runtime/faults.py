@@ -1,4 +1,4 @@
-"""Faults on request, for tests: a rank is killed, stopped or failed at a named point of a save or a load.
+"""Faults on request, for tests: a rank is killed, stopped or failed at a named point of a run, a save or a load.
 
     ACCEL_TRAINER_TEST_MODE=1 ACCEL_TRAINER_FAULT="kill9@save.after_shard:rank=1:step=4"
 
@@ -13,13 +13,17 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from accel_trainer.errors import ConfigError, did_you_mean
 
-__all__ = ["KINDS", "POINTS", "fault_point", "install_faults"]
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["KINDS", "POINTS", "fault_point", "install_faults", "passing", "watch_forward"]
 
 FAULT_VARIABLE = "ACCEL_TRAINER_FAULT"
 TEST_MODE_VARIABLE = "ACCEL_TRAINER_TEST_MODE"
@@ -40,6 +44,12 @@ _SAVE_POINTS = (
     "retention_rm",
 )
 POINTS = (
+    "data.next",
+    "train.forward",
+    "train.backward",
+    "train.opt",
+    "eval.batch",
+    "eval.gather",
     *(f"save.{name}" for name in _SAVE_POINTS),
     "stage",
     "load.select",
@@ -96,6 +106,38 @@ def fault_point(point: str, step: int | None = None, path: Path | None = None) -
     fault = _faults.get(point)
     if fault is not None:
         fault.meet(step, path)
+
+
+def passing(point: str, items: Iterable[Any]) -> Iterable[Any]:
+    """Return `items`, or, where a fault waits for it, what passes `point` before each of them."""
+    return _pass(point, iter(items)) if point in _faults else items
+
+
+def _pass(point: str, items: Iterator[Any]) -> Iterator[Any]:
+    while True:
+        fault_point(point)
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        yield item
+
+
+def watch_forward(model: nn.Module) -> None:
+    """Have each forward of a model pass `train.forward`, or `eval.batch` in evaluation mode.
+
+    A hook, which is there only where a fault waits for one of the two.
+    """
+    is_watched = _meet in model._forward_pre_hooks.values()
+    if not is_watched and not _faults.keys().isdisjoint(_FORWARD_POINTS.values()):
+        model.register_forward_pre_hook(_meet)
+
+
+_FORWARD_POINTS = {True: "train.forward", False: "eval.batch"}
+
+
+def _meet(model: nn.Module, args: Any) -> None:
+    fault_point(_FORWARD_POINTS[model.training])
 
 
 def install_faults(environ: Mapping[str, str], rank: int) -> None:

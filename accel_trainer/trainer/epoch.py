@@ -13,6 +13,7 @@ from transformers.optimization import GreedyLR
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
+from accel_trainer.runtime.faults import fault_point
 from accel_trainer.trainer.loss_scale import settle_loss_scale
 from accel_trainer.trainer.reading import WindowReader
 
@@ -196,6 +197,7 @@ def run_training_step(trainer: Any, model: nn.Module, inputs: Any, num_items_in_
             by_items=is_scaled and num_items_in_batch is not None, over_ranks=args.average_tokens_across_devices
         )
         loss = loss if weight == 1.0 else loss * weight
+    fault_point("train.backward")
     # Not accelerator.backward(): it weighs by the batch that the loader gave last, and a window is read ahead.
     trainer.accelerator.unit_of(model).backward(loss, **kwargs)
     return loss.detach()

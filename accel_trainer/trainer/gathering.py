@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.faults import fault_point
 from accel_trainer.tree import leaves, map_leaves
 
 __all__ = ["PAD_INDEX", "Gatherer", "concat_steps", "to_numpy", "trim_rows"]
@@ -159,6 +160,7 @@ class Gatherer:
             steps: this rank's structures of tensors, one for each step, already without padding.
             device: where the result is built.
         """
+        fault_point("eval.gather")
         if self.communicator.num_processes == 1:
             return concat_steps(steps, device)
         columns = _columns(steps)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime import faults
@@ -96,6 +97,65 @@ def test_a_fault_that_nobody_understands_is_refused(text: str):
         install(text)
     with pytest.raises(ConfigError, match=r"did you mean 'save\.begin'"):
         install("kill9@save.beginn")
+
+
+def native_run(seen: list[str]) -> None:
+    """Train two windows of two batches and evaluate two batches; say what was done."""
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    from accel_trainer import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loaders = DataLoader(torch.randn(4, 2)), DataLoader(torch.randn(2, 2))
+    model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, *loaders)
+    for batch in train_loader:
+        seen.append("train batch")
+        with accelerator.accumulate(model):
+            loss = model(batch).mean()
+            seen.append("forward")
+            accelerator.backward(loss)
+            seen.append("backward")
+            optimizer.step()
+            seen.append("step")
+            optimizer.zero_grad()
+    model.eval()
+    for batch in eval_loader:
+        seen.append("eval batch")
+        predictions = model(batch)
+        seen.append("prediction")
+        accelerator.gather_for_metrics(predictions)
+        seen.append("gather")
+
+
+@pytest.mark.parametrize(
+    ("point", "missing"),
+    [
+        ("data.next", "train batch"),
+        ("train.forward", "forward"),
+        ("train.backward", "backward"),
+        ("train.opt", "step"),
+        ("eval.batch", "prediction"),
+        ("eval.gather", "gather"),
+    ],
+)
+def test_a_fault_strikes_in_a_loop_at_its_point(monkeypatch, point: str, missing: str):
+    whole: list[str] = []
+    native_run(whole)
+    monkeypatch.setenv("ACCEL_TRAINER_TEST_MODE", "1")
+    monkeypatch.setenv("ACCEL_TRAINER_FAULT", f"raise@{point}:step=1")
+    seen: list[str] = []
+
+    with pytest.raises(RuntimeError, match=rf"fault injected at {point}"):
+        native_run(seen)
+
+    # The second time: what the loop does next in a run without fault is what the point stands before.
+    assert seen == whole[: len(seen)]
+    assert whole[len(seen)] == missing
+    # The optimizer steps at the end of a window of two batches, and is called after each of them.
+    assert seen.count(missing) == (3 if point == "train.opt" else 1)
 
 
 def die(kind: str) -> None:
