@@ -42,9 +42,10 @@ class AccumulationWindow:
             remaining: batches the loader still has, the current one included; None when it is not known.
             ends_data: whether the current batch is the loader's last.
         """
-        if self.is_last:
-            self.held = 0
-        self.held += 1
+        self.held = 1 if self.is_last else self.held + 1
+        if self.num_steps == 1:
+            self.divisor, self.is_last = 1, True
+            return
         if self.held == 1:
             bounded = self.sync_with_dataloader and remaining is not None
             self.divisor = min(self.num_steps, remaining) if bounded and remaining else self.num_steps

@@ -70,7 +70,10 @@ class AcceleratedOptimizer(Optimizer):
     @property
     def ends_window(self) -> bool:
         """Whether `step` acts now: the current micro-batch is the last of its accumulation window."""
-        return all(prepared.window.is_last for prepared in self.prepared)
+        for prepared in self.prepared:  # noqa: SIM110 - a generator costs more, and every step asks several times
+            if not prepared.window.is_last:
+                return False
+        return True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters at the end of an accumulation window; do nothing before it. See the unit's `step`.
@@ -111,10 +114,12 @@ class AcceleratedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients before a window's first backward or after its last; keep them in between."""
-        if all(prepared.may_drop_gradients for prepared in self.prepared):
-            for prepared in self.prepared:
-                prepared.drop_tokens()
-            self.prepared[0].unit.zero_grad(set_to_none, optimizer=self.optimizer)
+        for prepared in self.prepared:
+            if not prepared.may_drop_gradients:
+                return
+        for prepared in self.prepared:
+            prepared.drop_tokens()
+        self.prepared[0].unit.zero_grad(set_to_none, optimizer=self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the prepared models."""

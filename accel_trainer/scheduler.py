@@ -53,7 +53,7 @@ class AcceleratedScheduler(LRScheduler):
         """Step the schedule if the optimizer has just stepped; always with `step_scheduler_with_optimizer=False`."""
         if self.step_with_optimizer:
             for optimizer in self.optimizers:
-                if not optimizer.ends_window or optimizer.step_was_skipped:
+                if optimizer.step_was_skipped or not optimizer.ends_window:
                     return
         self.scheduler.step(*args, **kwargs)
 

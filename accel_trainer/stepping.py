@@ -44,19 +44,21 @@ class _Accumulate:
 
     def __enter__(self) -> None:
         accelerator = self._accelerator
-        loader = accelerator.gradient_state.active_dataloader
-        ends_data = loader is not None and loader.end_of_dataloader
-        remaining = None if loader is None else loader.remaining
+        state = accelerator.gradient_state
         for prepared in self._prepared:
             window = prepared.window
-            window.advance(remaining, ends_data)
-            prepared.corrected = prepared.took_backward = False
-            if window.held == 1 and prepared.tokens is not None:
-                prepared.tokens.begin()
-            if window.num_steps > 1:
+            if window.num_steps == 1:
+                window.advance(None, False)  # whatever the loader still has
+            else:
+                loader = state.active_dataloader
+                ends_data = loader is not None and loader.end_of_dataloader
+                window.advance(None if loader is None else loader.remaining, ends_data)
                 prepared.unit.set_gradient_sync(window.exchanges_gradients)
+            prepared.corrected = prepared.took_backward = False
+            if prepared.tokens is not None and window.held == 1:
+                prepared.tokens.begin()
         self._outer, accelerator._current = accelerator._current, self._prepared
-        accelerator.gradient_state.sync_gradients = self._prepared[0].window.is_last
+        state.sync_gradients = self._prepared[0].window.is_last
 
     def __exit__(self, *exception: object) -> None:
         self._accelerator._current = self._outer
@@ -98,7 +100,11 @@ class AcceleratorStepping:
         Raises:
             ConfigError: a model is not prepared, or shares its optimizer with one that is not given.
         """
-        prepared = [prepared_of(self._prepared, model) for model in models] if models else self._prepared
+        prepared = self._prepared
+        if len(prepared) == 1 == len(models) and models[0] is prepared[0].unit.model:
+            return _Accumulate(self, prepared)
+        if models:
+            prepared = [prepared_of(prepared, model) for model in models]
         for optimizer in self._optimizers:
             together = optimizer.prepared
             if len(together) > 1 and 0 < sum(each in prepared for each in together) < len(together):
@@ -187,18 +193,19 @@ class AcceleratorStepping:
         units = self._current or self._prepared[:1]
         if not units:
             raise ConfigError("backward() was called before a model was prepared; pass the model to prepare() first")
-        leading = units[0]
+        leading, in_window = units[0], bool(self._current)
         if leading.tokens is None or not leading.tokens.is_weighed:
-            rows = self.gradient_state.rows
+            rows = self.gradient_state.rows if self.process.world_size > 1 else None
             if rows is not None and len(rows.rows) == self.process.world_size:
                 weight = rows.weight(self.process.rank)
                 loss = loss if weight == 1.0 else loss * weight
-            if self._current and leading.window.divisor != 1:
+            if in_window and leading.window.divisor != 1:
                 loss = loss / leading.window.divisor
         fault_point("train.backward")
         leading.unit.backward(loss, **kwargs)
         for prepared in units:
-            prepared.took_backward = prepared.took_backward or bool(self._current)
+            if in_window:
+                prepared.took_backward = True
             if prepared.tokens is not None:
                 prepared.tokens.take_backward()
 

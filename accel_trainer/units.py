@@ -61,18 +61,22 @@ class PreparedUnit:
         if self.tokens is not None and self.tokens.is_open:
             self.unit.scale_gradients(self.tokens.close())
             self.corrected = True
-        factor = self.window.correction
-        if factor != 1.0 and not self.corrected:
-            self.unit.scale_gradients(factor)
-            self.corrected = True
+        if not self.corrected and self.window.held != self.window.divisor:
+            factor = self.window.correction
+            if factor != 1.0:
+                self.unit.scale_gradients(factor)
+                self.corrected = True
 
 
 def find_prepared(units: Iterable[PreparedUnit], item: Any) -> PreparedUnit | None:
     """Return what was prepared from a model or optimizer: the wrapped object and the user's own both lead there."""
     for prepared in units:
         unit = prepared.unit
-        if item is unit.model or item is unit.module or any(item is optimizer for optimizer in unit.optimizers):
+        if item is unit.model or item is unit.module:
             return prepared
+        for optimizer in unit.optimizers:
+            if item is optimizer:
+                return prepared
     return None
 
 
