@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from timing import Row, interleave, ratio_row
+from timing import SHORT, Row, interleave, ratio_row
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel_trainer import Accelerator
@@ -35,7 +35,7 @@ def _iteration(accelerator: Accelerator, build: Callable[[], DataLoader], rounds
 
         return run
 
-    return interleave({"plain": read(build()), "ours": read(accelerator.prepare(build()))}, rounds)
+    return interleave({"plain": read(build()), "ours": read(accelerator.prepare(build()))}, SHORT * rounds)
 
 
 def _skip(accelerator: Accelerator, batch_size: int, shuffle: bool, rounds: int) -> list[float]:

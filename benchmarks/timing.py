@@ -7,7 +7,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
-__all__ = ["Row", "interleave", "print_rows", "ratio_row"]
+__all__ = ["SHORT", "Row", "interleave", "print_rows", "ratio_row"]
+
+SHORT = 5
+"""How many times more rounds a function of a tenth of a second is measured: a median of few of those is noise."""
 
 
 @dataclass(frozen=True)
