@@ -1,12 +1,9 @@
 """A step under FSDP2 on two CPU processes, against `fully_shard` called by hand, both in the same two processes.
 
-Run by run.py through torch's launcher; rank 0 prints the rows as JSON on its last line.
+Run by run.py through the launcher.
 """
 
 from __future__ import annotations
-
-import json
-import sys
 
 import torch
 import torch.distributed as dist
@@ -14,6 +11,7 @@ from timing import Row, interleave, ratio_row
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
+from two_ranks import print_measured
 
 from accel_trainer import Accelerator
 
@@ -62,13 +60,6 @@ def rows(rounds: int) -> list[Row]:
     return [ratio_row("FSDP2 step, 2 processes", "fully_shard by hand", seconds["ours"], seconds["by hand"], 1.05)]
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    measured = rows(int(sys.argv[1]))
-    if dist.get_rank() == 0:
-        print(json.dumps([row.to_dict() for row in measured]))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    print_measured(rows)
+    dist.destroy_process_group()

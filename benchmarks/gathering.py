@@ -1,17 +1,15 @@
 """`gather_for_metrics` on two CPU processes against the bare collective, inside of a pass over a prepared loader.
 
-Run by run.py through the launcher; rank 0 prints the rows as JSON on its last line.
+Run by run.py through the launcher.
 """
 
 from __future__ import annotations
-
-import json
-import sys
 
 import torch
 import torch.distributed as dist
 from timing import Row, interleave, ratio_row
 from torch.utils.data import DataLoader
+from two_ranks import print_measured
 
 from accel_trainer import Accelerator
 
@@ -55,13 +53,6 @@ def rows(rounds: int) -> list[Row]:
     ]
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    measured = rows(int(sys.argv[1]))
-    if dist.get_rank() == 0:
-        print(json.dumps([row.to_dict() for row in measured]))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    print_measured(rows)
+    dist.destroy_process_group()

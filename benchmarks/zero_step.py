@@ -1,13 +1,11 @@
 """A step under ZeRO-1, 2 and 3 on two CPU processes, against `deepspeed.initialize` by hand, in the same two processes.
 
-Run by run.py through torch's launcher; rank 0 prints the rows as JSON on its last line.
+Run by run.py through the launcher.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 import torch.distributed as dist
 from fsdp2_step import STEPS, _llama
 from timing import Row, interleave, ratio_row
+from two_ranks import print_measured
 
 from accel_trainer import Accelerator, DeepSpeedPlugin
 
@@ -67,15 +66,7 @@ def rows(rounds: int) -> list[Row]:
     return measured
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    measured = rows(int(sys.argv[1]))
-    if dist.get_rank() == 0:
-        print(json.dumps([row.to_dict() for row in measured]), flush=True)
-    # Six engines' threads are not worth waiting for: one that still runs would end the process with SIGABRT.
-    dist.barrier()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    print_measured(rows)
+    # Six engines' threads are not worth waiting for: one that still runs would end the process with SIGABRT.
+    os._exit(0)
