@@ -24,8 +24,9 @@ import torch.distributed as dist
 
 from accel_trainer import __version__
 from accel_trainer.checkpoint.disk import check_space, explain_full_disk, fsync_path, write_durably
+from accel_trainer.checkpoint.hashing import FileEntry
 from accel_trainer.checkpoint.lock import DirectoryLock, lock_of
-from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, FileEntry, Manifest, TensorEntry
+from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, TensorEntry
 from accel_trainer.checkpoint.replacing import check_target, publish_name, remove_tree, sweep
 from accel_trainer.checkpoint.staged import StagedDirectory
 from accel_trainer.checkpoint.stored import StoredCheckpoint, open_checkpoint

@@ -1,6 +1,8 @@
 """The manifest of a checkpoint: every file with its size and checksum, every tensor with its place in the whole.
 
 `COMMITTED` beside it, written last, holds the sha256 of `manifest.json`. Needs no torch: the command line reads it.
+
+The format's version goes up by one whenever an earlier reader would not understand what is written; it refuses then.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from accel_trainer.checkpoint.hashing import CHECKSUM, CHECKSUMS, FileEntry
 from accel_trainer.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -24,30 +27,18 @@ __all__ = [
     "FORMAT_VERSION",
     "MANIFEST_NAME",
     "MARKER_NAME",
-    "FileEntry",
     "Manifest",
     "TensorEntry",
     "check_name",
     "parse_json",
 ]
 
-FORMAT_VERSION = 2
-"""Version 1 had neither checksums nor a marker; it is read, and never written."""
+FORMAT_VERSION = 3
+"""Version 1 had neither checksums nor a marker, and version 2 had sha256; they are read, and never written."""
 
 MANIFEST_NAME = "manifest.json"
 MARKER_NAME = "COMMITTED"
 MAX_MANIFEST_BYTES = 256 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    """A file as it was written."""
-
-    num_bytes: int
-    sha256: str
-    """Of the file; of the concatenated digests of its blocks when it has more than one."""
-    blocks: tuple[str, ...] = ()
-    """sha256 of each block of `hashing.BLOCK_BYTES`, when there is more than one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +68,8 @@ class Manifest:
     """What the saver had to say: plain JSON."""
     versions: Mapping[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
+    checksum: str = CHECKSUM
+    """Which one the files have: a key of `hashing.CHECKSUMS`."""
 
     @property
     def has_checksums(self) -> bool:
@@ -104,10 +97,11 @@ class Manifest:
             "world_size": self.world_size,
             "versions": dict(self.versions),
             "metadata": dict(self.metadata),
+            "checksum": self.checksum,
             "files": {
                 name: {
                     "bytes": entry.num_bytes,
-                    "sha256": entry.sha256,
+                    "checksum": entry.checksum,
                     **({"blocks": list(entry.blocks)} if entry.blocks else {}),
                 }
                 for name, entry in sorted(self.files.items())
@@ -171,11 +165,12 @@ class Manifest:
             )
         for name in (*data["files"], *data["tensors"]):
             check_name(name)
+        key = "sha256" if data["format_version"] == 2 else "checksum"
         return cls(
             world_size=int(data["world_size"]),
             step=data["step"],
             files={
-                name: FileEntry(int(entry["bytes"]), str(entry["sha256"]), tuple(entry.get("blocks", ())))
+                name: FileEntry(int(entry["bytes"]), str(entry[key]), tuple(entry.get("blocks", ())))
                 for name, entry in data["files"].items()
             },
             tensors={
@@ -185,6 +180,7 @@ class Manifest:
             metadata=dict(data["metadata"]),
             versions=dict(data["versions"]),
             format_version=int(data["format_version"]),
+            checksum=data.get("checksum", "sha256"),
         )
 
 
@@ -210,6 +206,12 @@ def _read_object(text: bytes, path: Path) -> dict[str, Any]:
         raise IncompatibleCheckpointError(
             f"{path.absolute()} has format version {version} and this version reads 1 to {FORMAT_VERSION}; install the "
             "version of accel_trainer that wrote it"
+        )
+    checksum = data.get("checksum")
+    if version > 2 and checksum not in tuple(CHECKSUMS):
+        raise IncompatibleCheckpointError(
+            f"{path.absolute()} has checksums of the kind {checksum!r} and this version knows {', '.join(CHECKSUMS)}; "
+            "install the version of accel_trainer that wrote it"
         )
     return data
 

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO, cast
 from torch import Tensor
 
 from accel_trainer.checkpoint.disk import check_space, explain_full_disk, fsync_path
-from accel_trainer.checkpoint.hashing import HashingFile, hash_file
-from accel_trainer.checkpoint.manifest import FileEntry, TensorEntry, check_name
+from accel_trainer.checkpoint.hashing import FileEntry, HashingFile, hash_file
+from accel_trainer.checkpoint.manifest import TensorEntry, check_name
 from accel_trainer.checkpoint.tensor_file import (
     LazyTensor,
     StagingMemory,

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from accel_trainer.checkpoint.hashing import BLOCK_BYTES, hash_blocks, make_entry, num_blocks
-from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, FileEntry, Manifest
+from accel_trainer.checkpoint.hashing import BLOCK_BYTES, FileEntry, hash_blocks, make_entry, num_blocks
+from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, Manifest
 from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError
 
 __all__ = ["check_files", "find_extra", "list_files"]
@@ -54,12 +54,13 @@ def check_files(directory: Path, manifest: Manifest, names: Iterable[str], mode:
         tasks = [
             (directory / name, index) for name in names for index in range(num_blocks(manifest.files[name].num_bytes))
         ]
-        digests = iter(hash_blocks(tasks, num_threads))
+        digests = iter(hash_blocks(tasks, num_threads, manifest.checksum))
         for name in names:
             entry = manifest.files[name]
-            found = make_entry(entry.num_bytes, [next(digests) for _ in range(num_blocks(entry.num_bytes))])
+            own = [next(digests) for _ in range(num_blocks(entry.num_bytes))]
+            found = make_entry(entry.num_bytes, own, manifest.checksum)
             if found != entry:
-                raise CorruptCheckpointError(_describe_change(directory / name, entry, found))
+                raise CorruptCheckpointError(_describe_change(directory / name, entry, found, manifest.checksum))
 
 
 def _check_place(directory: Path, name: str, entry: FileEntry, mode: str) -> None:
@@ -75,13 +76,13 @@ def _check_place(directory: Path, name: str, entry: FileEntry, mode: str) -> Non
         )
 
 
-def _describe_change(path: Path, expected: FileEntry, found: FileEntry) -> str:
+def _describe_change(path: Path, expected: FileEntry, found: FileEntry, checksum: str) -> str:
     where = ""
     if expected.blocks:
-        pairs = enumerate(zip(expected.blocks, found.blocks, strict=True))
+        pairs = enumerate(zip(expected.blocks, found.blocks, strict=False))
         changed = [index for index, (a, b) in pairs if a != b]
         where = f" (first in the {BLOCK_BYTES >> 20} MiB at byte {changed[0] * BLOCK_BYTES:,})" if changed else ""
     return (
-        f"{path.absolute()} was changed after the save{where}: its sha256 is {found.sha256}, and {expected.sha256} was "
-        "written. Load another checkpoint"
+        f"{path.absolute()} was changed after the save{where}: its {checksum} is {found.checksum}, and "
+        f"{expected.checksum} was written. Load another checkpoint"
     )

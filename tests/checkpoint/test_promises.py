@@ -3,7 +3,6 @@ last good one removed (R4), and names that stay inside (R15)."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 
 from accel_trainer.checkpoint.directory import open_checkpoint, publish_directory
 from accel_trainer.checkpoint.hashing import BLOCK_BYTES
@@ -43,7 +43,7 @@ def cut(path: Path) -> None:
 
 DAMAGES: dict[str, Callable[[Path], None]] = {"flip": flip, "cut": cut, "delete": Path.unlink}
 MESSAGES = {
-    "flip": "{name} was changed after the save: its sha256 is {found}, and {written} was written",
+    "flip": "{name} was changed after the save: its xxh3-128 is {found}, and {written} was written",
     "cut": r"{name} has \d+ bytes, and \d+ were written",
     "delete": "{name} is missing; the checkpoint is incomplete",
 }
@@ -77,7 +77,7 @@ def test_r2_any_damage_to_any_file_is_found_before_anything_changes(tmp_path: Pa
         copy = tmp_path / f"{damage}-{name}"
         shutil.copytree(good, copy)
         DAMAGES[damage](copy / name)
-        message = MESSAGES[damage].format(name=name, found=sha256(copy / name), written=sha256(good / name))
+        message = MESSAGES[damage].format(name=name, found=checksum(copy / name), written=checksum(good / name))
         with pytest.raises((CorruptCheckpointError, CheckpointNotFoundError), match=message):
             saved.accelerator.load_state(copy)
         assert saved.step_held() == 7
@@ -85,8 +85,8 @@ def test_r2_any_damage_to_any_file_is_found_before_anything_changes(tmp_path: Pa
         assert copy.is_dir()
 
 
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
+def checksum(path: Path) -> str:
+    return xxhash.xxh3_128(path.read_bytes()).hexdigest() if path.exists() else ""
 
 
 def test_r2_a_changed_manifest_marker_or_an_added_file_is_found(tmp_path: Path, saved: SavedRun):
@@ -131,10 +131,10 @@ def test_r2_a_large_file_is_hashed_in_blocks_and_the_bad_one_is_named(tmp_path: 
         staged.write_tensors("big.safetensors", {"values": values})
     entry = Manifest.read(tmp_path / "s").files["big.safetensors"]
     content = (tmp_path / "s" / "big.safetensors").read_bytes()
-    blocks = [hashlib.sha256(content[begin : begin + BLOCK_BYTES]) for begin in (0, BLOCK_BYTES)]
+    blocks = [xxhash.xxh3_128(content[begin : begin + BLOCK_BYTES]) for begin in (0, BLOCK_BYTES)]
     assert entry.num_bytes == len(content)
     assert entry.blocks == tuple(block.hexdigest() for block in blocks)
-    assert entry.sha256 == hashlib.sha256(b"".join(block.digest() for block in blocks)).hexdigest()
+    assert entry.checksum == xxhash.xxh3_128(b"".join(block.digest() for block in blocks)).hexdigest()
     stored = open_checkpoint(tmp_path / "s", ALONE).tensors("big.safetensors")
     assert torch.equal(stored["values"], values)
     assert torch.equal(stored.slice("values", slice(5, 9)), values[5:9])
@@ -159,7 +159,7 @@ def test_r3_the_newest_good_one_is_taken_and_bad_ones_are_kept(
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 2
     assert "checkpoint_2 is not a good checkpoint and is passed over; it is kept as _bad-checkpoint_2-" in warnings[0]
-    assert "was changed after the save: its sha256 is" in warnings[0]
+    assert "was changed after the save: its xxh3-128 is" in warnings[0]
     assert "checkpoint_1 is incomplete: COMMITTED is missing" in warnings[1]
     bad = sorted(path.name[:17] for path in (tmp_path / "checkpoints").glob("_bad-*"))
     assert bad == ["_bad-checkpoint_1", "_bad-checkpoint_2"]
@@ -282,7 +282,7 @@ def forge(directory: Path, change: Callable[[dict], None]) -> Path:
 
 def test_r15_a_manifest_that_names_a_file_outside_is_refused(tmp_path: Path):
     (tmp_path / "secret").write_text("{}")
-    path = forge(tmp_path, lambda data: data["files"].update({"../secret": {"bytes": 2, "sha256": "0"}}))
+    path = forge(tmp_path, lambda data: data["files"].update({"../secret": {"bytes": 2, "checksum": "0"}}))
     with pytest.raises(CorruptCheckpointError, match=r"'\.\./secret' is not a file name inside a checkpoint"):
         open_checkpoint(path, ALONE)
 
@@ -316,7 +316,13 @@ def test_r15_duplicate_keys_and_absurd_tensors_are_refused(tmp_path: Path):
 
 def test_r20_a_newer_format_is_refused_whatever_else_it_says(tmp_path: Path):
     path = forge(tmp_path, lambda data: data.update(format_version=99, files="elsewhere"))
-    with pytest.raises(IncompatibleCheckpointError, match="has format version 99 and this version reads 1 to 2"):
+    with pytest.raises(IncompatibleCheckpointError, match="has format version 99 and this version reads 1 to 3"):
+        open_checkpoint(path, ALONE)
+
+
+def test_r20_a_checksum_that_is_not_known_is_refused(tmp_path: Path):
+    path = forge(tmp_path, lambda data: data.update(checksum="crc9"))
+    with pytest.raises(IncompatibleCheckpointError, match="of the kind 'crc9' and this version knows sha256, xxh3-128"):
         open_checkpoint(path, ALONE)
 
 
@@ -327,4 +333,4 @@ def test_r2_a_bit_that_flips_right_after_the_write_is_found(tmp_path: Path, capl
     run = SavedRun(tmp_path, total_limit=None)
     with pytest.raises(CorruptCheckpointError, match=r"none of the checkpoints in .* is good"):
         run.accelerator.load_state()
-    assert "was changed after the save: its sha256 is" in caplog.text
+    assert "was changed after the save: its xxh3-128 is" in caplog.text

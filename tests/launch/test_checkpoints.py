@@ -45,7 +45,7 @@ def test_verify_reads_everything_and_says_what_is_bad(directory: Path, capsys: p
         file.seek(5000)
         file.write(b"!")
     assert main(["ckpt", "verify", str(directory)]) == 1
-    assert "x.safetensors was changed after the save: its sha256 is" in capsys.readouterr().out
+    assert "x.safetensors was changed after the save: its xxh3-128 is" in capsys.readouterr().out
     assert main(["ckpt", "verify", "--size", str(directory)]) == 0
     assert main(["ckpt", "verify", str(directory / "checkpoint_10")]) == 1
     assert main(["ckpt", "verify", str(directory / "checkpoint_9")]) == 0
