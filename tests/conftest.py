@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -78,7 +79,15 @@ def no_launcher_environment() -> Iterator[None]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Have DeepSpeed compile its collectives for the CPU once: up to minutes, which no test should have to wait for."""
+    """Prepare once what tests would wait for."""
+    # A full collection, which some code under test asks for, takes half a second with all that collecting imports.
+    gc.collect()
+    gc.freeze()
+    _compile_collectives(session)
+
+
+def _compile_collectives(session: pytest.Session) -> None:
+    """Have DeepSpeed compile its collectives for the CPU: up to minutes, which no test should have to wait for."""
     needed = any("deepspeed" in item.nodeid or "zero" in item.nodeid for item in session.items)
     if needed and not session.config.option.collectonly and importlib.util.find_spec("deepspeed") is not None:
         for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR", "/nowhere")).glob("*/lock"):
