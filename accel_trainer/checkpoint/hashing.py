@@ -28,10 +28,12 @@ CHECKSUMS: Mapping[str, Callable[..., Any]] = {"sha256": hashlib.sha256, CHECKSU
 """What is read."""
 
 BLOCK_BYTES = 64 * 2**20
-# Small enough for what was read to be in the core's cache when it is hashed. Read, not mapped: a bad sector is an
-# error that names the file, and no signal that ends the process.
-_READ_BYTES = 2**20
-_WRITE_BYTES = 16 * 2**20
+# Read, not mapped: a bad sector is an error that names the file, and no signal that ends the process.
+_PIECE_BYTES = 2**20
+"""Small enough to be in the core's cache still when it is hashed after the read, or written after the hash."""
+_CHUNK_BYTES = 16 * _PIECE_BYTES
+_FLUSH_BYTES = 64 * _PIECE_BYTES
+"""So much is written before the disk is set to work on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,8 @@ def make_entry(num_bytes: int, digests: list[bytes], checksum: str = CHECKSUM) -
 class HashingFile(io.RawIOBase):
     """A new file that hashes what is written to it. Not seekable; `close` makes its contents durable.
 
-    The entry is known after `close`. A thread hashes a chunk while this one writes it.
+    The entry is known after `close`. While this thread hashes and writes, another one brings to the disk what is there
+    already, so that little is left to be waited for at the end.
     """
 
     def __init__(self, path: Path, on_chunk: Callable[[], None] = lambda: None) -> None:
@@ -100,6 +103,8 @@ class HashingFile(io.RawIOBase):
         self._on_chunk = on_chunk
         self._hasher = BlockHasher()
         self._pool: ThreadPoolExecutor | None = None
+        self._flushing: Future[None] | None = None
+        self._unflushed_bytes = 0
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def writable(self) -> bool:
@@ -109,43 +114,50 @@ class HashingFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Write all of `data`, any contiguous buffer."""
         view = memoryview(data).cast("B")
-        for begin in range(0, len(view), _WRITE_BYTES):
-            self._write_chunk(view[begin : begin + _WRITE_BYTES])
+        for begin in range(0, len(view), _CHUNK_BYTES):
+            self._write_chunk(view[begin : begin + _CHUNK_BYTES])
         return len(view)
 
     def _write_chunk(self, chunk: memoryview) -> None:
-        hashed: Future[None] | None = None
-        if len(chunk) < 2**20:
-            self._hasher.update(chunk)
-        else:
-            self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoint-hash")
-            hashed = self._pool.submit(self._hasher.update, chunk)
-        try:
-            left = chunk
+        for begin in range(0, len(chunk), _PIECE_BYTES):
+            left = chunk[begin : begin + _PIECE_BYTES]
+            self._hasher.update(left)
             while len(left):
                 left = left[os.write(self._descriptor, left) :]
-        finally:
-            if hashed is not None:
-                hashed.result()
+        self._unflushed_bytes += len(chunk)
+        if self._unflushed_bytes >= _FLUSH_BYTES:
+            self._flush_early()
         self._on_chunk()
+
+    def _flush_early(self) -> None:
+        """Set the disk to work, unless it is still at what it was given before; what went wrong there is raised."""
+        if self._flushing is not None:
+            if not self._flushing.done():
+                return
+            self._flushing.result()
+        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoint-flush")
+        self._flushing = self._pool.submit(os.fdatasync, self._descriptor)
+        self._unflushed_bytes = 0
 
     def close(self) -> None:
         """Bring the file to the disk, and close it."""
         if self.closed:
             return
         try:
+            if self._flushing is not None:
+                self._flushing.result()
             os.fsync(self._descriptor)
             self.entry = self._hasher.entry()
         finally:
-            os.close(self._descriptor)
             if self._pool is not None:
                 self._pool.shutdown()
+            os.close(self._descriptor)
             super().close()
 
 
 def _hash_block(path: Path, index: int, checksum: str) -> bytes:
     digest, left = CHECKSUMS[checksum](), BLOCK_BYTES
-    buffer = memoryview(bytearray(_READ_BYTES))
+    buffer = memoryview(bytearray(_PIECE_BYTES))
     with open(path, "rb", buffering=0) as file:
         file.seek(index * BLOCK_BYTES)
         while left and (count := file.readinto(buffer[:left])):
@@ -160,7 +172,7 @@ def hash_blocks(tasks: Iterable[tuple[Path, int]], num_threads: int, checksum: s
     if num_threads < 2 or len(tasks) < 2:
         return [_hash_block(path, index, checksum) for path, index in tasks]
     with ThreadPoolExecutor(min(num_threads, len(tasks)), thread_name_prefix="checkpoint-hash") as pool:
-        return list(pool.map(lambda task: _hash_block(*task, checksum), tasks))
+        return list(pool.map(lambda task: _hash_block(task[0], task[1], checksum), tasks))
 
 
 def num_blocks(num_bytes: int) -> int:

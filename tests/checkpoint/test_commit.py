@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_trainer.checkpoint import disk, lock, replacing
+from accel_trainer.checkpoint import disk, hashing, lock, replacing
 from accel_trainer.checkpoint.directory import open_checkpoint, publish_directory
 from accel_trainer.checkpoint.lock import STALE_SECONDS, DirectoryLock
 from accel_trainer.checkpoint.manifest import MARKER_NAME, Manifest
@@ -71,6 +71,30 @@ def test_r1_everything_is_on_the_disk_before_the_name_and_the_name_before_the_wo
         "fsync run",
         "acknowledged",
     ]
+
+
+def publish_zeros(target: Path, num_files: int) -> None:
+    with publish_directory(target, ALONE) as staged:
+        for index in range(num_files):
+            staged.write_tensors(f"{index}.safetensors", {"x": torch.zeros(2**20, dtype=torch.uint8)})
+
+
+def test_r1_an_error_of_the_disk_while_a_file_is_still_written_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    flushed: list[int] = []
+
+    def fail_at_last(descriptor: int) -> None:
+        flushed.append(os.fstat(descriptor).st_size)
+        if len(flushed) == 2:
+            raise OSError(errno.EIO, "bad sector")
+
+    monkeypatch.setattr(hashing, "_FLUSH_BYTES", 2**20)
+    monkeypatch.setattr(os, "fdatasync", fail_at_last)
+    with pytest.raises(OSError, match="bad sector"):
+        publish_zeros(tmp_path / "s", num_files=3)
+    assert [size >> 20 for size in flushed] == [1, 1]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_system_that_cannot_sync_directories_is_no_obstacle_and_one_that_fails_is(
