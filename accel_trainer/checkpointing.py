@@ -173,7 +173,7 @@ class AcceleratorCheckpointing:
         def on_commit() -> None:
             limit = self.project_configuration.total_limit
             if output_dir is None and limit is not None and publication.commits:
-                retire(target.parent, limit, protected=[target], step=step)
+                retire(target.parent, limit, step=step)
             metrics = self._checkpoints.metrics
             metrics |= {"ckpt/duration_s": time.perf_counter() - begin, "ckpt/bytes": float(publication.num_bytes)}
             size, seconds = publication.num_bytes / 2**20, metrics["ckpt/duration_s"]

@@ -90,6 +90,8 @@ def retire(
         try:
             os.rename(path, trash)
             fsync_path(directory)
+        except FileNotFoundError:
+            continue  # another save of this process has ended at the same moment, and removed it
         except OSError as error:
             logger.warning("%s should be removed and cannot be (%s); remove it by hand", path, error)
             continue

@@ -138,8 +138,9 @@ def test_a_sweep_leaves_a_save_of_its_own_process_alone(tmp_path: Path):
     assert (tmp_path / "best" / MARKER_NAME).is_file()
 
 
+@pytest.mark.parametrize("total_limit", [None, 1])
 def test_a_second_accelerator_leaves_the_background_save_of_the_first_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, total_limit: int | None
 ):
     is_swept = threading.Event()
     commit = Publication.commit
@@ -150,7 +151,7 @@ def test_a_second_accelerator_leaves_the_background_save_of_the_first_alone(
         commit(publication)
 
     monkeypatch.setattr(Publication, "commit", late)
-    project = ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True)
+    project = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, total_limit=total_limit)
     first, second = (Accelerator(cpu=True, project_config=copy.copy(project)) for _ in range(2))
     for accelerator in (first, second):
         accelerator.prepare(nn.Linear(2, 2))
@@ -160,8 +161,15 @@ def test_a_second_accelerator_leaves_the_background_save_of_the_first_alone(
     finally:
         is_swept.set()
     first.wait_for_checkpoint()
+
+    def complete() -> list[int]:
+        return sorted(int(path.parent.name.partition("_")[2]) for path in tmp_path.rglob(MARKER_NAME))
+
+    # Its commit came last, and its number is the lower one: that is the one that goes.
+    assert complete() == ([1] if total_limit else [0, 1])
     assert first.save_state().name == "checkpoint_2"
-    assert all((tmp_path / "checkpoints" / f"checkpoint_{number}" / MARKER_NAME).is_file() for number in range(3))
+    assert complete() == ([2] if total_limit else [0, 1, 2])
+    assert caplog.text == ""
 
 
 def test_without_system_locks_a_live_process_of_this_machine_is_refused(
