@@ -15,7 +15,9 @@ from accel_trainer.checkpoint.lock import LOCK_NAME, DirectoryLock
 from accel_trainer.checkpoint.replacing import sweep
 from accel_trainer.checkpoint.staged import StagedDirectory
 from accel_trainer.trainer import checkpointing
-from accel_trainer.trainer.resuming import Resumption, select_checkpoint, verify_checkpoint
+from accel_trainer.trainer.best import verify_best
+from accel_trainer.trainer.figures import RunFigures, UpdateNote
+from accel_trainer.trainer.resuming import Resumption, select_checkpoint
 
 __all__ = ["CheckpointMethods"]
 
@@ -31,6 +33,7 @@ class CheckpointMethods(_Upstream):
     """Saving and resuming, for the Trainer to inherit. Methods from `set_initial_training_values` on are upstream's."""
 
     if TYPE_CHECKING:
+        _figures: RunFigures
         _is_sharded: bool
         args: Any
         state: Any
@@ -40,17 +43,66 @@ class CheckpointMethods(_Upstream):
     _lock: DirectoryLock | None = None
     _staged: StagedDirectory | None = None
     """The directory that a save is writing."""
+    _note: UpdateNote | None = None
+    """Where rank 0 notes the updates after the first checkpoint."""
 
     @contextmanager
     def _resuming(self, given: Any) -> Iterator[str | None]:
         """Choose and verify a checkpoint for one train(), and return its path. Collective."""
+        self._figures = RunFigures()
         if given is not None and given is not False:
-            self._resumption = select_checkpoint(given, self)
+            self._resumption = select_checkpoint(given, self, self._figures)
+        is_over = False
         try:
             yield None if self._resumption is None else str(self._resumption.path)
+            is_over = True
         finally:
+            self._end_note(is_over)
             self._resumption = None
             self._disown()
+
+    @property
+    def checkpoint_metrics(self) -> dict[str, float]:
+        """Figures of the last train(), as they are logged: of its last save, of its resume, and of what that lost.
+
+        `ckpt/stall_s` (how long training stood still), `ckpt/duration_s` (until the commit), `ckpt/bytes` (on the rank
+        that commits), `resume/select_s`, `resume/verify_s`, `resume/load_s`, `resume/data_s`, `lost_steps` (updates
+        that an earlier run is known to have done already) and, at the end, `goodput` (share of the time in new ones).
+        """
+        return dict(self._figures.values)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log; see upstream. The first log of training after a save or a resume has the figures of it, too.
+
+        Callbacks and trackers see them; `state.log_history` does not keep them: it is saved, and that of a resumed run
+        is that of an uninterrupted one.
+        """
+        figures: dict[str, float] = {}
+        if "loss" in logs:
+            figures = self._figures.take()
+        elif "train_runtime" in logs:
+            figures = self._figures.finish(self.state.global_step - self._initial_global_step)
+        logs.update(figures)
+        super().log(logs, start_time)
+        for name in figures:
+            self.state.log_history[-1].pop(name, None)
+
+    def _note_saved(self, run_dir: Path) -> None:
+        """Take note of updates from the first checkpoint on."""
+        if self._note is not None and self._note.path.parent != run_dir:
+            self._end_note(is_over=True)  # of an earlier trial
+        if self._note is not None:
+            self._note.saved = self.state.global_step
+        elif self.is_world_process_zero():
+            self._note = UpdateNote.begin(run_dir, self.state.global_step)
+
+    def _end_note(self, is_over: bool) -> None:
+        note, self._note = self._note, None
+        if note is not None:
+            note.close(is_over=is_over)
+        resumption = self._resumption
+        if is_over and resumption is not None and resumption.noted_update is not None and self.is_world_process_zero():
+            UpdateNote.remove(resumption.path.parent)
 
     @property
     def _loader_has_position(self) -> bool:
@@ -98,6 +150,9 @@ class CheckpointMethods(_Upstream):
         )
         if self._resumption is None:
             return trained
+        lost = self._resumption.lost_steps(self.state.global_step)
+        if lost is not None:
+            self._figures.add_loss(lost)
         if self.is_world_process_zero():
             logger.info("%s", self._resumption.describe(self))
         if self._resumption.epoch is None:
@@ -106,10 +161,15 @@ class CheckpointMethods(_Upstream):
         return self._resumption.epoch, self._steps_in_epoch - self._resumption.steps_left
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None or self._resumption is None or self._resumption.restores_random_streams(self):
-            super()._load_rng_state(checkpoint)
+        with self._figures.resuming("load"):
+            if checkpoint is None or self._resumption is None or self._resumption.restores_random_streams(self):
+                super()._load_rng_state(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with self._figures.resuming("load"):
+            self._load_weights(resume_from_checkpoint, model)
+
+    def _load_weights(self, resume_from_checkpoint: str, model: nn.Module | None) -> None:
         if checkpointing.has_engine_state(resume_from_checkpoint):
             checkpointing.load_engine_state(self, resume_from_checkpoint)
         elif self._is_sharded:
@@ -119,19 +179,19 @@ class CheckpointMethods(_Upstream):
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
-        verify_checkpoint(best, self)
+        verify_best(self, best)
         if self._is_sharded:
             logger.info("loading the best model from %s", best)
             checkpointing.load_model(self, self.model, best)
         else:
             super()._load_best_model()
-        if self.args.save_total_limit == 1 and self.args.should_save:
-            # Upstream removes all others now, in place; ours lose their names first.
-            checkpointing.retire_others(best)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
+        if checkpoint is not None:
+            with self._figures.resuming("load"):
+                self._load_training_state(checkpoint)
+
+    def _load_training_state(self, checkpoint: str) -> None:
         if checkpointing.has_engine_state(checkpoint):
             checkpointing.load_engine_scheduler(self, checkpoint)
             return

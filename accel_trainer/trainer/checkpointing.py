@@ -14,6 +14,7 @@ DeepSpeed `global_step*/`).
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -48,7 +49,6 @@ __all__ = [
     "load_optimizer",
     "load_scheduler",
     "read_train_batch_size",
-    "retire_others",
     "save_checkpoint",
     "save_model",
     "save_optimizer",
@@ -82,6 +82,7 @@ def save_checkpoint(trainer: Any, trial: Any) -> None:
 
     Collective. What it holds, and the order of everything, are those of upstream's `_save_checkpoint`.
     """
+    begin = time.perf_counter()
     args, state = trainer.args, trainer.state
     if trainer.hp_search_backend is None and trial is None:
         trainer.store_flos()
@@ -114,17 +115,16 @@ def save_checkpoint(trainer: Any, trial: Any) -> None:
             _save_state(trainer, os.path.join(directory, TRAINER_STATE_NAME))
         staged.metadata |= {"trainer": describe_progress(trainer), "reserved_names": RESERVED_NAMES}
     publication.commit()
+    duration = time.perf_counter() - begin
     if args.should_save and args.save_total_limit is not None and args.save_total_limit > 0:
         best = [run_dir / Path(state.best_model_checkpoint).name] if state.best_model_checkpoint else []
         retire(run_dir, args.save_total_limit, [target, *best], step=state.global_step, prefix=PREFIX)
+    num_bytes = publication.num_bytes if publication.commits else None
+    trainer._figures.add_save(duration, time.perf_counter() - begin, num_bytes)
+    trainer._note_saved(run_dir)
     if args.push_to_hub:
         trainer._disown()  # what is uploaded is the whole directory, and the lock is not for others
         trainer._push_from_checkpoint(str(target))
-
-
-def retire_others(best: Path) -> None:
-    """Remove the complete checkpoints beside the best one."""
-    retire(best.parent, 1, [best], prefix=PREFIX)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,8 @@ class EpochRun:
     """Index of the last micro-batch that was trained, in the epoch."""
     grad_norm: Tensor | float | None = None
     learning_rate: float | None = None
+    is_resumed: bool = False
+    """Whether the next window is the first one that a resumed run reads."""
     sync: bool | None = None
     """Whether the model was last told to exchange gradients; telling a sharded model walks through its modules."""
 
@@ -52,6 +55,7 @@ class EpochRun:
         """
         trainer = self.trainer
         self.step = trained - 1
+        self.is_resumed = resume_from_checkpoint is not None
         if not trained and resume_from_checkpoint is not None:
             trainer._load_rng_state(resume_from_checkpoint)
             resume_from_checkpoint = None
@@ -81,7 +85,9 @@ class EpochRun:
     def _window(self, reader: WindowReader, num_batches: int, restore_rng_from: str | None) -> bool:
         """Train the micro-batches of one update; return whether there were any."""
         trainer = self.trainer
-        batches, num_items = trainer.get_batch_samples(reader, num_batches, trainer.args.device)
+        with trainer._figures.resuming("data") if self.is_resumed else nullcontext():
+            batches, num_items = trainer.get_batch_samples(reader, num_batches, trainer.args.device)
+        self.is_resumed = False
         reader.begin(batches)
         # Divides the loss of a model that does not normalise by `num_items` itself; the last window may be short.
         trainer.current_gradient_accumulation_steps = len(batches)
@@ -140,6 +146,8 @@ class EpochRun:
             scheduler.step()
         self.model.zero_grad()
         trainer.state.global_step += 1
+        if trainer._note is not None:
+            trainer._note.write(trainer.state.global_step)
         trainer.state.epoch = self.epoch + (self.step + 1) / self.steps_in_epoch
         trainer.control = handler.on_step_end(args, trainer.state, trainer.control)
         self._log_save_evaluate()

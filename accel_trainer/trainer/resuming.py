@@ -35,8 +35,9 @@ from accel_trainer.errors import (
 from accel_trainer.runtime.faults import fault_point
 from accel_trainer.runtime.health import gather_votes, shared_fate
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.trainer.figures import RunFigures, UpdateNote
 
-__all__ = ["PREFIX", "Resumption", "describe_progress", "select_checkpoint", "verify_checkpoint"]
+__all__ = ["PREFIX", "Resumption", "describe_progress", "open_named", "select_checkpoint"]
 
 logger = logging.get_logger(__name__)
 
@@ -60,6 +61,14 @@ class Resumption:
     """The epoch that the run goes on in; None where only the number of updates is known."""
     steps_left: int = 0
     """Micro-batches of that epoch that are left to each rank."""
+    noted_update: int | None = None
+    """The last update that the run which was stopped has taken note of."""
+
+    def lost_steps(self, step: int) -> int | None:
+        """Return how many updates after `step` that run is known to have done; None where nothing tells."""
+        passed_over = [int(line.partition(":")[0].removeprefix(PREFIX)) for line in self.passed_over]
+        known = [update for update in (self.noted_update, *passed_over) if update is not None]
+        return max(0, max(known) - step) if known else None
 
     @property
     def progress(self) -> Mapping[str, Any]:
@@ -67,11 +76,16 @@ class Resumption:
         progress: Mapping[str, Any] = {} if self.manifest is None else self.manifest.metadata.get("trainer", {})
         return progress
 
+    @property
+    def num_writers(self) -> int | None:
+        """How many processes wrote it; None where nothing tells."""
+        if self.manifest is not None:
+            return self.manifest.world_size
+        return sum(1 for _ in self.path.glob("rng_state*.pth")) or None
+
     def is_same_world(self, process: ProcessContext) -> bool:
         """Whether as many processes wrote it as will read it."""
-        if self.manifest is not None:
-            return self.manifest.world_size == process.world_size
-        return sum(1 for _ in self.path.glob("rng_state*.pth")) in (0, process.world_size)
+        return self.num_writers in (None, process.world_size)
 
     def take_position(self, trainer: Any, loader: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Have the loader's next pass begin after the samples that were trained; return the lengths of the run.
@@ -158,22 +172,27 @@ class Resumption:
             )  # fmt: skip
 
     def describe(self, trainer: Any) -> str:
-        """Return one line: from where the run goes on, why not from a newer one, and what is exact."""
-        process, step = trainer.accelerator.process, trainer.state.global_step
+        """Return one line: from where the run goes on, why not from a newer one, what is exact, and what is lost."""
+        step, readers = trainer.state.global_step, trainer.accelerator.process.world_size
         parts = [f"resuming at update {step} from {self.path}"]
+        verified = "contents verified"
         if self.manifest is None:
-            parts.append("not written by accel_trainer, contents not verified")
+            verified = "not written by accel_trainer, contents not verified"
+        if self.num_writers is not None:
+            verified = f"written by {self.num_writers} process(es), read by {readers}, {verified}"
+        parts.append(verified)
+        if not self.progress.get("has_training_state", True):
+            parts.append("weights only: optimizer, schedule and random streams are new")
+        elif self.num_writers == readers:
+            parts.append("random streams restored")
         else:
-            writers, readers = self.manifest.world_size, process.world_size
-            parts.append(f"written by {writers} process(es), read by {readers}, contents verified")
-            if not self.progress.get("has_training_state", True):
-                parts.append("weights only")
-            elif writers == readers:
-                parts.append("random streams restored")
-            else:
-                parts.append(f"random streams new, from seed {trainer.args.seed}, update and rank")
-        exact = self.epoch is not None and not trainer.args.ignore_data_skip
-        parts.append("data goes on at the next sample" if exact else "data by the number of updates")
+            parts.append(f"random streams new, from seed {trainer.args.seed}, update and rank")
+        if trainer.args.ignore_data_skip:
+            parts.append("data begins its epoch again")
+        else:
+            parts.append("data goes on at the next sample" if self.epoch is not None else "data by number of updates")
+        if lost := self.lost_steps(step):
+            parts.append(f"{lost} update(s) that were done after it are lost, and done again")
         return "; ".join([*parts, *(f"passed over {line}" for line in self.passed_over)])
 
 
@@ -206,12 +225,13 @@ def describe_progress(trainer: Any) -> dict[str, Any]:
 # --- choosing and verifying ------------------------------------------------------------------------------------------
 
 
-def select_checkpoint(given: bool | str | os.PathLike[str], trainer: Any) -> Resumption:
+def select_checkpoint(given: bool | str | os.PathLike[str], trainer: Any, figures: RunFigures) -> Resumption:
     """Return the checkpoint to resume from, its contents verified. Collective: rank 0 decides for all.
 
     Args:
         given: True is the newest good one in `args.output_dir`: others are renamed to `_bad-...` with a warning. A path
             is taken as it is.
+        figures: are told how long it took.
 
     Raises:
         ConfigError: there is none in the directory.
@@ -219,10 +239,14 @@ def select_checkpoint(given: bool | str | os.PathLike[str], trainer: Any) -> Res
         IncompatibleCheckpointError: a newer version wrote it.
         ProcessGroupError: another rank cannot read it.
     """
+    run_dir = Path(trainer.args.output_dir)
     if given is True:
-        resumption = _select_newest(Path(trainer.args.output_dir), trainer)
+        resumption = _select_newest(run_dir, trainer, figures)
     else:
-        resumption = verify_checkpoint(Path(str(given)), trainer)
+        resumption = _select_named(Path(str(given)), trainer, figures)
+    is_own = resumption.path.absolute().parent == run_dir.absolute()
+    note = UpdateNote.read(run_dir) if is_own else None
+    resumption.noted_update = gather_votes(trainer.accelerator.process, f"load of {resumption.path}", None, note)[0]
     if resumption.manifest is None and resumption.path.is_dir():
         logger.warning(
             "%s was not written by accel_trainer: it has no %s, so that its contents cannot be verified",
@@ -231,22 +255,27 @@ def select_checkpoint(given: bool | str | os.PathLike[str], trainer: Any) -> Res
     return resumption
 
 
-def verify_checkpoint(path: Path, trainer: Any) -> Resumption:
-    """Verify a checkpoint that was named: a bad one is an error. Collective; one without manifest passes.
+def open_named(path: Path, process: ProcessContext) -> StoredCheckpoint | None:
+    """Open a checkpoint that was named; None for one without manifest. Collective.
 
     Raises:
         As `select_checkpoint`.
     """
-    process = trainer.accelerator.process
     with shared_fate(process, f"load of {path}"):
         if process.is_local_main:
             recover_target(path)
     is_ours = any(gather_votes(process, f"load of {path}", None, _is_ours(path)))
-    if not is_ours:
+    return open_checkpoint(path, process) if is_ours else None
+
+
+def _select_named(path: Path, trainer: Any, figures: RunFigures) -> Resumption:
+    with figures.resuming("select"):
+        stored = open_named(path, trainer.accelerator.process)
+    if stored is None:
         return Resumption(path, None)
-    stored = open_checkpoint(path, process)
     fault_point("load.verify", stored.manifest.step)
-    stored.verify_together(_files_to_read(stored.manifest, trainer))
+    with figures.resuming("verify"):
+        stored.verify_together(_files_to_read(stored.manifest, trainer))
     return Resumption(path, stored.manifest)
 
 
@@ -266,24 +295,26 @@ def _files_to_read(manifest: Manifest, trainer: Any) -> Iterator[str]:
             yield name
 
 
-def _select_newest(directory: Path, trainer: Any) -> Resumption:
+def _select_newest(directory: Path, trainer: Any, figures: RunFigures) -> Resumption:
     process: ProcessContext = trainer.accelerator.process
     section = f"selection of a checkpoint in {directory}"
     passed_over: list[str] = []
     while True:
         fault_point("load.select")
-        choice, error = None, None
-        if process.is_main:
-            try:
-                choice = _choose(directory, passed_over)
-            except (AccelTrainerError, OSError) as raised:
-                error = raised
-        path, passed_over = gather_votes(process, section, error, (choice, passed_over))[0]
-        if not any(gather_votes(process, section, None, _is_ours(path))):
-            return Resumption(path, None, passed_over)
-        stored: StoredCheckpoint = open_checkpoint(path, process)
+        with figures.resuming("select"):
+            choice, error = None, None
+            if process.is_main:
+                try:
+                    choice = _choose(directory, passed_over)
+                except (AccelTrainerError, OSError) as raised:
+                    error = raised
+            path, passed_over = gather_votes(process, section, error, (choice, passed_over))[0]
+            if not any(gather_votes(process, section, None, _is_ours(path))):
+                return Resumption(path, None, passed_over)
+            stored: StoredCheckpoint = open_checkpoint(path, process)
         fault_point("load.verify", stored.manifest.step)
-        flaw = stored.find_flaw_together(_files_to_read(stored.manifest, trainer))
+        with figures.resuming("verify"):
+            flaw = stored.find_flaw_together(_files_to_read(stored.manifest, trainer))
         if flaw is None:
             return Resumption(path, stored.manifest, passed_over)
         if process.is_main:

@@ -27,9 +27,11 @@ from accel_trainer.trainer.batch_size_search import (
     find_executable_batch_size,
     is_out_of_memory,
 )
+from accel_trainer.trainer.best import keeping_best
 from accel_trainer.trainer.checkpoint_methods import CheckpointMethods
 from accel_trainer.trainer.epoch import EpochRun, run_training_step
 from accel_trainer.trainer.evaluation import run_evaluation
+from accel_trainer.trainer.figures import RunFigures
 from accel_trainer.trainer.inputs import ColumnFilter, ShiftingLabelSmoother, check_dataset, load_model, shifts_labels
 from accel_trainer.trainer.layout import lay_out_engine, lay_out_shards, release_engine
 from accel_trainer.trainer.reading import WindowReader
@@ -83,6 +85,7 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
                 f"args is a {type(args).__module__}.{type(args).__name__}, and this Trainer runs on what "
                 "accel_trainer.TrainingArguments resolves; build that one, its fields are the same"
             )
+        self._figures = RunFigures()
         super().__init__(load_model(model, args), args, *rest, **kwargs)
         if shifts_labels(self.model):
             self._loss_shifts_labels = True
@@ -295,7 +298,8 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
         # What came after the last log is this rank's own; upstream reports it as the loss of the job.
         self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
-        return super()._finalize_training(trial, num_train_samples, start_time)
+        with keeping_best(self):
+            return super()._finalize_training(trial, num_train_samples, start_time)
 
     # --- evaluation ------------------------------------------------------------------------------------------------
 

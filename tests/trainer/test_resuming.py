@@ -93,7 +93,8 @@ def test_r7_samples_and_losses_go_on_on_another_number_of_processes(tmp_path: Pa
         np.testing.assert_allclose(result["losses"], one["losses"], rtol=1e-5, err_msg=name)
     # Streams of two ranks differ, and are new where the ranks are not those that wrote.
     assert two["one-3"]["noise"] != other["one-3"]["noise"]
-    assert "random streams new" in caplog.text
+    reader = "written by 2 process(es), read by 1, contents verified; random streams new, from seed 42, update and rank"
+    assert f"checkpoint-7; {reader}; data goes on at the next sample" in caplog.text
 
     changed = recorded(str(tmp_path / "again"), str(tmp_path / "two" / "checkpoint-3"), ())
     assert f"ends after update {3 + 7 + 13}" in caplog.text
@@ -208,7 +209,8 @@ def test_r8_a_checkpoint_without_random_streams_is_an_error(tmp_path: Path) -> N
 def chosen(output_dir: str, strategy: str, **build: Any) -> dict[str, Any]:
     trainer = build_trainer(output_dir, strategy=strategy, **build)
     trainer.train(resume_from_checkpoint=True)
-    return {**summary(trainer), "begun_at": trainer._initial_global_step}
+    begun_at, lost = trainer._initial_global_step, trainer.checkpoint_metrics["lost_steps"]
+    return {**summary(trainer), "begun_at": begun_at, "reached": begun_at + lost}
 
 
 KILLED: dict[str, Any] = {
@@ -239,6 +241,7 @@ def test_r1_a_run_killed_while_it_saves_resumes_from_the_last_good_one(
     results = run_ranks(chosen, 2, str(tmp_path), strategy=strategy, timeout=100, **KILLED)
 
     assert [result["begun_at"] for result in results] == [begun_at] * 2
+    assert [result["reached"] for result in results] == [4] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-6"]
     state = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
     assert state["global_step"] == 6
@@ -255,7 +258,7 @@ def test_r13_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path) -> None:
         run_ranks(train, 2, str(tmp_path), strategy="ddp", env=environ, **KILLED)
 
     assert len(failure.value.failures) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["_last_update", "checkpoint-2"]
 
 
 def test_retention_keeps_the_best_and_the_newest_and_counts_numbers(tmp_path: Path) -> None:
