@@ -1,10 +1,10 @@
-"""State of a DeepSpeed engine by parameter name, one parameter at a time."""
+"""State of a DeepSpeed engine by parameter name: whole on rank 0, or each rank's own part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,19 @@ from accel_trainer.checkpoint.directory import StagedDirectory, StoredCheckpoint
 from accel_trainer.checkpoint.manifest import Manifest
 from accel_trainer.checkpoint.tensor_file import LazyTensor
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
-from accel_trainer.strategies.fitting import describe_names, plan_model_load
-from accel_trainer.strategies.whole_state import plan_whole, save_whole, whole_files
+from accel_trainer.integrations.deepspeed_loading import part_files, plan_parts_load
+from accel_trainer.integrations.deepspeed_partitions import (
+    Partitions,
+    Run,
+    flat_partitions,
+    opened_partition,
+    whole_shape,
+)
+from accel_trainer.integrations.deepspeed_state import save_parts
+from accel_trainer.strategies.fitting import plan_model_load
+from accel_trainer.strategies.torch_state import TorchCheckpointIO, options_of, outline_optimizer
 
-__all__ = ["DeepSpeedCheckpointIO", "flat_partitions"]
+__all__ = ["DeepSpeedCheckpointIO"]
 
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What a dynamic loss scale follows."""
@@ -35,47 +44,22 @@ def _agree(plan: Any) -> Any:
     return box[0]
 
 
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return the whole shape of a parameter that ZeRO-3 may have partitioned."""
-    return tuple(getattr(tensor, "ds_shape", tensor.shape))
-
-
-def _own_part(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return this rank's partition of the whole value of a ZeRO-3 parameter, filled up with zeros on the last ranks.
-
-    The engine's own setter of whole values fails where the elements do not divide by the ranks.
-    """
-    zero_parameter: Any = parameter
-    size = zero_parameter.partition_numel()
-    begin = size * dist.get_rank(zero_parameter.ds_process_group)
-    part = value.flatten()[begin : begin + size]
-    return nn.functional.pad(part, (0, size - part.numel()))
-
-
-def _gathered(tensor: Tensor, modifier_rank: int | None = None) -> AbstractContextManager[Any]:
+def _gathered(tensor: Tensor) -> AbstractContextManager[Any]:
     """Context in which `tensor` is whole on every rank. Collective for a parameter of ZeRO-3."""
     if not hasattr(tensor, "ds_id"):
         return nullcontext()
     import deepspeed
 
-    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([tensor], modifier_rank=modifier_rank)
+    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([tensor])
     return gathered
-
-
-def flat_partitions(zero: Any) -> list[Tensor]:
-    """Return the flat fp32 partitions of this rank that stand in the engine's optimizer for the parameters."""
-    flats: list[Tensor] | None = getattr(zero, "single_partition_of_fp32_groups", None)
-    if flats is None:
-        flats = getattr(zero, "fp32_partitioned_groups_flat", None)
-    return list(zero.fp32_groups_flat_partition) if flats is None else list(flats)
 
 
 class _Whole:
     """A parameter or buffer that is gathered when it is called; on ranks other than 0 there is nothing to see."""
 
     def __init__(self, io: DeepSpeedCheckpointIO, tensor: Tensor) -> None:
-        self.dtype = torch.float32 if io.keeps_master(tensor) else tensor.dtype
-        self.shape = _shape(tensor)
+        self.dtype = tensor.dtype if io.partitions.trained(tensor) is None else io.master_dtype
+        self.shape = whole_shape(tensor)
         self._io = io
         self._tensor = tensor
 
@@ -87,16 +71,27 @@ class _Whole:
 class DeepSpeedCheckpointIO:
     """Implements `strategies.api.CheckpointIO` for an engine of ZeRO-1, 2 or 3.
 
-    Weights are the fp32 ones that the optimizer keeps, where it keeps any. At any time, a rank holds one whole
-    parameter besides its own part; what comes out is collected on rank 0 only.
+    Weights are the fp32 ones that the optimizer keeps, where it keeps any. `save` and `load` take each rank's own part.
+    What is named "full" is collected on rank 0, one parameter at a time.
     """
 
     def __init__(self, engine: Any, optimizers: Sequence[Optimizer], groups: Sequence[Sequence[str]]) -> None:
+        self.module: nn.Module = engine.module
+        self.groups = groups
+        """Names of the parameters of each group of the optimizer."""
+        self.has_optimizer = bool(optimizers)
         self._engine = engine
-        self._module: nn.Module = engine.module
         self._zero = engine.optimizer
-        self._optimizers = optimizers
-        self._groups = groups
+
+    @cached_property
+    def partitions(self) -> Partitions:
+        """Where this rank keeps what."""
+        return Partitions(self._zero)
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Type of the values that the optimizer keeps of trained parameters."""
+        return flat_partitions(self._zero)[0].dtype
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
@@ -107,7 +102,7 @@ class DeepSpeedCheckpointIO:
         """
         state: dict[str, Tensor] = {}
         seen: dict[int, Tensor | None] = {}
-        for name, tensor in self._model_tensors():
+        for name, tensor in self.model_tensors():
             if id(tensor) not in seen:
                 seen[id(tensor)] = self.whole(tensor)
             full = seen[id(tensor)]
@@ -115,23 +110,24 @@ class DeepSpeedCheckpointIO:
                 state[name] = full
         return state
 
-    def _model_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name.replace("_orig_mod.", ""), t) for name, t in self._module.state_dict(keep_vars=True).items())
+    def model_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield parameters and persistent buffers as the engine has them, tied ones under every name."""
+        return TorchCheckpointIO(self.module).model_tensors()
+
+    def with_extra_state(self) -> dict[str, nn.Module]:
+        """Return the modules that keep a state of their own making, by its name."""
+        return TorchCheckpointIO(self.module).with_extra_state()
 
     def lazy_model_state(self) -> dict[str, LazyTensor]:
         """Return what gathers each tensor when it is called; see `CheckpointIO.lazy_model_state`."""
         lazy: dict[int, LazyTensor] = {}
-        return {name: lazy.setdefault(id(tensor), _Whole(self, tensor)) for name, tensor in self._model_tensors()}
-
-    def keeps_master(self, tensor: Tensor) -> bool:
-        """Whether the optimizer keeps values of its own for a parameter, from which the model's are copied."""
-        return bool(self._optimizers) and tensor.requires_grad
+        return {name: lazy.setdefault(id(tensor), _Whole(self, tensor)) for name, tensor in self.model_tensors()}
 
     def whole(self, tensor: Tensor) -> Tensor | None:
         """Return the whole value on the CPU on rank 0, None elsewhere. Collective."""
         from deepspeed.utils import safe_get_full_fp32_param
 
-        if self.keeps_master(tensor):
+        if self.partitions.trained(tensor) is not None:
             full = safe_get_full_fp32_param(tensor)
             return full.detach().to("cpu", copy=True) if dist.get_rank() == 0 else None
         with _gathered(tensor):
@@ -143,88 +139,119 @@ class DeepSpeedCheckpointIO:
         Raises:
             IncompatibleCheckpointError: names or shapes differ; every rank raises, and nothing was loaded.
         """
-        self.plan_full_model_load(state, strict=strict)()
-
-    def plan_full_model_load(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Callable[[], None]:
-        """Check that a full state fits, and return what loads it. Both are collective."""
-        own = dict(self._model_tensors())
-        plan = _agree(plan_model_load(self._module, own, state, strict, _shape) if dist.get_rank() == 0 else None)
-
-        def load() -> None:
-            for name, stored in plan:
-                self._set(own[name], state[stored] if dist.get_rank() == 0 else None)
-
-        return load
+        own, extra = dict(self.model_tensors()), self.with_extra_state()
+        plan = _agree(plan_model_load(self.module, own, state, strict, whole_shape) if dist.get_rank() == 0 else None)
+        for name, stored in plan:
+            source = state[stored] if dist.get_rank() == 0 else None
+            if name in extra:
+                extra[name].set_extra_state(_agree(source))
+            else:
+                self._set(own[name], source)
+        self.partitions.spread_all()
 
     @torch.no_grad()
     def _set(self, tensor: Tensor, source: Tensor | None) -> None:
         """Write rank 0's values into a parameter or buffer, and into what the optimizer keeps of it. Collective."""
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+        run = self.partitions.trained(tensor)
+        value = self._from_rank_zero(source, whole_shape(tensor), tensor.dtype if run is None else self.master_dtype)
+        if tuple(tensor.shape) == whole_shape(tensor):
+            tensor.copy_(value)
+        if run is not None:
+            self.partitions.write(run, value)
+        elif (run := self.partitions.frozen(tensor)) is not None:
+            with opened_partition(tensor, changes=True) as partition:
+                run.within(partition).copy_(run.of_whole(value))
 
-        keeps_master = self.keeps_master(tensor)
-        value = torch.empty(
-            _shape(tensor), dtype=torch.float32 if keeps_master else tensor.dtype, device=self._engine.device
-        )
+    def _from_rank_zero(self, source: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        value = torch.empty(tuple(shape), dtype=dtype, device=self._engine.device)
         if source is not None:
             value.copy_(source)
         dist.broadcast(value, src=0)
-        with _gathered(tensor, modifier_rank=0):
-            tensor.data.copy_(value)
-        if keeps_master and hasattr(tensor, "ds_id"):
-            safe_set_local_fp32_param(tensor, _own_part(tensor, value))
-        elif keeps_master:
-            safe_set_full_fp32_param(tensor, value)
+        return value
 
     # --- optimizer -------------------------------------------------------------------------------------------------
 
-    def _optimizer(self) -> Optimizer:
-        if not self._optimizers:
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the groups of the optimizer, in the order of `groups`.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if not self.has_optimizer:
             raise ConfigError(
-                f"{type(self._module).__name__} has no optimizer to save or load; pass one to prepare() with the model"
+                f"{type(self.module).__name__} has no optimizer to save or load; pass one to prepare() with the model"
             )
-        return self._optimizers[0]
+        groups: list[dict[str, Any]] = self._zero.optimizer.param_groups
+        return groups
 
-    def _trained(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that have optimizer state, by name."""
-        return {name.replace("_orig_mod.", ""): p for name, p in self._module.named_parameters() if p.requires_grad}
+    def options(self) -> dict[str, Any]:
+        """Return what the state holds beside that of each parameter: options of groups, and the fp16 loss scale."""
+        groups = [
+            {**options_of(group), "params": list(names)}
+            for group, names in zip(self.param_groups(), self.groups, strict=True)
+        ]
+        scaler = self._scaler
+        return {
+            "param_groups": groups,
+            "loss_scale": {name: vars(scaler)[name] for name in _SCALE if scaler is not None},
+        }
 
-    def _flat_of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the partition whose optimizer state covers `parameter`."""
-        if hasattr(parameter, "ds_id"):
-            return flat_partitions(self._zero)[self._zero.grad_position[self._zero.get_param_id(parameter)][0]]
-        for flat, group in zip(flat_partitions(self._zero), self._lp_groups(), strict=True):
-            if any(parameter is own for own in group):
-                return flat
-        raise AssertionError("a trained parameter is in no group of the engine")
+    def trained(self) -> Iterator[tuple[str, nn.Parameter, Run]]:
+        """Yield the parameters that have optimizer state with what this rank keeps of them, in the module's order."""
+        for name, parameter in self.module.named_parameters():
+            if (run := self.partitions.trained(parameter)) is not None:
+                yield name.replace("_orig_mod.", ""), parameter, run
 
-    def _lp_groups(self) -> list[list[nn.Parameter]]:
-        groups = getattr(self._zero, "bit16_groups", None)
-        return list(self._zero.bf16_groups) if groups is None else list(groups)
+    def outlines(self) -> list[dict[str, Any]]:
+        """Return the optimizer's state of each flat partition, with meta tensors for what has a value per element."""
+        outlines = []
+        for index in range(self.partitions.num_flat):
+            with self.partitions.opened(index) as (flat, state):
+                outlines.append({key: self._outline(key, value, flat) for key, value in state.items()})
+        return outlines
+
+    def _outline(self, key: str, value: Any, flat: Tensor) -> Any:
+        if isinstance(value, Tensor):
+            return value.to("meta") if value.shape == flat.shape else value.detach()
+        # As torch's own optimizers have it: its type is the engine's business.
+        return torch.tensor(float(value)) if key == "step" and self._counts_in_integers else value
+
+    @property
+    def _counts_in_integers(self) -> bool:
+        return type(self._zero.optimizer).__module__.startswith("deepspeed.")
+
+    def own_number(self, key: str, value: Any, before: Any) -> Any:
+        """Return what the optimizer keeps once for all parameters, in the type and on the device that it wants."""
+        optimizer = self._zero.optimizer
+        if key == "step" and self._counts_in_integers:
+            return int(value)
+        if key == "step" and type(optimizer).__module__.startswith("torch.optim") and not isinstance(value, Tensor):
+            value = torch.tensor(float(value))
+        if not isinstance(value, Tensor):
+            return value
+        on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+        device = self._engine.device if on_device else "cpu"
+        return value.detach().to(before.device if isinstance(before, Tensor) else device, copy=True)
 
     def full_optimizer_state(self) -> dict[str, Any]:
         """Return the optimizer's state keyed by parameter name on rank 0, `{}` elsewhere. Collective."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        optimizer, keep = self._optimizer(), dist.get_rank() == 0
+        options, keep = self.options(), dist.get_rank() == 0
         self._link_state()
         state: dict[str, Any] = {}
-        for name, parameter in self._trained().items():
-            flat = self._flat_of(parameter)
+        outlines = self.outlines()
+        for name, parameter, run in self.trained():
             entry: dict[str, Any] = {}
-            for key, value in optimizer.state.get(flat, {}).items():
-                if isinstance(value, Tensor) and value.shape == flat.shape:
+            for key, value in outlines[run.flat].items():
+                if isinstance(value, Tensor) and value.is_meta:
                     full = safe_get_full_optimizer_state(parameter, key)
-                    entry[key] = full.detach().to("cpu", copy=True).view(_shape(parameter)) if keep else None
+                    entry[key] = full.detach().to("cpu", copy=True).view(run.shape) if keep else None
                 else:
-                    entry[key] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-            if entry and keep:
+                    entry[key] = value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+            if entry:
                 state[name] = entry
-        groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": list(names)}
-            for group, names in zip(optimizer.param_groups, self._groups, strict=True)
-        ]
-        scale = {name: getattr(self._scaler, name) for name in _SCALE if hasattr(self._scaler, name)}
-        return {"state": state, "param_groups": groups, "loss_scale": scale} if keep else {}
+        return {"state": state, **options} if keep else {}
 
     @property
     def _scaler(self) -> Any:
@@ -238,68 +265,64 @@ class DeepSpeedCheckpointIO:
         Raises:
             IncompatibleCheckpointError: it was saved for other parameters or groups; every rank raises.
         """
-        self.plan_full_optimizer_load(state)()
+        groups = self.param_groups()
+        outline = _agree(self._outline_of(state) if dist.get_rank() == 0 else None)
+        for group, stored in zip(groups, outline["param_groups"], strict=True):
+            group.update(options_of(stored))
+        entries = outline["state"]
+        runs = {name: run for name, _, run in self.trained() if name in entries}
+        for index in range(self.partitions.num_flat):
+            own = [entries[name] for name, run in runs.items() if run.flat == index]
+            numbers = {key: value for entry in own for key, value in entry.items() if not isinstance(value, torch.Size)}
+            keys = {key: None for entry in own for key in entry if key not in numbers}
+            with self.partitions.opened(index, changes=True) as (flat, kept):
+                self.reset_state(kept, flat, keys, numbers)
+        for name, run in runs.items():
+            source = state["state"][name] if dist.get_rank() == 0 else {}
+            for key, shape in entries[name].items():
+                if isinstance(shape, torch.Size):
+                    value = self._from_rank_zero(source.get(key), shape, torch.float32)
+                    self.partitions.write(run, value, key)
+        self.finish_load(outline["loss_scale"])
 
-    def plan_full_optimizer_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Check that a full optimizer state fits, and return what loads it. Both are collective."""
-        self._optimizer()
-        outline = _agree(self._outline(state) if dist.get_rank() == 0 else None)
-        return partial(self._set_optimizer, state, outline)
-
-    def _set_optimizer(self, state: Mapping[str, Any], outline: Mapping[str, Any]) -> None:
-        optimizer = self._optimizer()
-        for group, stored in zip(optimizer.param_groups, outline["param_groups"], strict=True):
-            group.update({key: value for key, value in stored.items() if key != "params"})
-        for name, value in outline["loss_scale"].items():
-            if hasattr(self._scaler, name):
-                setattr(self._scaler, name, value)
-        parameters = self._trained()
-        self._init_state({name: entry for name, entry in outline["state"].items() if name in parameters})
-        for name, entry in outline["state"].items():
-            if name in parameters:
-                source = state["state"][name] if dist.get_rank() == 0 else {}
-                self._set_state(parameters[name], entry, source)
-
-    def _outline(self, state: Mapping[str, Any]) -> dict[str, Any] | str:
+    def _outline_of(self, state: Mapping[str, Any]) -> dict[str, Any] | str:
         """Return rank 0's state with the shape in place of each tensor, or the message of what does not fit."""
-        stored = [list(group["params"]) for group in state.get("param_groups", [])]
-        own = [list(names) for names in self._groups]
-        if stored != own:
-            stored_names, own_names = {n for group in stored for n in group}, {n for group in own for n in group}
-            differences = [
-                f"{said}: {describe_names(sorted(names))}"
-                for said, names in (
-                    ("missing in the state", own_names - stored_names),
-                    ("not in this optimizer", stored_names - own_names),
-                )
-                if names
-            ]
-            return (
-                f"the optimizer state was saved for {len(stored)} group(s) of {len(stored_names)} parameter(s), and "
-                f"this optimizer has {len(own)} group(s) of {len(own_names)}; "
-                f"{'; '.join(differences) or 'they are the same, in other groups or another order'}. "
-                "Build the optimizer that was saved"
-            )
+        plan = outline_optimizer(state, [list(names) for names in self.groups])
+        if isinstance(plan, str):
+            return plan
+        shapes = {name: run.shape for name, _, run in self.trained()}
         entries = {
             name: {
-                key: torch.Size(value.shape) if isinstance(value, Tensor) and value.ndim else value
+                key: torch.Size(value.shape)
+                if isinstance(value, Tensor) and key != "step" and tuple(value.shape) == shapes[name]
+                else value
                 for key, value in entry.items()
             }
             for name, entry in state["state"].items()
+            if name in shapes
         }
-        return {"state": entries, "param_groups": state["param_groups"], "loss_scale": state.get("loss_scale", {})}
+        return {"state": entries, "param_groups": plan["param_groups"], "loss_scale": state.get("loss_scale", {})}
 
-    def _init_state(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
-        """Make room for the stored state in the optimizer, which has none before its first step."""
-        optimizer, parameters = self._optimizer(), self._trained()
-        for name, entry in entries.items():
-            flat = self._flat_of(parameters[name])
-            own = optimizer.state[flat]
-            for key, value in entry.items():
-                if not isinstance(value, torch.Size):
-                    own[key] = value.clone() if isinstance(value, Tensor) else value
-                elif key not in own:
-                    own[key] = torch.zeros_like(flat)
+    @torch.no_grad()
+    def reset_state(self, state: dict[str, Any], flat: Tensor, keys: Iterable[str], numbers: Mapping[str, Any]) -> None:
+        """Have the optimizer keep zeros of a flat partition's size under `keys`, and `numbers`; nothing else."""
+        for key in state.keys() - {*keys, *numbers}:
+            del state[key]
+        for key in keys:
+            before = state.get(key)
+            if isinstance(before, Tensor) and before.shape == flat.shape:
+                before.zero_()
+            else:  # before its first step there is none
+                state[key] = torch.zeros_like(flat)
+        for key, value in numbers.items():
+            state[key] = self.own_number(key, value, state.get(key))
+
+    def finish_load(self, loss_scale: Mapping[str, Any]) -> None:
+        """Take up the fp16 loss scale, and connect parameters with state that is new."""
+        scaler = self._scaler
+        for name, value in loss_scale.items():
+            if hasattr(scaler, name):
+                setattr(scaler, name, value)
         self._link_state()
 
     def _link_state(self) -> None:
@@ -311,38 +334,23 @@ class DeepSpeedCheckpointIO:
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
 
-    def _set_state(self, parameter: nn.Parameter, entry: Mapping[str, Any], source: Mapping[str, Any]) -> None:
-        """Write rank 0's tensors into the state of a parameter. Collective."""
-        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
-
-        for key, shape in entry.items():
-            if isinstance(shape, torch.Size):
-                value = torch.empty(shape, dtype=torch.float32, device=self._engine.device)
-                if key in source:
-                    value.copy_(source[key])
-                dist.broadcast(value, src=0)
-                if hasattr(parameter, "ds_id"):
-                    safe_set_local_optimizer_state(parameter, _own_part(parameter, value), key)
-                else:
-                    safe_set_full_optimizer_state(parameter, value, key)
-
     # --- whole checkpoints -----------------------------------------------------------------------------------------
 
     def save(self, staged: StagedDirectory, prefix: str, *, weights: bool = True) -> None:
-        """Write model and optimizer by parameter name, gathered on rank 0; see `CheckpointIO.save`."""
-        save_whole(self, staged, prefix, dist.get_rank(), weights=weights, optimizer=bool(self._optimizers))
+        """Write this rank's part of model and optimizer; see `CheckpointIO.save`. Nothing is communicated."""
+        save_parts(self, staged, prefix, weights=weights)
 
     def load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> None:
-        """Read what an engine or a native unit wrote; see `CheckpointIO.load`."""
+        """Read this rank's part of what any engine or native unit wrote; see `CheckpointIO.load`."""
         self.plan_load(stored, prefix, weights=weights)()
 
     def plan_load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> Callable[[], None]:
-        """Check what `load` would read, and return what loads it; see `CheckpointIO.plan_load`."""
-        return plan_whole(self, stored, prefix, dist.get_rank(), weights=weights, optimizer=bool(self._optimizers))
+        """Check what `load` would read, and return what reads it; see `CheckpointIO.plan_load`."""
+        return plan_parts_load(self, stored, prefix, weights=weights)
 
-    def files(self, manifest: Manifest, prefix: str) -> list[str]:
-        """Return the files that rank 0 reads; see `CheckpointIO.files`."""
-        return whole_files(manifest, prefix, dist.get_rank())
+    def files(self, manifest: Manifest, prefix: str) -> set[str]:
+        """Return the files that hold something of this rank's parts; see `CheckpointIO.files`."""
+        return part_files(self, manifest, prefix)
 
     def save_sharded_optimizer(self, path: Path) -> None:
         """Refuse: torch.distributed.checkpoint does not know the engine's partitions.

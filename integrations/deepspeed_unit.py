@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.integrations.deepspeed_checkpoint import DeepSpeedCheckpointIO, flat_partitions
+from accel_trainer.integrations.deepspeed_checkpoint import DeepSpeedCheckpointIO
+from accel_trainer.integrations.deepspeed_partitions import flat_partitions
 from accel_trainer.strategies.api import CheckpointIO, HeldGradients, StepOutcome
 from accel_trainer.strategies.native import NativeUnit
 
