@@ -1,0 +1,82 @@
+"""At the end of a run, the best checkpoint is looked into before it is loaded and before others make room for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from accel_trainer.errors import CorruptCheckpointError
+from tests.trainer_jobs import build_trainer
+
+
+class DamageBest(TrainerCallback):
+    """Flips a bit in a file of the best checkpoint, before the last update is saved."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == state.max_steps:
+            path = Path(state.best_model_checkpoint, self.name)
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+
+
+def train_to_best(directory: Path, damaged: str | None = None, **changes: Any) -> Any:
+    """Train 4 updates, of which the second is the best, and return the Trainer."""
+    options = {"load_best_model_at_end": True, "save_total_limit": 1, "save_steps": 1, **changes}
+    trainer = build_trainer(
+        directory, max_steps=4, eval_strategy="steps", eval_steps=1, save_strategy="steps",
+        eval_samples=2, metric_for_best_model="score", greater_is_better=True,
+        options={"callbacks": [DamageBest(damaged)] if damaged else []}, **options,
+    )  # fmt: skip
+    trainer.compute_metrics = lambda _: {"score": float(trainer.state.global_step == 2)}
+    trainer.train()
+    return trainer
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_the_best_one_is_left_alone_beside_what_is_not_ours(tmp_path: Path):
+    (tmp_path / "checkpoint-1000").mkdir()
+    (tmp_path / "checkpoint-1000" / "model.safetensors").write_bytes(b"of another run")
+
+    trainer = train_to_best(tmp_path)
+
+    assert names(tmp_path) == ["checkpoint-1000", "checkpoint-2"]
+    assert trainer.args.save_total_limit == 1
+    for name, value in load_file(tmp_path / "checkpoint-2" / "model.safetensors").items():
+        assert torch.equal(trainer.model.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_r4_no_good_checkpoint_goes_for_a_best_one_that_is_corrupt(tmp_path: Path, caplog, loads: bool):
+    # Its weights are as they were, and loading them needs no more.
+    train_to_best(tmp_path, "optimizer.pt", load_best_model_at_end=loads)
+
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+    assert "the best checkpoint is not good, and the others stay" in caplog.text
+    assert "optimizer.pt was changed after the save" in caplog.text
+
+
+def test_corrupt_weights_of_the_best_one_are_not_loaded(tmp_path: Path):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"model.safetensors was changed .* load_best_model_at_end=True wo"
+    ):
+        train_to_best(tmp_path, "model.safetensors")
+
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_a_best_model_that_was_not_saved_is_missed(tmp_path: Path, caplog):
+    train_to_best(tmp_path, save_steps=4, save_total_limit=None)
+
+    assert "there is no checkpoint of the best model (its update was 2)" in caplog.text
