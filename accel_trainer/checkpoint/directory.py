@@ -4,8 +4,9 @@ The order of a save, each step on every rank before the next:
 
 1. rank 0 makes `.tmp-NAME-XXXXXXXX` beside the target and tells its name;
 2. each rank writes its files there, hashing while it writes, and brings each of them and its directory to the disk;
-3. the ranks vote: what each has written, or its error. An error removes the directory, and all ranks raise;
-4. rank 0 writes manifest.json, then COMMITTED with its sha256, and brings them and the directory to the disk;
+3. the ranks vote: an error removes the directory, and all ranks raise;
+4. rank 0 hears what each has written; it writes manifest.json, then COMMITTED with its sha256, and brings them and the
+   directory to the disk;
 5. rank 0 renames the directory, and brings its parent to the disk;
 6. the ranks hear of it. Only then may anything that leads to the older checkpoint go.
 """
@@ -38,6 +39,9 @@ from accel_trainer.runtime.health import gather_votes, shared_fate
 from accel_trainer.runtime.process import ProcessContext
 
 __all__ = ["Publication", "StagedDirectory", "StoredCheckpoint", "open_checkpoint", "publish_directory"]
+
+Tables = tuple[dict[str, FileEntry], dict[str, dict[str, TensorEntry]]]
+"""Files and tensors that a rank has written."""
 
 
 class Publication:
@@ -170,10 +174,11 @@ class Publication:
         assert staged is not None
         try:
             error = self._error or self._finish_writing(staged)
-            votes = gather_votes(self.process, self._section, error, (staged.files, staged.tensors), group)
+            firsts = gather_votes(self.process, self._section, error, self._first, group)
+            tables = self._gather_tables(staged, sorted(set(firsts)), group)
             with shared_fate(self.process, f"publication of {self.target}", group):
                 fault_point("save.after_vote", self.step)
-                self._publish(staged, votes)
+                self._publish(staged, tables)
         finally:
             self._clean_up(self._leftover)
 
@@ -196,11 +201,29 @@ class Publication:
             return raised
         return None
 
-    def _publish(self, staged: StagedDirectory, votes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    def _gather_tables(
+        self, staged: StagedDirectory, firsts: list[int], group: dist.ProcessGroup | None
+    ) -> dict[int, Tables]:
+        """Return what each rank of this directory has written, on the rank that commits it. Collective.
+
+        Args:
+            firsts: the committing ranks. The tables of many thousand tensors go nowhere else.
+        """
+        own = (staged.files, staged.tensors)
+        if not self.process.is_distributed:
+            return {self.process.rank: own}
+        tables: dict[int, Tables] = {}
+        for first in firsts:
+            heard: list[Any] | None = [None] * self.process.world_size if first == self.process.rank else None
+            dist.gather_object(own if first == self._first else None, heard, dst=first, group=group)
+            tables |= {rank: table for rank, table in enumerate(heard or []) if table is not None}
+        return tables
+
+    def _publish(self, staged: StagedDirectory, tables: dict[int, Tables]) -> None:
         """Write the manifest and the marker, and rename; ranks that commit nothing pass the same points."""
         if self.commits:
             with explain_full_disk(staged.path):
-                self._write_manifest(staged, votes)
+                self._write_manifest(staged, tables)
         fault_point("save.manifest_written", self.step)
         if self.commits:
             fsync_path(staged.path)
@@ -209,11 +232,11 @@ class Publication:
             self._leftover = publish_name(staged.path, self.target)
         fault_point("save.after_rename", self.step)
 
-    def _write_manifest(self, staged: StagedDirectory, votes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    def _write_manifest(self, staged: StagedDirectory, tables: dict[int, Tables]) -> None:
         files: dict[str, FileEntry] = {}
         tensors: dict[str, Mapping[str, TensorEntry]] = {}
         for rank in self._ranks():
-            own_files, own_tensors = votes[rank]
+            own_files, own_tensors = tables[rank]
             twice = sorted(files.keys() & own_files.keys())
             if twice:
                 raise ConfigError(f"rank {rank} and a lower one both wrote {twice[0]!r}; give each rank its own names")

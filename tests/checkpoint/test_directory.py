@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from accel_trainer.checkpoint.directory import publish_directory
+from accel_trainer.checkpoint.directory import Publication, open_checkpoint, publish_directory
 from accel_trainer.errors import ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
 from tests.ranks import preload, run_ranks
@@ -52,11 +53,27 @@ def test_a_second_save_replaces_the_first(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [target]
 
 
-def publish_with_a_failing_rank(target: str) -> str:
-    """Rank 1 fails; return what this rank was told, and use the group afterwards."""
+def publish_with_a_failing_rank(target: Path) -> tuple[str, list[int]]:
+    """Rank 1 fails; return what this rank was told, and use the group afterwards.
+
+    Before that, all is well: return whose tables of files this rank heard of, too.
+    """
     process = init_process(read_environment(), use_cpu=True)
+    publication = Publication(target / "good", process)
+    heard: list[int] = []
+    gather = publication._gather_tables
+
+    def note(*arguments: Any) -> Any:
+        tables = gather(*arguments)
+        heard.extend(tables)
+        return tables
+
+    publication._gather_tables = note
+    with publication as staged:
+        staged.write_json(f"part-{process.rank}.json", process.rank)
+    publication.commit()
     try:
-        with publish_directory(Path(target), process) as staged:
+        with publish_directory(target / "bad", process) as staged:
             (staged / f"part-{process.rank}").write_text("x")
             if process.rank == 1:
                 raise OSError("no space left")
@@ -65,13 +82,18 @@ def publish_with_a_failing_rank(target: str) -> str:
     counted = torch.ones(1)
     torch.distributed.all_reduce(counted)
     assert counted.item() == process.world_size
-    return told
+    return told, heard
 
 
 def test_one_ranks_failure_is_raised_on_every_rank_and_publishes_nothing(tmp_path: Path):
-    told = run_ranks(publish_with_a_failing_rank, 3, str(tmp_path / "state"))
+    told, heard = zip(*run_ranks(publish_with_a_failing_rank, 3, tmp_path), strict=True)
     assert told[1] == "no space left"
     assert told[0] == told[2].replace("(2)", "(0)")
     assert "rank 1 failed in save of" in told[0]
     assert "OSError: no space left" in told[0]
-    assert list(tmp_path.iterdir()) == []
+    # What each rank has written is of use to the one that commits, and is sent to no other.
+    assert heard == ([0, 1, 2], [], [])
+    assert list(tmp_path.iterdir()) == [tmp_path / "good"]
+    assert sorted(open_checkpoint(tmp_path / "good", ALONE).manifest.files) == [
+        f"part-{rank}.json" for rank in range(3)
+    ]
