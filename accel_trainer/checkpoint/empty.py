@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 __all__ = ["init_empty_weights", "init_on_device"]
@@ -23,6 +25,29 @@ class _Contexts(threading.local):
 
 _contexts = _Contexts()
 
+_INITIALIZERS = {name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")} | {
+    "random_",
+    "bernoulli_",
+    "exponential_",
+}
+
+
+class _LeavesMetaAlone(TorchFunctionMode):
+    """Skips the initialisation of tensors without memory: torch works out, in Python, what would be drawn.
+
+    That took 70% of the time in which a llama of 12 layers is built.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        named: Mapping[str, Any] = kwargs or {}
+        if func.__name__ in _INITIALIZERS:
+            target = args[0] if args else named.get("tensor")
+            if isinstance(target, Tensor) and target.is_meta:
+                return target
+        return func(*args, **named)
+
 
 @contextmanager
 def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
@@ -36,7 +61,7 @@ def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
         include_buffers: buffers too. Those that are computed when the model is built (rotary frequencies, positions)
             have no values then; those of transformers are computed again when weights are loaded.
     """
-    with init_on_device(torch.device("meta"), include_buffers):
+    with init_on_device(torch.device("meta"), include_buffers), _LeavesMetaAlone():
         yield
 
 

@@ -42,8 +42,10 @@ def box_of(tensor: Tensor) -> Box:
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return this rank's part of `tensor`, sharing its memory and without gradients."""
-    plain = tensor.detach()
-    return plain.to_local() if isinstance(plain, DTensor) else plain
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():  # as it is, and not through autograd: a load asks for each tensor's
+            tensor = tensor.to_local()
+    return tensor.detach()
 
 
 def set_home(tensor: Tensor, device: torch.device) -> None:

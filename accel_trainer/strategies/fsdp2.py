@@ -32,7 +32,7 @@ from accel_trainer.strategies.recompute import apply_activation_checkpointing
 from accel_trainer.strategies.values import bring_whole, compare_values, hold, send_differing, settle
 from accel_trainer.strategies.whole_gradients import WholeGradients
 from accel_trainer.strategies.whole_weights import exchange_whole_weights, refuse_copies
-from accel_trainer.strategies.wrapping import find_blocks, find_ignored_modules, warn_of_one_unit
+from accel_trainer.strategies.wrapping import drop_tied_blocks, find_blocks, find_ignored_modules, warn_of_one_unit
 from accel_trainer.tree import leaves
 
 __all__ = ["FSDP2Strategy", "FSDP2Unit"]
@@ -41,6 +41,8 @@ logger = logging.get_logger(__name__)
 
 Originals = Sequence[tuple[str, "weakref.ref[nn.Parameter]"]]
 """The parameters that sharding has replaced, by name, as long as somebody still holds them."""
+Chosen = tuple[list[nn.Module], list[nn.Module], set[nn.Parameter]]
+"""Layers, modules that are ignored, parameters that stay whole."""
 
 
 class FSDP2Unit(NativeUnit):
@@ -146,24 +148,6 @@ def _tied_names(model: nn.Module) -> list[tuple[str, ...]]:
     return [tuple(names) for names in groups.values() if len(names) > 1]
 
 
-def _drop_blocks_with_outside_ties(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Leave out blocks that share a parameter with a module outside: both users must be gathered by one unit."""
-    users: dict[int, set[int]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            users.setdefault(id(parameter), set()).add(id(module))
-    kept = []
-    for block in blocks:
-        inside = {id(module) for module in block.modules()}
-        if all(users[id(parameter)] <= inside for parameter in block.parameters()):
-            kept.append(block)
-        else:
-            logger.info(
-                "%s shares a parameter with another module and is sharded with its parent", type(block).__name__
-            )
-    return kept
-
-
 def _assert_tied(model: nn.Module, groups: list[tuple[str, ...]]) -> None:
     named = dict(model.named_parameters(remove_duplicate=False))
     for names in groups:
@@ -236,18 +220,14 @@ class FSDP2Strategy:
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse options that do not fit the model or each other, and optimizers that cannot follow."""
-        if not isinstance(job.model, FSDPModule):
-            _choose_modules(job, precision, process)
-            for optimizer in job.optimizers:
-                check_optimizer_is_new(optimizer, {id(p): p for p in job.model.parameters()})
-        check_optimizers(job)
+        _check(job, precision, process)
 
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> NativeUnit:
         """Shard the model in place. Collective: meshes are created, and rank 0's values count where ranks differ.
 
         The model keeps its class, below FSDPModule, its names and its tied weights; on meta, it waits for values.
         """
-        self.check(job, precision, process)
+        layers, ignored_modules, whole = _check(job, precision, process)
         model, config = job.model, job.config.fsdp
         if isinstance(model, FSDPModule):
             _say_what_is_left_out(job, precision)
@@ -255,10 +235,9 @@ class FSDP2Strategy:
         if next(model.parameters(), None) is None:  # a loss, say: nothing to shard
             place(model, job, process)
             return _bind(NativeUnit(model, model, job.scaler), job)
-        layers, ignored_modules, whole = _choose_modules(job, precision, process)
         if job.wrap_policy is None:
             warn_of_one_unit(model, layers, job.resolved)
-        blocks = _drop_blocks_with_outside_ties(model, layers)
+        blocks = drop_tied_blocks(model, layers)
         tied = _tied_names(model)
         # Weak: an optimizer that is bound later keeps alive what it holds, and nothing else need be.
         originals = [(name, weakref.ref(p)) for name, p in model.named_parameters() if p not in whole]
@@ -310,9 +289,17 @@ def _bind(unit: NativeUnit, job: TrainJob) -> NativeUnit:
     return unit
 
 
-def _choose_modules(
-    job: TrainJob, precision: PrecisionPolicy, process: ProcessContext
-) -> tuple[list[nn.Module], list[nn.Module], set[nn.Parameter]]:
+def _check(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> Chosen:
+    chosen: Chosen = [], [], set()
+    if not isinstance(job.model, FSDPModule):
+        chosen = _choose_modules(job, precision, process)
+        for optimizer in job.optimizers:
+            check_optimizer_is_new(optimizer, {id(p): p for p in job.model.parameters()})
+    check_optimizers(job)
+    return chosen
+
+
+def _choose_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> Chosen:
     """Return the model's layers, the modules that are ignored, and the parameters that stay whole. Changes nothing.
 
     Raises:

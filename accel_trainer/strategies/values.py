@@ -110,13 +110,14 @@ def compare_values(model: nn.Module, process: ProcessContext, *, may_await: bool
 
 def send_differing(model: nn.Module, values: Values, device: torch.device) -> None:
     """Give every rank rank 0's values where they differ; what all ranks have alike is sent nowhere. Collective."""
-    named = _named(model)
-    broadcast_tensors([named[name].detach() for name in values.differing], device)
+    if values.differing:
+        named = _named(model)
+        broadcast_tensors([named[name].detach() for name in values.differing], device)
 
 
 def hold(model: nn.Module, values: Values, process: ProcessContext) -> dict[str, Tensor]:
     """Return on rank 0 what other ranks wait for, whole as it is before the model is laid out; nothing elsewhere."""
-    named = _named(model) if process.is_main else {}
+    named = _named(model) if process.is_main and values.awaited else {}
     return {name: named[name].detach() for name in values.awaited if name in named}
 
 

@@ -12,7 +12,7 @@ from accel_trainer.config import Resolved, WrapPolicy
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.strategies.api import WrapPolicyFunction
 
-__all__ = ["find_blocks", "find_ignored_modules", "warn_of_one_unit"]
+__all__ = ["drop_tied_blocks", "find_blocks", "find_ignored_modules", "warn_of_one_unit"]
 
 logger = logging.get_logger(__name__)
 
@@ -87,6 +87,24 @@ def find_blocks(model: nn.Module, resolved: Resolved, policy: WrapPolicyFunction
         for module in model.modules()
         if id(module) in picked and module is not model and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
     ]
+
+
+def drop_tied_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """Leave out blocks that share a parameter with a module outside: both users must be gathered by one unit."""
+    users: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            users.setdefault(id(parameter), set()).add(id(module))
+    kept = []
+    for block in blocks:
+        inside = {id(module) for module in block.modules()}
+        if all(users[id(parameter)] <= inside for parameter in block.parameters()):
+            kept.append(block)
+        else:
+            logger.info(
+                "%s shares a parameter with another module and is sharded with its parent", type(block).__name__
+            )
+    return kept
 
 
 def warn_of_one_unit(model: nn.Module, blocks: list[nn.Module], resolved: Resolved) -> None:

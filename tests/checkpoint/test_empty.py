@@ -176,3 +176,18 @@ def test_computed_buffers_of_transformers_are_computed_again(tmp_path: Path, kin
     model.load_state_dict(head, strict=False)
     tokens = torch.arange(12)[None]
     assert torch.equal(model(tokens).logits, saved(tokens).logits)
+
+
+def test_what_has_memory_in_the_context_is_initialised_as_ever():
+    drawn = torch.get_rng_state()
+    with init_empty_weights():
+        layer = nn.Linear(4, 4)
+        own = torch.empty(64)
+        assert nn.init.normal_(layer.weight) is layer.weight
+        assert layer.weight.uniform_() is layer.weight
+        assert torch.equal(torch.get_rng_state(), drawn), "nothing is drawn for what has no memory"
+        nn.init.uniform_(own, 2.0, 3.0)
+    assert layer.weight.is_meta
+    assert own.min() >= 2.0
+    torch.set_rng_state(drawn)
+    assert torch.equal(nn.init.uniform_(torch.empty(64), 2.0, 3.0), own)
