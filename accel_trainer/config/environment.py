@@ -93,8 +93,11 @@ def read_environment_layer(environ: Mapping[str, str]) -> Layer:
 
 def _read_foreign(given: Mapping[str, str]) -> Layer:
     layer = Layer(SourceKind.ENVIRONMENT, lenient=True)
+    compiles = given.get("ACCELERATE_DYNAMO_BACKEND", "").strip().lower() != "no"
     for name, path in _DIRECT.items():
         value: Any = given.get(name)
+        if path.startswith("compile.") and not compiles and path != "compile.backend":
+            continue  # its launcher writes them whether or not anything is compiled
         if name == "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" and str(value).lower() in ("auto", "none"):
             continue  # what its launcher writes when nobody gave a number
         if value is not None:

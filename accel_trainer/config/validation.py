@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any
 
-from accel_trainer.config.schema import FieldSpec, FrozenDict, RunConfig, WrapPolicy, get_value
+from accel_trainer.config.schema import FieldSpec, FrozenDict, RunConfig, WrapPolicy, field_specs, get_value
 from accel_trainer.errors import did_you_mean
 
-__all__ = ["WrongValueError", "coerce", "cross_problems", "show"]
+__all__ = ["WrongValueError", "coerce", "cross_problems", "show", "unused_notes"]
 
 _TRUE_WORDS = ("true", "1", "yes", "y", "t", "on")
 _FALSE_WORDS = ("false", "0", "no", "n", "f", "off")
@@ -56,7 +56,8 @@ def _is_regex_list(patterns: tuple[str, ...]) -> bool:
 
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "strategy": (lambda name: bool(name.strip()), "the name of a strategy such as auto, single, ddp or fsdp2"),
-    "timeout_seconds": (lambda seconds: seconds > 0, "a positive number of seconds"),
+    # torch counts nanoseconds in 64 bits, and waits not at all beyond 292 years.
+    "timeout_seconds": (lambda seconds: 0 < seconds <= 1e9, "a positive number of seconds, 1e9 at most"),
     "data.data_seed": _at_least(0),
     "accumulation.num_steps": _at_least(1),
     "compile.backend": (
@@ -76,6 +77,10 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "launch.num_cpu_threads_per_process": _at_least(1),
     "launch.max_restarts": _at_least(0),
     "launch.monitor_interval_seconds": (lambda seconds: seconds > 0, "a positive number of seconds"),
+    "launch.tee": (
+        lambda text: bool(re.fullmatch(r"[0-3]|(\d:[0-3],)*\d:[0-3]", text)),
+        "a number from 0 to 3 (1 output, 2 errors, 3 both), or one for each local rank: '0:3,1:2'",
+    ),
 }
 
 
@@ -175,9 +180,15 @@ def _float(value: Any, lenient: bool) -> float:
             value = float(value)
         except ValueError:
             raise WrongValueError("a number") from None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise WrongValueError("a finite number" if isinstance(value, float) else "a number")
-    return float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise WrongValueError("a number")
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        number = math.inf
+    if not math.isfinite(number):
+        raise WrongValueError("a finite number")
+    return number
 
 
 def _str(value: Any, text: str | None) -> str:
@@ -234,10 +245,27 @@ def cross_problems(config: RunConfig, describe: Callable[[str], str]) -> list[st
     return problems
 
 
+_UNUSED_UNDER = {"fsdp": ("auto", "single", "ddp", "deepspeed"), "ddp": ("single", "fsdp2", "deepspeed")}
+"""Our strategies that have no use for a section; what a registered one does with it is its own."""
+
+
 def unused_notes(config: RunConfig, given: typing.Collection[str], describe: Callable[[str], str]) -> list[str]:
     """Return remarks on options that were given and that another option leaves without effect."""
+    decisive = {name: "strategy" for name, strategies in _UNUSED_UNDER.items() if config.strategy in strategies}
+    if config.compile.backend == "no":
+        decisive["compile"] = "compile.backend"
     notes = []
+    for section, path in decisive.items():
+        asked = [name for name in given if name.startswith(f"{section}.") and _is_changed(config, name)]
+        if asked:
+            notes.append(f"{', '.join(map(describe, asked))}: not used with {describe(path)}")
+    if "fsdp" in decisive:
+        return notes
     for path, policy in (("fsdp.wrap_classes", WrapPolicy.TRANSFORMER), ("fsdp.min_num_params", WrapPolicy.SIZE)):
         if path in given and config.fsdp.wrap_policy is not policy and get_value(config, path):
             notes.append(f"{describe(path)} is not used: {describe('fsdp.wrap_policy')}")
     return notes
+
+
+def _is_changed(config: RunConfig, path: str) -> bool:
+    return bool(get_value(config, path) != field_specs()[path].default)

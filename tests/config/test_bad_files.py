@@ -98,7 +98,26 @@ BAD_FILES = [
         "negative-timeout",
         "train.yaml",
         "timeout_seconds: -1e-5\n",
-        "timeout_seconds at train.yaml:1 is -1e-05; expected a positive number of seconds",
+        "timeout_seconds at train.yaml:1 is -1e-05; expected a positive number of seconds, 1e9 at most",
+    ),
+    (
+        "endless-timeout",
+        "train.json",
+        '{"timeout_seconds": 1' + "0" * 400 + "}",
+        f"timeout_seconds at train.json:1 is 1{'0' * 76}...; expected a finite number",
+    ),
+    (
+        "timeout-of-torch",
+        "train.yaml",
+        "timeout_seconds: 1e10\n",
+        "timeout_seconds at train.yaml:1 is 10000000000.0; expected a positive number of seconds, 1e9 at most",
+    ),
+    (
+        "tee",
+        "train.yaml",
+        "launch: {tee: both}\n",
+        "launch.tee at train.yaml:1 is 'both'; expected a number from 0 to 3 (1 output, 2 errors, 3 both), or one for "
+        "each local rank: '0:3,1:2'",
     ),
     (
         "section-scalar",

@@ -47,6 +47,7 @@ SPECIAL = {
     "compile.dynamic": "1",
     "fsdp.replicate_per_node": "false",
     "launch.num_machines": "1",
+    "launch.tee": "3",
 }
 
 

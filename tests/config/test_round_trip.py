@@ -33,6 +33,7 @@ SPECIAL = {
     "launch.main_process_port": st.integers(0, 65535),
     "launch.machine_rank": st.just(0),
     "launch.num_machines": st.just(1),
+    "launch.tee": st.sampled_from(["0", "3", "0:1,1:2"]),
     "strategy": TEXTS.filter(str.strip),
     "compile.backend": TEXTS.filter(str.strip),
 }

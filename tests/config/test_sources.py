@@ -196,12 +196,41 @@ def test_contradictions_between_levels_name_both_places():
 
 
 def test_an_option_that_another_one_leaves_without_effect_is_noted():
-    resolved = resolve(file={"fsdp": {"wrap_policy": "none", "wrap_classes": ["A"], "min_num_params": 5}})
+    fsdp = {"wrap_policy": "none", "wrap_classes": ["A"], "min_num_params": 5}
 
-    assert resolved.notes == (
+    assert resolve(file={"strategy": "fsdp2", "fsdp": fsdp}).notes == (
         "fsdp.wrap_classes=[A] (from the config dict) is not used: fsdp.wrap_policy=none (from the config dict)",
         "fsdp.min_num_params=5 (from the config dict) is not used: fsdp.wrap_policy=none (from the config dict)",
     )
+
+
+@pytest.mark.parametrize(
+    ("content", "note"),
+    [
+        (
+            {"fsdp": {"wrap_classes": ["A"], "offload_params": True, "reshard_after_forward": True}},
+            "fsdp.wrap_classes=[A] (from the config dict), fsdp.offload_params=true (from the config dict): "
+            "not used with strategy=auto (default)",
+        ),
+        (
+            {"strategy": "fsdp2", "ddp": {"static_graph": True}},
+            "ddp.static_graph=true (from the config dict): not used with strategy=fsdp2 (from the config dict)",
+        ),
+        (
+            {"compile": {"fullgraph": True}},
+            "compile.fullgraph=true (from the config dict): not used with compile.backend=no (default)",
+        ),
+    ],
+)
+def test_options_of_a_section_that_nothing_uses_are_noted(content, note):
+    assert resolve(file=content).notes == (note,)
+
+
+def test_options_of_a_section_that_is_used_are_not_noted():
+    file = {"strategy": "theirs", "ddp": {"static_graph": True}, "fsdp": {"offload_params": True}}
+
+    assert resolve(file=file).notes == ()
+    assert resolve(file={"ddp": {"static_graph": True}}).notes == ()
 
 
 def test_size_wrapping_needs_a_positive_size():
