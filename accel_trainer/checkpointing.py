@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from accel_trainer import logging
 from accel_trainer.checkpoint.directory import Publication
 from accel_trainer.checkpoint.disk import explain_full_disk
 from accel_trainer.checkpoint.foreign import is_foreign, load_foreign_state
+from accel_trainer.checkpoint.persistence import save_persistently
 from accel_trainer.checkpoint.registry import CheckpointRegistry, LoadHook, SaveHook, add_hook
 from accel_trainer.checkpoint.retention import next_number, numbered_checkpoints, retire
 from accel_trainer.checkpoint.selection import Selection, select_named, select_newest
@@ -126,12 +128,13 @@ class AcceleratorCheckpointing:
 
     def save_state(
         self, output_dir: str | Path | None = None, safe_serialization: bool = True, *, async_: bool = False
-    ) -> Path:
+    ) -> Path | None:
         """Save model, optimizer, scheduler, scaler, data position, random streams and registered objects.
 
         Collective: every rank calls it. The directory appears under its name once every rank's part is on the disk; a
         failure on one rank is raised on all, and an older directory of that name stays. A background save that is still
-        in flight is waited for.
+        in flight is waited for. ProjectConfiguration says what else may be done about a disk that is full, with
+        `on_save_error`, and about a background save that takes long, with `max_wait_s`.
 
         Args:
             output_dir: where to; without it, `project_dir/checkpoints/checkpoint_N` with automatic naming.
@@ -140,12 +143,13 @@ class AcceleratorCheckpointing:
                 is raised on all ranks by the next `backward`, `save_state`, `load_state` or `wait_for_checkpoint`.
 
         Returns:
-            The directory.
+            The directory; None where nothing is saved and `on_save_error` is "warn".
 
         Raises:
             ConfigError: there is no place to save to, or it holds something else than a checkpoint.
             CheckpointLockedError: another run saves there.
             DiskFullError: there is no room; nothing was written.
+            SaveTimeoutError: the background save before this one has not ended in time.
             ProcessGroupError: another rank failed.
         """
         if not safe_serialization:
@@ -153,7 +157,37 @@ class AcceleratorCheckpointing:
                 "save_state(safe_serialization=False) is not offered: states hold no pickle; save_model() takes it"
             )
         begin = time.perf_counter()
-        self.wait_for_checkpoint()
+        configuration = self.project_configuration
+        policy = configuration.save_policy
+        if not self._checkpoints.wait_for_turn(policy):
+            return None
+        attempt = partial(self._publish_state, output_dir, async_)
+        outcome = save_persistently(attempt, self.process, policy, f"save to {output_dir or configuration.project_dir}")
+        if outcome is None:
+            return None
+        target, publication = outcome
+        step = publication.step
+
+        def on_commit() -> None:
+            limit = configuration.total_limit
+            if output_dir is None and limit is not None and publication.commits:
+                retire(target.parent, limit, step=step)
+            metrics = self._checkpoints.metrics
+            metrics |= {"ckpt/duration_s": time.perf_counter() - begin, "ckpt/bytes": float(publication.num_bytes)}
+            size, seconds = publication.num_bytes / 2**20, metrics["ckpt/duration_s"]
+            logger.info("saved %s: %.1f MiB in %.2f s", target, size, seconds)
+
+        if self._checkpoints.background is not None and async_:
+            self._checkpoints.background.start(publication, on_commit, policy)
+        else:
+            on_commit()
+        if output_dir is None and step is not None:
+            configuration.iteration = step + 1
+        self._checkpoints.metrics["ckpt/stall_s"] = time.perf_counter() - begin
+        return target
+
+    def _publish_state(self, output_dir: str | Path | None, async_: bool) -> tuple[Path, Publication]:
+        """Write the state and commit it, or stage copies of it. Collective; where it fails, all ranks raise."""
         target, step = self._save_target(output_dir)
         background = self._checkpoints.start_background(self.process) if async_ else None
         publication = Publication(
@@ -169,26 +203,11 @@ class AcceleratorCheckpointing:
             state = self._train_state()
             self._run_save_hooks(state, staged.path)
             save_train_state(staged, state, self.process)
-
-        def on_commit() -> None:
-            limit = self.project_configuration.total_limit
-            if output_dir is None and limit is not None and publication.commits:
-                retire(target.parent, limit, step=step)
-            metrics = self._checkpoints.metrics
-            metrics |= {"ckpt/duration_s": time.perf_counter() - begin, "ckpt/bytes": float(publication.num_bytes)}
-            size, seconds = publication.num_bytes / 2**20, metrics["ckpt/duration_s"]
-            logger.info("saved %s: %.1f MiB in %.2f s", target, size, seconds)
-
         if background is not None:
             publication.agree()
-            background.start(publication, on_commit)
         else:
             publication.commit()
-            on_commit()
-        if output_dir is None and step is not None:
-            self.project_configuration.iteration = step + 1
-        self._checkpoints.metrics["ckpt/stall_s"] = time.perf_counter() - begin
-        return target
+        return target, publication
 
     def wait_for_checkpoint(self) -> None:
         """Wait until a background save is complete, and raise what went wrong. Collective.

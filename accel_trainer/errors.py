@@ -18,6 +18,7 @@ __all__ = [
     "IncompatibleCheckpointError",
     "MissingExtraError",
     "ProcessGroupError",
+    "SaveTimeoutError",
     "did_you_mean",
 ]
 
@@ -52,6 +53,10 @@ class CheckpointLockedError(AccelTrainerError, RuntimeError):
 
 class DiskFullError(AccelTrainerError, OSError):
     """A save does not fit on its disk; what was there before it is untouched."""
+
+
+class SaveTimeoutError(AccelTrainerError, TimeoutError):
+    """The background save before this one has not ended in time."""
 
 
 class MissingExtraError(AccelTrainerError, ImportError):

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn, profiler
 
+from accel_trainer.checkpoint.persistence import SaveErrorAction, SavePolicy
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.strategies.comm_hooks import CommHook, DDPCommunicationHookType
 
@@ -335,8 +336,22 @@ class ProjectConfiguration:
     iteration: int = 0
     """Number of the next automatically named checkpoint."""
     save_on_each_node: bool = False
+    on_save_error: SaveErrorAction = "raise"
+    """What `save_state` does where a disk is full or fails: "raise", "warn" (the run goes on without the save) or
+    "pause" (it tries again every minute)."""
+    max_pause_s: float = 3600.0
+    """With "pause": the error is raised after so many seconds."""
+    max_wait_s: float | None = None
+    """How long `save_state` waits for the background save before it, until that is an error or, with "warn", the save
+    is skipped; None waits until it has ended."""
+
+    @property
+    def save_policy(self) -> SavePolicy:
+        """What to do about saves that fail or take long."""
+        return SavePolicy(on_save_error=self.on_save_error, max_pause_s=self.max_pause_s, max_wait_s=self.max_wait_s)
 
     def __post_init__(self) -> None:
+        _ = self.save_policy  # refuses what it does not know
         if self.total_limit is not None and self.total_limit < 1:
             raise ConfigError(f"ProjectConfiguration(total_limit={self.total_limit}): keep 1 or more, or None for all")
         self.set_directories(self.project_dir)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.directory import Publication
+from accel_trainer.checkpoint.persistence import SavePolicy, save_persistently
 from accel_trainer.checkpoint.tensor_file import StagingMemory
+from accel_trainer.errors import SaveTimeoutError
 from accel_trainer.runtime.health import gather_votes
 from accel_trainer.runtime.process import ProcessContext
 
@@ -44,21 +47,29 @@ class BackgroundSaver:
         """Whether a save was started whose end the ranks have not agreed on; the same on all ranks."""
         return self._thread is not None
 
-    def start(self, publication: Publication, on_commit: Callable[[], None]) -> None:
+    def start(self, publication: Publication, on_commit: Callable[[], None], policy: SavePolicy) -> None:
         """Write and commit what was staged, on a thread.
 
         Args:
             on_commit: called by the thread once every rank knows of the commit.
+            policy: what the thread does about errors of the disk. Those that it does not raise, `wait` does not either.
         """
         assert self._thread is None
         self._section, self._error = f"background save of {publication.target}", None
-        self._thread = threading.Thread(target=self._run, args=(publication, on_commit), name="checkpoint-writer")
+        self._thread = threading.Thread(
+            target=self._run, args=(publication, on_commit, policy), name="checkpoint-writer"
+        )
         self._thread.start()
 
-    def _run(self, publication: Publication, on_commit: Callable[[], None]) -> None:
+    def _run(self, publication: Publication, on_commit: Callable[[], None], policy: SavePolicy) -> None:
+        commit = partial(publication.commit, self._thread_group, keeps=policy.on_save_error == "pause")
         try:
-            publication.commit(group=self._thread_group)
-            on_commit()
+            try:
+                target = save_persistently(commit, self._process, policy, self._section, self._thread_group)
+            finally:
+                publication.abandon()
+            if target is not None:
+                on_commit()
         except BaseException as error:
             self._error = error
             # Said at once: the run may end before the main thread asks.
@@ -70,13 +81,34 @@ class BackgroundSaver:
         Raises:
             ProcessGroupError: it failed on another rank.
         """
-        if self._thread is None:
-            return
-        ended = torch.tensor(int(not self._thread.is_alive()))
+        if self._thread is not None and self._has_ended(self._thread, within_s=0.0):
+            self.wait()
+
+    def _has_ended(self, thread: threading.Thread, within_s: float) -> bool:
+        """Whether the save ends on all ranks in that time. Collective."""
+        thread.join(within_s)
+        ended = torch.tensor(int(not thread.is_alive()))
         if self._main_group is not None:
             dist.all_reduce(ended, dist.ReduceOp.MIN, group=self._main_group)
-        if ended.item():
+        return bool(ended.item())
+
+    def wait_for_turn(self, policy: SavePolicy) -> bool:
+        """Wait for the save in flight as long as the policy says, and return whether another one may begin. Collective.
+
+        Raises:
+            SaveTimeoutError: it has not ended in time, and the policy is not to warn.
+            ProcessGroupError: it failed on another rank.
+        """
+        if self._thread is None or policy.wait_s is None or self._has_ended(self._thread, policy.wait_s):
             self.wait()
+            return True
+        what = f"the {self._section} has not ended after {policy.wait_s:g} s (max_wait_s={policy.max_wait_s:g})"
+        if policy.on_save_error != "warn":
+            raise SaveTimeoutError(
+                f"{what}; save less often, give it more time, or have saves skipped with on_save_error='warn'"
+            )
+        logger.warning("%s; this save is skipped (on_save_error='warn')", what)
+        return False
 
     def wait(self) -> None:
         """Wait for the save in flight, and raise what went wrong. Collective; nothing when there is none.

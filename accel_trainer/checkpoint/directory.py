@@ -161,17 +161,22 @@ class Publication:
             self._clean_up()
             raise
 
-    def commit(self, group: dist.ProcessGroup | None = None) -> None:
+    def commit(self, group: dist.ProcessGroup | None = None, *, keeps: bool = False) -> Path:
         """Vote, and publish the directory under its name when all ranks have written their part. Collective.
 
         Args:
             group: whose ranks vote; a group of its own where a thread calls this.
+            keeps: what is staged stays when this fails, to be committed by another call, until `abandon`.
+
+        Returns:
+            The name.
 
         Raises:
             ProcessGroupError: another rank failed; nothing was published, and what was there before is still there.
         """
         staged = self.staged
         assert staged is not None
+        is_over = not keeps
         try:
             error = self._error or self._finish_writing(staged)
             firsts = gather_votes(self.process, self._section, error, self._first, group)
@@ -179,8 +184,15 @@ class Publication:
             with shared_fate(self.process, f"publication of {self.target}", group):
                 fault_point("save.after_vote", self.step)
                 self._publish(staged, tables)
+            is_over = True
         finally:
-            self._clean_up(self._leftover)
+            if is_over:
+                self._clean_up(self._leftover)
+        return self.target
+
+    def abandon(self) -> None:
+        """Remove what is still staged, and give the lock back. Nothing once it is committed."""
+        self._clean_up()
 
     def _clean_up(self, leftover: Path | None = None) -> None:
         """Remove the temporary directory, or what it has replaced, and give the lock back."""
@@ -263,6 +275,8 @@ class Publication:
         )
         self.num_bytes = manifest.num_bytes
         text = manifest.encode()
+        for name in (MANIFEST_NAME, MARKER_NAME):
+            (staged.path / name).unlink(missing_ok=True)  # of a commit that failed, and is tried again
         write_durably(staged.path / MANIFEST_NAME, text)
         write_durably(staged.path / MARKER_NAME, manifest.digest(text))
 

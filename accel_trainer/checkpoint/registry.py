@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_trainer.checkpoint.background import BackgroundSaver
 from accel_trainer.checkpoint.lock import LOCK_NAME, DirectoryLock
+from accel_trainer.checkpoint.persistence import SavePolicy
 from accel_trainer.checkpoint.replacing import sweep
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
@@ -64,6 +65,10 @@ class CheckpointRegistry:
         """Wait for a background save; see `AcceleratorCheckpointing.wait_for_checkpoint`."""
         if self.background is not None:
             self.background.wait()
+
+    def wait_for_turn(self, policy: SavePolicy) -> bool:
+        """Whether a save may begin: none is in flight any more; see `BackgroundSaver.wait_for_turn`."""
+        return self.background is None or self.background.wait_for_turn(policy)
 
     def close(self) -> None:
         """Wait for a background save, and let other runs save to this one's directory."""

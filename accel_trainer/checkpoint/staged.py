@@ -137,11 +137,15 @@ class StagedDirectory(os.PathLike[str]):
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with explain_full_disk(path, need_bytes):
-            with HashingFile(path, on_chunk=partial(fault_point, "save.mid_shard", self.step, path)) as file:
-                yield cast(BinaryIO, file)
+            try:
+                with HashingFile(path, on_chunk=partial(fault_point, "save.mid_shard", self.step, path)) as file:
+                    yield cast(BinaryIO, file)
+                fault_point("save.after_shard", self.step, path)
+            except Exception:
+                path.unlink(missing_ok=True)  # of no use, and it takes room
+                raise
             assert file.entry is not None
             self.files[name] = file.entry
-            fault_point("save.after_shard", self.step, path)
 
     def adopt(self, name: str) -> None:
         """Take up a file, or a folder with all its files, that was written by path; it is read once to be hashed.
@@ -168,9 +172,10 @@ class StagedDirectory(os.PathLike[str]):
             raise ConfigError(f"{name!r} is in {self.path.absolute()} already; each file is written once")
 
     def write_deferred(self) -> None:
-        """Write what was kept. Nothing where all was written at once."""
+        """Write what was kept, and is not written yet. Nothing where all was written at once."""
         while self._deferred:
-            self._deferred.pop(0)()
+            self._deferred[0]()
+            del self._deferred[0]
 
     def sync_directories(self) -> None:
         """Bring the names of this rank's files to the disk."""

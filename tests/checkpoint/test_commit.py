@@ -1,4 +1,4 @@
-"""The order of a commit (R1), a disk that is full (R13), one writer at a time (R19)."""
+"""The order of a commit (R1), one writer at a time (R19)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import json
 import logging
 import os
-import resource
 import socket
 import stat
 import threading
@@ -17,14 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_trainer.checkpoint import disk, hashing, lock, replacing
+from accel_trainer.checkpoint import hashing, lock, replacing
 from accel_trainer.checkpoint.directory import open_checkpoint, publish_directory
 from accel_trainer.checkpoint.lock import STALE_SECONDS, DirectoryLock
 from accel_trainer.checkpoint.manifest import MARKER_NAME, Manifest
 from accel_trainer.checkpoint.selection import select_named
-from accel_trainer.errors import CheckpointLockedError, ConfigError, DiskFullError, ProcessGroupError
+from accel_trainer.errors import CheckpointLockedError, ConfigError, ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext
-from tests.checkpoint.crash_job import SavedRun, acknowledged, assert_survived, save_repeatedly
+from tests.checkpoint.crash_job import SavedRun, acknowledged, save_repeatedly
 from tests.ranks import run_ranks
 
 ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
@@ -241,64 +240,6 @@ def test_nodes_with_disks_of_their_own_each_commit_their_part(tmp_path: Path):
     assert all("training.json" in names for names in held)
 
 
-# --- R13 -------------------------------------------------------------------------------------------------------------
-
-
-def test_r13_what_will_not_fit_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    publish(tmp_path / "s", "old")
-    monkeypatch.setattr(disk, "_free_bytes", lambda directory: 3 * 2**20)
-    message = (
-        r"has 3\.0 MiB free, and the save needs 3\.[12] MiB; nothing was written\. .* total_limit=1 needs room for two"
-    )
-    with pytest.raises(DiskFullError, match=message), publish_directory(tmp_path / "s", ALONE, need_bytes=3 * 2**20):
-        pass
-    with pytest.raises(DiskFullError, match=message), publish_directory(tmp_path / "s", ALONE) as staged:
-        staged.write_tensors("x.safetensors", {"x": torch.zeros(3 * 2**20, dtype=torch.uint8)})
-    assert open_checkpoint(tmp_path / "s", ALONE).json("x.json") == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["s"]
-
-
-def save_with_little_room(directory: Path, limited: bool, async_: bool) -> str:
-    """Save twice; the second time, rank 1 may write no file longer than 100 bytes."""
-    run = SavedRun(directory)
-    run.fill(0)
-    run.accelerator.save_state()
-    if limited and run.accelerator.process_index == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-    run.fill(1)
-    try:
-        run.accelerator.save_state(async_=async_)
-        if async_:
-            time.sleep(1.0)
-            # R5: the next step raises it, on both ranks.
-            run.accelerator.backward(run.model(torch.ones(1, 8)).sum())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "saved"
-
-
-@pytest.mark.parametrize("async_", [False, True], ids=["now", "background"])
-def test_r13_a_limit_that_one_rank_meets_is_everyones_and_the_last_good_one_stays(tmp_path: Path, async_: bool):
-    told = run_ranks(save_with_little_room, 2, tmp_path, True, async_)
-    assert told[1].startswith("DiskFullError: ")
-    assert "could not be written: it exceeds the limit on the size of a file (0.0 MiB; see `ulimit -f`)" in told[1]
-    assert "MiB are free. Earlier checkpoints are untouched" in told[1]
-    assert told[0].startswith("ProcessGroupError: rank 1 failed in ")
-    assert "DiskFullError" in told[0]
-    assert not list(tmp_path.rglob(".tmp-*"))
-    assert assert_survived(tmp_path) == 0
-
-
-def test_r13_a_disk_that_is_full_on_one_rank_is_named(tmp_path: Path):
-    env = {"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": "enospc@save.mid_shard:rank=1:step=1"}
-    told = run_ranks(save_with_little_room, 2, tmp_path, False, False, env=env)
-    assert "DiskFullError: " in told[1]
-    assert "could not be written: its disk is full." in told[1]
-    assert " were needed, and " in told[1]
-    assert "rank 1 failed in save of" in told[0]
-    assert assert_survived(tmp_path) == 0
-
-
 # --- R19 -------------------------------------------------------------------------------------------------------------
 
 
@@ -390,16 +331,6 @@ def test_a_slow_disk_only_takes_longer(tmp_path: Path):
     run_ranks(save_repeatedly, 2, tmp_path, 3, env=env)
     assert acknowledged(tmp_path) == 2
     assert (tmp_path / "checkpoints" / "checkpoint_2" / MARKER_NAME).is_file()
-
-
-def test_r12_an_exception_on_one_rank_is_everyones_and_leaves_nothing(tmp_path: Path):
-    for point in ("save.begin", "save.tmp_made", "save.mid_shard", "save.before_vote", "save.after_vote"):
-        directory = tmp_path / point
-        env = {"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": f"raise@{point}:rank=1:step=1"}
-        told = run_ranks(save_with_little_room, 2, directory, False, False, env=env)
-        assert told[1] == f"RuntimeError: fault injected at {point}"
-        assert f"RuntimeError: fault injected at {point}" in told[0]
-        assert not list(directory.rglob(".tmp-*"))
 
 
 def test_logging_stays_quiet_about_a_plain_save(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -145,10 +146,10 @@ def test_a_second_accelerator_leaves_the_background_save_of_the_first_alone(
     is_swept = threading.Event()
     commit = Publication.commit
 
-    def late(publication: Publication, group: object = None) -> None:
-        if group is None and threading.current_thread() is not threading.main_thread():
+    def late(publication: Publication, *arguments: Any, **options: Any) -> Path:
+        if threading.current_thread() is not threading.main_thread():
             is_swept.wait(60)
-        commit(publication)
+        return commit(publication, *arguments, **options)
 
     monkeypatch.setattr(Publication, "commit", late)
     project = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, total_limit=total_limit)

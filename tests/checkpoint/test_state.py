@@ -157,7 +157,7 @@ def test_a_newer_format_is_refused_with_its_version(tmp_path: Path):
     accelerator.save_state(tmp_path / "s")
     manifest = tmp_path / "s" / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format_version": 99}))
-    with pytest.raises(IncompatibleCheckpointError, match="has format version 99 and this version reads 1 to 2"):
+    with pytest.raises(IncompatibleCheckpointError, match="has format version 99 and this version reads 1 to 3"):
         accelerator.load_state(tmp_path / "s")
 
 
