@@ -21,11 +21,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_trainer.config import Resolved, SourceKind
+from accel_trainer.config import Resolved, SourceKind, field_specs
 from accel_trainer.config.environment import LAUNCH_VARIABLE
 from accel_trainer.errors import ConfigError, MissingExtraError, did_you_mean
 
-__all__ = ["HostJob", "plan_hosts", "run_on_hosts"]
+__all__ = ["HostJob", "agent_options", "plan_hosts", "run_on_hosts"]
 
 # What must be on the PATH for each way to start the machines.
 _PROGRAMS = {
@@ -45,6 +45,8 @@ _KEYS = (
     "deepspeed_exclusion_filter",
     "deepspeed_multinode_launcher",
 )
+# What torch's agent does, beside its workers and nobody else.
+_OF_THE_AGENT = ("launch.max_restarts", "launch.log_dir", "launch.tee", "launch.enable_cpu_affinity")
 _DEFAULT_PORT = 29500
 # What the runner passes on by itself is little: PYTHONPATH and, with GPUs, variables of NCCL.
 _PASSED_ON = re.compile(
@@ -91,6 +93,11 @@ def _own_names() -> tuple[str, ...]:
     return (socket.gethostname(), socket.getfqdn())
 
 
+def agent_options(resolved: Resolved) -> list[str]:
+    """Return the options in force, by dotted path, that only torch's agent can honour."""
+    return [path for path in _OF_THE_AGENT if resolved.value(path) != field_specs()[path].default]
+
+
 def plan_hosts(resolved: Resolved) -> HostJob | None:
     """Return the job on the machines of a hostfile; None when there is none, and torch's agent starts the processes.
 
@@ -126,6 +133,11 @@ def plan_hosts(resolved: Resolved) -> HostJob | None:
         raise ConfigError(
             f"deepspeed_hostfile is {hostfile!r} and deepspeed_multinode_launcher is 'standard' ({where}), which is "
             "started by hand on each machine and reads no hostfile; leave one of the two out"
+        )
+    if unmet := agent_options(resolved):
+        raise ConfigError(
+            f"{', '.join(map(resolved.describe, unmet))}: DeepSpeed's runner, which starts the machines of a hostfile, "
+            "does not do that; leave it out, or start `accel-trainer launch` by hand on each machine"
         )
     launcher = launcher or "pdsh"
     hosts = _filter(_read_hostfile(Path(hostfile)), include, exclude)

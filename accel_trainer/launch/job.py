@@ -20,7 +20,7 @@ from accel_trainer.config import Resolved, SourceKind, resolve
 from accel_trainer.config.environment import LAUNCH_VARIABLE
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.flags import Options
-from accel_trainer.launch.hosts import HostJob, plan_hosts, run_on_hosts
+from accel_trainer.launch.hosts import HostJob, agent_options, plan_hosts, run_on_hosts
 from accel_trainer.registry import load_strategy
 
 __all__ = [
@@ -117,7 +117,8 @@ def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] =
     hosts = plan_hosts(resolved)
     num_processes = _num_processes(resolved) if hosts is None else hosts.num_processes
     strategy = resolved.config.strategy
-    needs_group = num_processes > 1 or launch.num_machines > 1 or strategy not in _WITHOUT_GROUP
+    is_alone = num_processes == 1 and launch.num_machines == 1 and strategy in _WITHOUT_GROUP
+    needs_group = not is_alone or bool(agent_options(resolved))
     _check_strategy(resolved, num_processes, options, argv)
     if needs_group and command[0] == sys.executable:
         command = (command[0], "-u", *command[1:])
@@ -133,6 +134,7 @@ def run_job(job: Job) -> int:
     sys.stderr.flush()
     if job.hosts is not None:
         return run_on_hosts(job.hosts, job.command, job.environment)
+    _check_gpu_ids(job.resolved, os.environ)
     if job.needs_group:
         from accel_trainer.launch.torchrun import AgentJob, run_workers
 
@@ -209,11 +211,35 @@ def count_devices(use_cpu: bool, gpu_ids: str) -> int:
         return 0
     if gpu_ids != "all":
         return len(gpu_ids.split(","))
-    if not any(glob.glob(pattern) for pattern in _DEVICE_FILES):
+    if not _has_device_file():
         return 0  # also spares the import of torch
     import torch
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def _check_gpu_ids(resolved: Resolved, environ: Mapping[str, str]) -> None:
+    """Refuse GPUs that this machine does not have: processes that see none would train on the CPU."""
+    ids = resolved.config.launch.gpu_ids
+    if resolved.config.use_cpu or ids == "all":
+        return
+    if not _has_device_file():
+        raise ConfigError(
+            f"{resolved.describe('launch.gpu_ids')}, and this machine has no GPU; pass --cpu to train on the CPU, or "
+            "leave gpu_ids out"
+        )
+    if any(name in environ for name in _VISIBLE_DEVICES):
+        return  # the devices that can be counted are not all there are
+    count = count_devices(False, "all")
+    if max(map(int, ids.split(","))) >= count:
+        raise ConfigError(
+            f"{resolved.describe('launch.gpu_ids')}, and this machine has {count} GPU(s), numbered from 0; name some "
+            "of those"
+        )
+
+
+def _has_device_file() -> bool:
+    return any(glob.glob(pattern) for pattern in _DEVICE_FILES)
 
 
 def _check_strategy(resolved: Resolved, num_processes: int, options: Options, argv: Sequence[str]) -> None:

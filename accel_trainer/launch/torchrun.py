@@ -24,6 +24,7 @@ from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accel_trainer.config import LaunchConfig
@@ -131,7 +132,7 @@ class _Agent(LocalElasticAgent):
         self.exits = []
         pids: dict[int, Any] = super()._start_workers(worker_group)
         self._pids = {worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers}
-        if self._job.launch.enable_cpu_affinity and self._job.use_cpu:
+        if self._job.launch.enable_cpu_affinity and not _uses_accelerator(self._job):
             _bind_to_cores(pids)
         self._watchers = [
             threading.Thread(target=self._watch, args=(rank, pid), daemon=True) for rank, pid in self._pids.items()
@@ -226,39 +227,41 @@ def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
         ConfigError: the settings contradict each other, or torch does not know the rendezvous.
     """
     settings = parse_settings(launch.rdzv_conf)
-    port = launch.main_process_port or 0
+    is_alone = launch.num_machines == 1
+    port = launch.main_process_port or (0 if is_alone else _DEFAULT_PORT)
+    address = launch.main_process_ip or (LOOPBACK if is_alone else None)
+    if address is None:
+        raise ConfigError(
+            f"num_machines is {launch.num_machines} and main_process_ip is not set; give the address of machine 0"
+        )
     if launch.rdzv_backend == "static":
-        if launch.num_machines == 1:
+        if is_alone:
             return BoundRendezvous(LOOPBACK, port, 0, 1, settings)
-        if launch.main_process_ip is None:
-            raise ConfigError(
-                f"num_machines is {launch.num_machines} and main_process_ip is not set; give the address of machine 0"
-            )
         if launch.max_restarts:
             raise ConfigError(
                 f"max_restarts is {launch.max_restarts} on {launch.num_machines} machines with the static rendezvous, "
                 "where no machine learns that another restarts its workers; set rdzv_backend to c10d"
             )
-        return BoundRendezvous(
-            launch.main_process_ip, port or _DEFAULT_PORT, launch.machine_rank, launch.num_machines, settings
-        )
-    parameters = RendezvousParameters(
-        backend=launch.rdzv_backend,
-        endpoint=f"{launch.main_process_ip or LOOPBACK}:{port or _DEFAULT_PORT}",
-        run_id=settings.pop("rdzv_id", "accel_trainer"),
-        min_nodes=launch.num_machines,
-        max_nodes=launch.num_machines,
-        **settings,
-    )
+        return BoundRendezvous(address, port, launch.machine_rank, launch.num_machines, settings)
+    run_id = settings.pop("rdzv_id", "accel_trainer")
     try:
-        return get_rendezvous_handler(parameters)
-    except ValueError as error:
-        raise ConfigError(f"rdzv_backend {launch.rdzv_backend!r} cannot be used: {error}") from error
+        return get_rendezvous_handler(
+            RendezvousParameters(
+                launch.rdzv_backend, f"{address}:{port}", run_id, launch.num_machines, launch.num_machines, **settings
+            )
+        )
+    except (ValueError, TypeError, ImportError, RendezvousError) as error:
+        conf = f" with rdzv_conf {launch.rdzv_conf!r}" if launch.rdzv_conf else ""
+        raise ConfigError(f"rdzv_backend {launch.rdzv_backend!r} cannot be used{conf}: {error}") from error
+
+
+def _uses_accelerator(job: AgentJob) -> bool:
+    return not job.use_cpu and torch.accelerator.is_available()
 
 
 def _check_devices(job: AgentJob) -> None:
     """Refuse before anything starts what every worker would refuse after seconds of imports."""
-    count = 0 if job.use_cpu or not torch.accelerator.is_available() else torch.accelerator.device_count()
+    count = torch.accelerator.device_count() if _uses_accelerator(job) else 0
     ids = job.launch.gpu_ids
     if count and ids != "all":
         count = len(ids.split(","))
@@ -304,7 +307,13 @@ def log_destination(launch: LaunchConfig) -> Iterator[DefaultLogsSpecs]:
     """Workers write to the console, and with a log folder to files there as well; no temporary files stay behind."""
     tee = Std.from_str("3" if launch.log_dir and launch.tee == "0" else launch.tee)
     if launch.log_dir or not tee:
-        yield DefaultLogsSpecs(log_dir=launch.log_dir or os.devnull, tee=tee)
+        try:
+            logs = DefaultLogsSpecs(log_dir=launch.log_dir or os.devnull, tee=tee)
+        except OSError as error:
+            raise ConfigError(
+                f"log_dir {launch.log_dir!r} cannot be made: {error.strerror}; name a folder that can be written"
+            ) from error
+        yield logs
         return
     folder = tempfile.mkdtemp(prefix="accel_trainer_")
     try:

@@ -116,6 +116,11 @@ def test_fewer_processes_than_slots_are_shared_out(tmp_path: Path) -> None:
             "'openmpi' takes every machine of its hostfile",
         ),
         ("a slots=2\nb slots=2", {"num_machines": 3}, r"num_machines=3 .* with its filter has 2: a, b"),
+        (
+            "a slots=2",
+            {"log_dir": "x", "max_restarts": 1},
+            r"max_restarts=1 .*, launch.log_dir=x .*runner.* does not do",
+        ),
         ("a slots=2\nb slots=2", {"num_processes": 3}, r"num_processes=3 .* has 4 slots on 2 machine"),
     ],
 )

@@ -34,6 +34,14 @@ def test_one_process_needs_no_group(tmp_path: Path, script: str) -> None:
     assert not job.needs_group
 
 
+@pytest.mark.parametrize("words", ["--max_restarts 1", "--log_dir logs", "--tee 3", "--enable_cpu_affinity"])
+def test_one_process_that_somebody_has_to_stand_by_does_not_replace_the_launcher(
+    tmp_path: Path, script: str, words: str
+) -> None:
+    job = plan(tmp_path, "--cpu", *words.split(), script)
+    assert (job.needs_group, job.num_local_processes) == (True, 1)
+
+
 def test_several_processes_need_one(tmp_path: Path, script: str) -> None:
     job = plan(tmp_path, "--cpu", "--num_processes", "2", script)
     assert (job.needs_group, job.num_local_processes) == (True, 2)
@@ -144,6 +152,20 @@ def test_without_a_number_there_is_one_process_for_each_device(tmp_path: Path, s
 def test_more_processes_than_devices_are_refused(tmp_path: Path, script: str, words: list[str], devices: int) -> None:
     job = plan(tmp_path, *words, "--num_processes", "5", script)
     with pytest.raises(ConfigError, match=rf"5 processes on this machine, which has {devices} accelerator device\(s\)"):
+        run_job(job)
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize("number", ["1", "2"])
+def test_gpus_that_are_not_there_are_refused(
+    tmp_path: Path, script: str, number: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    job = plan(tmp_path, "--num_processes", number, "--gpu_ids", "3,4", script)
+    with pytest.raises(ConfigError, match=r"gpu_ids=3,4 \(from --gpu_ids\), and this machine has 4 GPU\(s\), numbered"):
+        run_job(job)
+    monkeypatch.setattr("accel_trainer.launch.job._DEVICE_FILES", ())
+    with pytest.raises(ConfigError, match="and this machine has no GPU; pass --cpu"):
         run_job(job)
 
 

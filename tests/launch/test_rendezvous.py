@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import socket
+from pathlib import Path
 
 import pytest
 
 from accel_trainer.config import LaunchConfig
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.launch.rendezvous import BoundRendezvous, parse_settings
-from accel_trainer.launch.torchrun import AgentJob, run_workers, shell_code
+from accel_trainer.launch.torchrun import AgentJob, build_rendezvous, run_workers, shell_code
 from tests.ranks import free_port
 
 
@@ -89,8 +90,9 @@ def job(launch: LaunchConfig) -> AgentJob:
 
 
 def test_several_machines_need_the_address_of_the_first() -> None:
-    with pytest.raises(ConfigError, match="num_machines is 2 and main_process_ip is not set"):
-        run_workers(job(LaunchConfig(num_machines=2)))
+    for backend in ("static", "c10d"):
+        with pytest.raises(ConfigError, match="num_machines is 2 and main_process_ip is not set"):
+            run_workers(job(LaunchConfig(num_machines=2, rdzv_backend=backend)))
 
 
 def test_restarts_on_several_machines_need_a_rendezvous_that_tells_the_others() -> None:
@@ -101,6 +103,26 @@ def test_restarts_on_several_machines_need_a_rendezvous_that_tells_the_others() 
 def test_an_unknown_backend_is_named() -> None:
     with pytest.raises(ConfigError, match="rdzv_backend 'carrier-pigeon' cannot be used"):
         run_workers(job(LaunchConfig(rdzv_backend="carrier-pigeon")))
+
+
+@pytest.mark.parametrize("conf", ["backend=static", "read_timeout=soon"])
+def test_settings_that_a_backend_cannot_take_are_named(conf: str) -> None:
+    with pytest.raises(ConfigError, match=f"rdzv_backend 'c10d' cannot be used with rdzv_conf '{conf}': "):
+        build_rendezvous(LaunchConfig(rdzv_backend="c10d", rdzv_conf=conf))
+
+
+def test_two_jobs_of_one_machine_do_not_meet_in_one_store() -> None:
+    handlers = [build_rendezvous(LaunchConfig(rdzv_backend="c10d")) for _ in range(2)]
+    places = [handler.next_rendezvous().bootstrap_store_info for handler in handlers]
+    assert places[0].master_port != places[1].master_port
+    for handler in handlers:
+        handler.shutdown()
+
+
+def test_a_folder_for_logs_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"log_dir '.*file/logs' cannot be made: Not a directory"):
+        run_workers(job(LaunchConfig(log_dir=str(tmp_path / "file" / "logs"))))
 
 
 def test_a_time_to_save_that_is_no_number_is_named() -> None:
