@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -139,15 +139,23 @@ class DeepSpeedCheckpointIO:
         Raises:
             IncompatibleCheckpointError: names or shapes differ; every rank raises, and nothing was loaded.
         """
+        self.plan_full_model_load(state, strict=strict)()
+
+    def plan_full_model_load(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Callable[[], None]:
+        """Check a full state, and return what loads it; see `CheckpointIO.plan_full_model_load`."""
         own, extra = dict(self.model_tensors()), self.with_extra_state()
         plan = _agree(plan_model_load(self.module, own, state, strict, whole_shape) if dist.get_rank() == 0 else None)
-        for name, stored in plan:
-            source = state[stored] if dist.get_rank() == 0 else None
-            if name in extra:
-                extra[name].set_extra_state(_agree(source))
-            else:
-                self._set(own[name], source)
-        self.partitions.spread_all()
+
+        def load() -> None:
+            for name, stored in plan:
+                source = state[stored] if dist.get_rank() == 0 else None
+                if name in extra:
+                    extra[name].set_extra_state(_agree(source))
+                else:
+                    self._set(own[name], source)
+            self.partitions.spread_all()
+
+        return load
 
     @torch.no_grad()
     def _set(self, tensor: Tensor, source: Tensor | None) -> None:
@@ -265,8 +273,17 @@ class DeepSpeedCheckpointIO:
         Raises:
             IncompatibleCheckpointError: it was saved for other parameters or groups; every rank raises.
         """
+        self.plan_full_optimizer_load(state)()
+
+    def plan_full_optimizer_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Check a full optimizer state, and return what loads it; see `CheckpointIO.plan_full_optimizer_load`."""
         groups = self.param_groups()
         outline = _agree(self._outline_of(state) if dist.get_rank() == 0 else None)
+        return partial(self._load_optimizer, groups, outline, state)
+
+    def _load_optimizer(
+        self, groups: list[dict[str, Any]], outline: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> None:
         for group, stored in zip(groups, outline["param_groups"], strict=True):
             group.update(options_of(stored))
         entries = outline["state"]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import numpy as np
 import torch
@@ -62,26 +63,30 @@ def load_foreign_state(directory: Path, state: TrainState, process: ProcessConte
 
     Raises:
         CheckpointNotFoundError: something that this run has is not there.
-        IncompatibleCheckpointError: it does not fit, or holds what could run code.
+        IncompatibleCheckpointError: it does not fit, or holds what could run code; nothing was changed.
         ProcessGroupError: another rank failed.
     """
     section = f"load of {directory}"
+    has_all = not (directory / METADATA_NAME).is_file()
+    # All are read as far as they can be refused before the first is changed.
+    loads: list[Callable[[], None]] = []
     for index, unit in enumerate(state.units):
         if state.has_weights[index]:
             weights = _on_main(process, section, partial(_weights, directory, index))
-            unit.load_full_model_state(weights or {})
+            loads.append(unit.plan_full_model_load(weights or {}))
         if state.has_optimizer[index]:
             own = unit.full_optimizer_state()
             stored = _on_main(process, section, partial(_optimizer, directory, index, own))
-            unit.load_full_optimizer_state(stored or {})
-    if (directory / METADATA_NAME).is_file():
+            loads.append(unit.plan_full_optimizer_load(stored or {}))
+    with shared_fate(process, section):
+        small = _read_small(directory, state) if has_all else []
+    for load in loads:
+        load()
+    if not has_all:
         return "a directory of torch.distributed.checkpoint: models and optimizers; all else is as it was"
     with shared_fate(process, section):
-        for index, scheduler in enumerate(state.schedulers):
-            scheduler.load_state_dict(_load(_required(directory, f"scheduler{_suffix(index)}.bin")))
-        _load_objects(directory, state)
-        if state.scaler is not None and (directory / "scaler.pt").is_file():
-            state.scaler.load_state_dict(_load(directory / "scaler.pt"))
+        for item, saved in small:
+            item.load_state_dict(saved)
         streams = _restore_streams(directory, process)
     saved_by = len(list(directory.glob("random_states_*.pkl")))
     stepped = f"; its schedules were stepped {saved_by} times an update" if saved_by > 1 and state.schedulers else ""
@@ -114,10 +119,11 @@ def _required(directory: Path, name: str) -> Path:
     return path
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path, *, is_mapped: bool = False) -> Any:
+    """Read a pickle of plain data. Mapped, its tensors stay in the file until they are used, where its format can."""
     try:
         with torch.serialization.safe_globals(_NUMPY):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped and is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise IncompatibleCheckpointError(
             f"{path.absolute()} holds more than tensors, numbers and strings, and loading it could run code that it "
@@ -157,7 +163,8 @@ def _optimizer(directory: Path, index: int, own: Mapping[str, Any]) -> Mapping[s
     """
     shards = next((d for d in (directory / f"optimizer_{index}", directory) if (d / METADATA_NAME).is_file()), None)
     if shards is None:
-        return _by_name(_load(_required(directory, f"optimizer{_suffix(index)}.bin")), own, directory)
+        path = _required(directory, f"optimizer{_suffix(index)}.bin")
+        return _by_name(_load(path, is_mapped=True), own, directory)
     stored = DcpDirectory(shards)
     outer = {path[0] for path in stored.paths.values()}
     key = next((key for key in ("optimizer", "optim") if key in outer), None)
@@ -188,15 +195,22 @@ def _by_name(stored: Mapping[str, Any], own: Mapping[str, Any], directory: Path)
     }
 
 
-def _load_objects(directory: Path, state: TrainState) -> None:
+def _read_small(directory: Path, state: TrainState) -> list[tuple[Any, Any]]:
+    """Return schedulers, registered objects and the loss scale, each with the state that it is to take."""
+    small: list[tuple[Any, Any]] = [
+        (scheduler, _load(_required(directory, f"scheduler{_suffix(index)}.bin")))
+        for index, scheduler in enumerate(state.schedulers)
+    ]
     saved = sorted(directory.glob("custom_checkpoint_*.pkl"), key=lambda path: int(path.stem.rpartition("_")[2]))
     if len(saved) != len(state.objects):
         raise IncompatibleCheckpointError(
             f"{directory.absolute()} holds {len(saved)} registered object(s), and {len(state.objects)} are registered; "
             "register what the run that saved it had, in its order"
         )
-    for item, path in zip(state.objects.values(), saved, strict=True):
-        item.load_state_dict(_load(path))
+    small += [(item, _load(path)) for item, path in zip(state.objects.values(), saved, strict=True)]
+    if state.scaler is not None and (directory / "scaler.pt").is_file():
+        small.append((state.scaler, _load(directory / "scaler.pt")))
+    return small
 
 
 def _restore_streams(directory: Path, process: ProcessContext) -> str:

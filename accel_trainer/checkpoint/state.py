@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -191,13 +190,13 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
         _check_fits(stored, training, state)
         same_world = manifest.world_size == process.world_size
         random_state = _read_streams(stored, process)
-    # All are checked before the first is changed. Of format 1, each is checked when its turn has come.
-    loads: list[Callable[[], None]] = [
-        unit.plan_load(stored, f"unit_{index}", weights=state.has_weights[index])
-        if f"unit_{index}.json" in stored
-        else partial(_load_whole_unit, stored, index, unit, state, process)
-        for index, unit in enumerate(state.units)
-    ]
+    # All are checked before the first is changed.
+    loads: list[Callable[[], None]] = []
+    for index, unit in enumerate(state.units):
+        if f"unit_{index}.json" in stored:
+            loads.append(unit.plan_load(stored, f"unit_{index}", weights=state.has_weights[index]))
+        else:
+            loads += _plan_whole_unit(stored, index, unit, state, process)
     for load in loads:
         load()
     with shared_fate(process, f"load of {stored.path}"):
@@ -233,11 +232,18 @@ def _stream_of(manifest: Manifest, process: ProcessContext) -> int:
     return process.rank if manifest.world_size == process.world_size else 0
 
 
-def _load_whole_unit(
+def _plan_whole_unit(
     stored: StoredCheckpoint, index: int, unit: Any, state: TrainState, process: ProcessContext
-) -> None:
-    """Load a unit as format 1 has it: one file with all of the model, one with all of the optimizer."""
-    if state.has_weights[index]:
-        unit.load_full_model_state(stored.tensors(f"model_{index}.safetensors") if process.is_main else {})
+) -> list[Callable[[], None]]:
+    """Check a unit as format 1 has it: one file with all of the model, one with all of the optimizer. Collective."""
+    model: Mapping[str, Tensor] = {}
+    optimizer: Mapping[str, Any] = {}
+    with shared_fate(process, f"load of {stored.path}"):
+        if process.is_main and state.has_weights[index]:
+            model = stored.tensors(f"model_{index}.safetensors")
+        if process.is_main and state.has_optimizer[index]:
+            optimizer = _read(stored, f"optimizer_{index}")
+    loads = [unit.plan_full_model_load(model)] if state.has_weights[index] else []
     if state.has_optimizer[index]:
-        unit.load_full_optimizer_state(_read(stored, f"optimizer_{index}") if process.is_main else {})
+        loads.append(unit.plan_full_optimizer_load(optimizer))
+    return loads

@@ -118,6 +118,13 @@ class CheckpointIO(Protocol):
     def load_full_model_state(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Load what `full_model_state` returned. Rank 0's mapping is what counts; other ranks may pass an empty one."""
 
+    def plan_full_model_load(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Callable[[], None]:
+        """Check that rank 0's state fits the model, and return what loads it, collective too; nothing changes before.
+
+        Raises:
+            IncompatibleCheckpointError: names or shapes differ; on every rank.
+        """
+
     def full_optimizer_state(self) -> dict[str, Any]:
         """Return `{"state": {name: ...}, "param_groups": [{"params": [name, ...], ...}]}` on rank 0, `{}` elsewhere.
 
@@ -126,6 +133,13 @@ class CheckpointIO(Protocol):
 
     def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """Load what `full_optimizer_state` returned. Rank 0's mapping is what counts."""
+
+    def plan_full_optimizer_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Check that rank 0's state fits the optimizers, and return what loads it, collective too.
+
+        Raises:
+            IncompatibleCheckpointError: it was saved for other parameters or groups; on every rank.
+        """
 
     def save(self, staged: StagedDirectory, prefix: str, *, weights: bool = True) -> None:
         """Write model and optimizers into a checkpoint, each rank its part, under names that begin with `prefix`.

@@ -157,16 +157,25 @@ class TorchCheckpointIO:
         Raises:
             IncompatibleCheckpointError: names or shapes differ; every rank raises, and nothing was loaded.
         """
+        self.plan_full_model_load(state, strict=strict)()
+
+    def plan_full_model_load(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Callable[[], None]:
+        """Check a full state, and return what loads it; see `CheckpointIO.plan_full_model_load`."""
         own = dict(self.model_tensors())
         plan = _broadcast_object(self.plan_model_load(own, state, strict) if _rank() == 0 else None)
         if isinstance(plan, str):
             raise IncompatibleCheckpointError(plan)
         extra = self.with_extra_state()
-        for name, stored_name in plan:
-            if name in extra:
-                extra[name].set_extra_state(_broadcast_object(state[stored_name] if _rank() == 0 else None))
-            else:
-                _copy_from_rank_zero(own[name], state[stored_name] if _rank() == 0 else None)
+
+        def load() -> None:
+            for name, stored_name in plan:
+                source = state[stored_name] if _rank() == 0 else None
+                if name in extra:
+                    extra[name].set_extra_state(_broadcast_object(source))
+                else:
+                    _copy_from_rank_zero(own[name], source)
+
+        return load
 
     def plan_model_load(
         self, own: Mapping[str, Tensor], state: Mapping[str, Tensor], strict: bool
@@ -220,23 +229,31 @@ class TorchCheckpointIO:
         Raises:
             IncompatibleCheckpointError: it was saved for other parameters or groups; every rank raises.
         """
+        self.plan_full_optimizer_load(state)()
+
+    def plan_full_optimizer_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Check a full optimizer state, and return what loads it; see `CheckpointIO.plan_full_optimizer_load`."""
         groups = self.named_groups()
         own_groups = [list(own) for _, own, _ in groups]
         outline = _broadcast_object(outline_optimizer(state, own_groups) if _rank() == 0 else None)
         if isinstance(outline, str):
             raise IncompatibleCheckpointError(outline)
-        holders: dict[str, tuple[nn.Parameter, Optimizer]] = {}
-        for (group, own, optimizer), stored in zip(groups, outline["param_groups"], strict=True):
-            group.update(options_of(stored))
-            optimizer.state.update(stored.get(OWN_STATE, {}))
-            holders.update({name: (parameter, optimizer) for name, parameter in own.items()})
-        for name, entry in outline["state"].items():
-            parameter, optimizer = holders[name]
-            loaded: dict[str, Any] = {}
-            for key, value in entry.items():
-                source = state["state"][name][key] if _rank() == 0 and isinstance(value, _TensorOutline) else None
-                loaded[key] = value.build(parameter, source) if isinstance(value, _TensorOutline) else value
-            optimizer.state[parameter] = loaded
+
+        def load() -> None:
+            holders: dict[str, tuple[nn.Parameter, Optimizer]] = {}
+            for (group, own, optimizer), stored in zip(groups, outline["param_groups"], strict=True):
+                group.update(options_of(stored))
+                optimizer.state.update(stored.get(OWN_STATE, {}))
+                holders.update({name: (parameter, optimizer) for name, parameter in own.items()})
+            for name, entry in outline["state"].items():
+                parameter, optimizer = holders[name]
+                loaded: dict[str, Any] = {}
+                for key, value in entry.items():
+                    source = state["state"][name][key] if _rank() == 0 and isinstance(value, _TensorOutline) else None
+                    loaded[key] = value.build(parameter, source) if isinstance(value, _TensorOutline) else value
+                optimizer.state[parameter] = loaded
+
+        return load
 
     def _own_optimizers(self) -> tuple[Optimizer, ...]:
         """Return the optimizers, as torch's own functions want them: of this module alone.

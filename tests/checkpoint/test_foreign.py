@@ -6,6 +6,7 @@ epoch; the losses and random numbers below are those with which that run went on
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import shutil
@@ -143,8 +144,12 @@ def test_r15_random_states_that_run_code_are_left_out_and_said(
 )
 def test_what_is_missing_is_named(theirs: Path, gone: str, error: type, message: str):
     (theirs / gone).unlink()
+    run = SmallRun()
+    before = copy.deepcopy([thing.state_dict() for thing in (run.model, run.optimizer, run.schedule, run.counter)])
     with pytest.raises(error, match=message):
-        SmallRun().accelerator.load_state(theirs)
+        run.accelerator.load_state(theirs)
+    after = [thing.state_dict() for thing in (run.model, run.optimizer, run.schedule, run.counter)]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
 def test_an_optimizer_of_other_groups_is_refused(theirs: Path):

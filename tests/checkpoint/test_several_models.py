@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from accel_trainer import Accelerator
+from accel_trainer.checkpoint.codec import encode
+from accel_trainer.checkpoint.directory import Publication
+from accel_trainer.checkpoint.state import TrainState, save_train_state
 from accel_trainer.errors import IncompatibleCheckpointError
 
 
-def prepared(widths: Sequence[int], optimizers: Sequence[type[torch.optim.Optimizer]]) -> tuple[Accelerator, list[Any]]:
+def prepared(
+    widths: Sequence[int], optimizers: Sequence[Callable[..., torch.optim.Optimizer]]
+) -> tuple[Accelerator, list[Any]]:
     """Return models with a trained optimizer each."""
     accelerator = Accelerator(cpu=True)
     models = [nn.Linear(width, width) for width in widths]
@@ -27,20 +33,61 @@ def prepared(widths: Sequence[int], optimizers: Sequence[type[torch.optim.Optimi
     return accelerator, things
 
 
-def test_what_does_not_fit_the_second_model_leaves_the_first_as_it_was(tmp_path: Path):
-    accelerator, _ = prepared([2, 3], [torch.optim.AdamW] * 2)
-    accelerator.save_state(tmp_path / "s")
-    accelerator, things = prepared([2, 4], [torch.optim.AdamW] * 2)
+def in_two_groups(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": [parameter]} for parameter in parameters], lr=lr)
+
+
+def save_own(folder: Path, accelerator: Accelerator, things: Sequence[Any]) -> None:
+    accelerator.save_state(folder)
+
+
+def save_format_1(folder: Path, accelerator: Accelerator, things: Sequence[Any]) -> None:
+    """Save as format 1 did: each model and each optimizer whole, in a file of its own."""
+    units = [accelerator.unit_of(thing).checkpoint_io() for thing in things[:2]]
+    publication = Publication(folder, accelerator.process)
+    with publication as staged:
+        save_train_state(staged, TrainState([], [], [], [], [], {}, None), accelerator.process)
+        for index, unit in enumerate(units):
+            held: dict[str, torch.Tensor] = {}
+            staged.write_json(f"optimizer_{index}.json", encode(unit.full_optimizer_state(), held))
+            staged.write_tensors(f"optimizer_{index}.safetensors", held)
+            staged.write_tensors(f"model_{index}.safetensors", unit.full_model_state())
+        staged.metadata["units"] = len(units)
+    publication.commit()
+
+
+def save_as_accelerate(folder: Path, accelerator: Accelerator, things: Sequence[Any]) -> None:
+    folder.mkdir()
+    for index, ending in enumerate(["", "_1"]):
+        save_file(things[index].state_dict(), folder / f"model{ending}.safetensors")
+        torch.save(things[2 + index].state_dict(), folder / f"optimizer{ending}.bin")
+    torch.save({}, folder / "random_states_0.pkl")
+
+
+SAVERS = {"own": save_own, "format 1": save_format_1, "accelerate": save_as_accelerate}
+
+
+@pytest.mark.parametrize("kind", SAVERS)
+@pytest.mark.parametrize("differs", ["model", "optimizer"])
+def test_what_does_not_fit_the_second_model_leaves_the_first_as_it_was(tmp_path: Path, kind: str, differs: str):
+    SAVERS[kind](tmp_path / "s", *prepared([2, 3], [torch.optim.AdamW] * 2))
+    if differs == "model":
+        accelerator, things = prepared([2, 4], [torch.optim.AdamW] * 2)
+        message = r"weight is \(3, 3\) in the checkpoint and \(4, 4\)"
+    else:
+        accelerator, things = prepared([2, 3], [torch.optim.AdamW, in_two_groups])
+        message = r"optimizer('s)? state .* group"
     before = [copy.deepcopy(thing.state_dict()) for thing in things]
-    with pytest.raises(IncompatibleCheckpointError, match=r"weight is \(3, 3\) in the checkpoint and \(4, 4\)"):
+    with pytest.raises(IncompatibleCheckpointError, match=message):
         accelerator.load_state(tmp_path / "s")
     torch.testing.assert_close([thing.state_dict() for thing in things], before, rtol=0, atol=0)
 
 
-def test_a_state_that_fits_all_models_reaches_all_of_them(tmp_path: Path):
+@pytest.mark.parametrize("kind", SAVERS)
+def test_a_state_that_fits_all_models_reaches_all_of_them(tmp_path: Path, kind: str):
     accelerator, things = prepared([2, 3], [torch.optim.AdamW, torch.optim.Adagrad])
     saved = [copy.deepcopy(thing.state_dict()) for thing in things]
-    accelerator.save_state(tmp_path / "s")
+    SAVERS[kind](tmp_path / "s", accelerator, things)
     accelerator, things = prepared([2, 3], [torch.optim.AdamW, torch.optim.Adagrad])
     accelerator.load_state(tmp_path / "s")
     torch.testing.assert_close([thing.state_dict() for thing in things], saved, rtol=0, atol=0)
