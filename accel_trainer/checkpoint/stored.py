@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from accel_trainer.checkpoint.manifest import Manifest, parse_json
 from accel_trainer.checkpoint.tensor_file import StoredTensors
-from accel_trainer.checkpoint.verification import check_files, find_extra
+from accel_trainer.checkpoint.verification import check_files, find_extra, warn_of_writers
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from accel_trainer.runtime.health import gather_votes, shared_fate
 from accel_trainer.runtime.process import ProcessContext
@@ -150,4 +150,5 @@ def open_checkpoint(path: str | Path, process: ProcessContext, verify: str = "fu
     checked = check_verify(verify)
     with shared_fate(process, f"load of {path}"):
         stored = StoredCheckpoint(Path(path), process, checked)
+        warn_of_writers(stored.path)
     return stored

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
+from accel_trainer import logging
 from accel_trainer.checkpoint.hashing import BLOCK_BYTES, FileEntry, hash_blocks, make_entry, num_blocks
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, Manifest
 from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError
 
-__all__ = ["check_files", "find_extra", "list_files"]
+__all__ = ["check_files", "find_extra", "list_files", "warn_of_writers"]
+
+logger = logging.get_logger(__name__)
 
 
 def list_files(directory: Path) -> list[str]:
@@ -34,6 +38,23 @@ def find_extra(directory: Path, manifest: Manifest) -> None:
                 f"{directory.absolute()} holds {', '.join(map(repr, extra[:5]))}, which its manifest does not name: "
                 "something was added after the save. Move it out of the checkpoint, or load with verify='off'"
             )
+
+
+def warn_of_writers(directory: Path) -> None:
+    """Warn where everybody may write to a checkpoint: what fits its checksums need not be what was saved.
+
+    Groups are how people share a disk: what they may write to is not remarked on.
+    """
+    for path in (directory, directory / MANIFEST_NAME):
+        mode = path.stat().st_mode
+        if mode & stat.S_IWOTH:
+            logger.warning(
+                "every user of this machine can write to %s (mode %o), and checksums tell damage, not forgery: load it "
+                "if you trust them all, and take the right away with `chmod -R o-w`",
+                path,
+                stat.S_IMODE(mode),
+            )
+            return
 
 
 def check_files(directory: Path, manifest: Manifest, names: Iterable[str], mode: str, num_threads: int) -> None:

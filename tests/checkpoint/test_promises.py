@@ -300,6 +300,25 @@ def test_r15_a_link_out_of_the_checkpoint_is_refused(tmp_path: Path):
         (staged / "link").symlink_to(tmp_path / "elsewhere.json")
 
 
+@pytest.mark.parametrize(("umask", "modes"), [(0o077, {0o700, 0o600}), (0o002, {0o775, 0o664}), (0, {0o777, 0o666})])
+def test_r15_modes_follow_the_umask_and_what_everybody_may_write_to_is_warned_of(
+    tmp_path: Path, umask: int, modes: set[int], caplog: pytest.LogCaptureFixture
+):
+    before = os.umask(umask)
+    try:
+        with publish_directory(tmp_path / "s", ALONE) as staged:
+            staged.write_json("x.json", 1)
+            (staged / "engine").mkdir()
+            staged.write_tensors("engine/x.safetensors", {"x": torch.ones(1)})
+    finally:
+        os.umask(before)
+    paths = [tmp_path / "s", *(tmp_path / "s").rglob("*")]
+    assert {path.stat().st_mode & 0o7777 for path in paths} == modes
+    open_checkpoint(tmp_path / "s", ALONE)
+    warning = f"every user of this machine can write to {tmp_path / 's'} (mode 777), and checksums tell damage"
+    assert (warning in caplog.text) == (umask == 0)
+
+
 def test_r15_duplicate_keys_and_absurd_tensors_are_refused(tmp_path: Path):
     publish(tmp_path, "s")
     text = (tmp_path / "s" / MANIFEST_NAME).read_bytes().replace(b'"step": null', b'"step": null, "step": 3')
