@@ -17,6 +17,7 @@ from transformers.training_args import ParallelMode
 from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 
 from accel_trainer import logging
+from accel_trainer.checkpoint.persistence import SavePolicy
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.runtime.process import hidden_variable, init_process, read_environment
 from accel_trainer.state import PartialState
@@ -60,6 +61,17 @@ class TrainingArguments(transformers.TrainingArguments):
         },
     )
 
+    on_save_error: Literal["raise", "warn", "pause"] = field(
+        default="raise",
+        metadata={
+            "help": "What to do where a checkpoint cannot be written for the disk's sake: 'raise' ends the run, 'warn' "
+            "goes on without that checkpoint, 'pause' tries again every minute, for max_pause_s seconds."
+        },
+    )
+    max_pause_s: float = field(
+        default=3600.0, metadata={"help": "With on_save_error='pause': seconds after which the error is raised."}
+    )
+
     def __post_init__(self) -> None:
         """Resolve the configuration, then let upstream derive and check the rest."""
         environ = read_environment()
@@ -67,6 +79,7 @@ class TrainingArguments(transformers.TrainingArguments):
         self.accelerator_config = _read_accelerator_config(self.accelerator_config)
         if self.eval_loss_weighting not in ("token", "batch"):
             raise ConfigError(f"eval_loss_weighting={self.eval_loss_weighting!r} is neither 'token' nor 'batch'")
+        self.save_policy  # noqa: B018  refuses what it cannot be made of
         self._derive_compile_options()
         self.resolved = resolve_arguments(
             self._explicit_options(), fsdp=self.fsdp, fsdp_config=self.fsdp_config, environ=environ
@@ -79,6 +92,15 @@ class TrainingArguments(transformers.TrainingArguments):
         self.mixed_precision = str(self.resolved.config.mixed_precision)
         self._apply_tf32_default()
         check_num_processes(self.resolved, self.world_size)
+
+    @property
+    def save_policy(self) -> SavePolicy:
+        """What to do about a checkpoint that cannot be written.
+
+        Raises:
+            ConfigError: there is no such policy.
+        """
+        return SavePolicy(on_save_error=self.on_save_error, max_pause_s=self.max_pause_s)
 
     def _check_batch_sizes(self) -> None:
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):

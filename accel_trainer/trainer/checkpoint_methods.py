@@ -17,6 +17,7 @@ from accel_trainer.checkpoint.staged import StagedDirectory
 from accel_trainer.trainer import checkpointing
 from accel_trainer.trainer.best import verify_best
 from accel_trainer.trainer.figures import RunFigures, UpdateNote
+from accel_trainer.trainer.publishing import SaveSkippedError, save_checkpoint
 from accel_trainer.trainer.resuming import Resumption, select_checkpoint
 
 __all__ = ["CheckpointMethods"]
@@ -36,6 +37,7 @@ class CheckpointMethods(_Upstream):
         _figures: RunFigures
         _is_sharded: bool
         args: Any
+        control: Any
         state: Any
 
     _resumption: Resumption | None = None
@@ -210,8 +212,15 @@ class CheckpointMethods(_Upstream):
 
     # --- saving ----------------------------------------------------------------------------------------------------
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+        except SaveSkippedError:
+            # It comes last but for on_save, whose callbacks look for the checkpoint.
+            self.control.should_save = False
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        checkpointing.save_checkpoint(self, trial)
+        save_checkpoint(self, trial)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model so that `from_pretrained` reads it; see upstream. Collective."""

@@ -14,7 +14,6 @@ DeepSpeed `global_step*/`).
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,21 +22,16 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
-from transformers.trainer_callback import ExportableState, TrainerState
+from transformers.trainer_callback import TrainerState
 from transformers.trainer_pt_utils import reissue_pt_warnings
-from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from accel_trainer.checkpoint.dcp import DcpDirectory
-from accel_trainer.checkpoint.directory import Publication, StagedDirectory
-from accel_trainer.checkpoint.disk import explain_full_disk
-from accel_trainer.checkpoint.retention import retire
 from accel_trainer.checkpoint.weights import INDEX_NAME, WEIGHTS_NAME, SafetensorsDirectory
 from accel_trainer.config import StateDictType
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.runtime.health import shared_fate
 from accel_trainer.strategies.api import CheckpointIO
-from accel_trainer.trainer.resuming import PREFIX, describe_progress
 
 __all__ = [
     "PLAIN_OPTIMIZER_NAME",
@@ -49,7 +43,6 @@ __all__ = [
     "load_optimizer",
     "load_scheduler",
     "read_train_batch_size",
-    "save_checkpoint",
     "save_model",
     "save_optimizer",
 ]
@@ -65,76 +58,11 @@ SCHEDULER_NAME = "scheduler.pt"
 ENGINE_STATE_PATTERN = "global_step*"
 STOCK_FULL_MODEL_NAME = "pytorch_model_fsdp.bin"
 STOCK_SHARDED_MODEL_NAME = "pytorch_model_fsdp_0"
-RESERVED_NAMES = [
-    "model*.safetensors*", "pytorch_model*", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "global_step*",
-    "latest", TRAINER_STATE_NAME,
-]  # fmt: skip
-"""Names under which a resume looks for something. Callbacks may put other files into a checkpoint that is complete."""
 
 
 def _io(trainer: Any) -> CheckpointIO:
     io: CheckpointIO = trainer.accelerator.unit_of(trainer.model).checkpoint_io()
     return io
-
-
-def save_checkpoint(trainer: Any, trial: Any) -> None:
-    """Write the checkpoint of the current step; it appears under its name when every rank has written its part.
-
-    Collective. What it holds, and the order of everything, are those of upstream's `_save_checkpoint`.
-    """
-    begin = time.perf_counter()
-    args, state = trainer.args, trainer.state
-    if trainer.hp_search_backend is None and trial is None:
-        trainer.store_flos()
-    run_dir = Path(trainer._get_output_dir(trial=trial))
-    target = run_dir / f"{PREFIX}{state.global_step}"
-    process, each_node = trainer.accelerator.process, args.save_on_each_node
-    with shared_fate(process, f"save to {run_dir}"):
-        if args.should_save:
-            trainer._own(run_dir)
-    # Of an earlier run in this folder, or with what callbacks put there: upstream writes over it.
-    publication = Publication(
-        target,
-        process,
-        step=state.global_step,
-        each_node=each_node,
-        need_bytes=0 if args.save_only_model else trainer.accelerator._state_bytes(),
-        owns_name=True,
-        is_locked=True,
-    )
-    with publication as staged, explain_full_disk(staged.path), _staging(trainer, staged):
-        directory = os.fspath(staged)
-        with shared_fate(process, f"save of {target}"):  # the optimizer's state is gathered next
-            trainer.save_model(directory, _internal_call=True)
-        _note_best(trainer, run_dir, target)
-        if not args.save_only_model:
-            trainer._save_optimizer_and_scheduler(directory)
-            trainer._save_scaler(directory)
-            trainer._save_rng_state(directory)
-        if args.should_save:
-            _save_state(trainer, os.path.join(directory, TRAINER_STATE_NAME))
-        staged.metadata |= {"trainer": describe_progress(trainer), "reserved_names": RESERVED_NAMES}
-    publication.commit()
-    duration = time.perf_counter() - begin
-    if args.should_save and args.save_total_limit is not None and args.save_total_limit > 0:
-        best = [run_dir / Path(state.best_model_checkpoint).name] if state.best_model_checkpoint else []
-        retire(run_dir, args.save_total_limit, [target, *best], step=state.global_step, prefix=PREFIX)
-    num_bytes = publication.num_bytes if publication.commits else None
-    trainer._figures.add_save(duration, time.perf_counter() - begin, num_bytes)
-    trainer._note_saved(run_dir)
-    if args.push_to_hub:
-        trainer._disown()  # what is uploaded is the whole directory, and the lock is not for others
-        trainer._push_from_checkpoint(str(target))
-
-
-@contextmanager
-def _staging(trainer: Any, staged: StagedDirectory) -> Iterator[None]:
-    """Have files that this module writes hashed on their way; others are read once for that."""
-    trainer._staged = staged
-    try:
-        yield
-    finally:
-        trainer._staged = None
 
 
 @contextmanager
@@ -148,28 +76,6 @@ def _create(trainer: Any, directory: Path, name: str) -> Iterator[BinaryIO]:
         directory.mkdir(parents=True, exist_ok=True)
         with open(directory / name, "wb") as file:
             yield file
-
-
-def _note_best(trainer: Any, run_dir: Path, target: Path) -> None:
-    """Name the best checkpoint in the state, if it is there: this one is about to be."""
-    state = trainer.state
-    strategies = (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST)
-    if trainer.args.save_strategy in strategies and state.best_global_step:
-        best = run_dir / f"{PREFIX}{state.best_global_step}"
-        if best == target or best.is_dir():
-            state.best_model_checkpoint = str(best)
-
-
-def _save_state(trainer: Any, path: str) -> None:
-    state = trainer.state
-    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
-        if isinstance(callback, ExportableState):
-            name, content = type(callback).__name__, callback.state()
-            if isinstance(state.stateful_callbacks[name], list):
-                state.stateful_callbacks[name].append(content)
-            else:
-                state.stateful_callbacks[name] = content
-    state.save_to_json(path)
 
 
 def save_model(trainer: Any, output_dir: str) -> None:

@@ -136,6 +136,7 @@ def test_hybrid_sharding_reads_back(tmp_path):
         ({"fsdp": True, "fsdp_config": "{not json"}, "fsdp_config is not valid JSON"),
         ({"fsdp": True, "fsdp_config": {"xla": True}}, "there is no XLA strategy"),
         ({"eval_loss_weighting": "samples"}, "eval_loss_weighting='samples' is neither 'token' nor 'batch'"),
+        ({"on_save_error": "wait"}, "on_save_error='wait'; expected one of raise, warn, pause"),
         ({"accelerator_config": "{"}, "accelerator_config is not valid JSON"),
         ({"accelerator_config": {"even_batchs": True}}, "accelerator_config.*even_batchs.*did you mean 'even_batches'"),
     ],
@@ -307,10 +308,9 @@ def test_seq2seq_arguments_are_arguments(tmp_path):
 def test_the_command_line_parser_of_transformers_reads_them(tmp_path):
     parser = transformers.HfArgumentParser(TrainingArguments)
 
-    (args,) = parser.parse_args_into_dataclasses(
-        ["--output_dir", str(tmp_path), "--fsdp", "full_shard", "--eval_loss_weighting", "batch"],
-        look_for_args_file=False,
-    )
+    given = f"--output_dir {tmp_path} --fsdp full_shard --eval_loss_weighting batch --on_save_error pause"
+    (args,) = parser.parse_args_into_dataclasses(given.split(), look_for_args_file=False)
 
     assert args.fsdp is True
     assert args.eval_loss_weighting == "batch"
+    assert (args.save_policy.on_save_error, args.save_policy.max_pause_s) == ("pause", 3600.0)

@@ -19,7 +19,9 @@ from accel_trainer.errors import (
     CheckpointLockedError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    DiskFullError,
     IncompatibleCheckpointError,
+    ProcessGroupError,
 )
 from accel_trainer.launch.cli import main
 from tests.ranks import RankFailure, run_ranks
@@ -250,15 +252,47 @@ def test_r1_a_run_killed_while_it_saves_resumes_from_the_last_good_one(
         assert results[0]["losses"] == whole[0]["losses"]
 
 
+class Saves(TrainerCallback):
+    """After which updates callbacks are told of a save."""
+
+    def __init__(self) -> None:
+        self.updates: list[int] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.updates.append(state.global_step)
+
+
+def train_on_a_full_disk(output_dir: str) -> Any:
+    """The second save meets a full disk on rank 0: once the run ends with it, once it goes on."""
+    with pytest.raises((DiskFullError, ProcessGroupError)) as error:
+        train(f"{output_dir}/raises", strategy="ddp", **KILLED)
+    saves = Saves()
+    changes = {**KILLED, "save_total_limit": 2, "on_save_error": "warn", "metric_for_best_model": "score"}
+    trainer = build_trainer(
+        f"{output_dir}/warns", strategy="ddp", eval_strategy="steps", eval_steps=2, eval_samples=2,
+        options={"callbacks": [saves]}, **changes,
+    )  # fmt: skip
+    trainer.compute_metrics = lambda _: {"score": float(trainer.state.global_step == 4)}
+    trainer.train()
+    return str(error.value), saves.updates, trainer.state
+
+
 @pytest.mark.multirank
-def test_r13_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+def test_r13_a_full_disk_leaves_the_last_checkpoint_and_may_be_no_more_than_a_warning(tmp_path: Path) -> None:
     environ = {"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": "enospc@save.mid_shard:rank=0:step=4"}
 
-    with pytest.raises(RankFailure, match=r"DiskFullError.*optimizer.pt") as failure:
-        run_ranks(train, 2, str(tmp_path), strategy="ddp", env=environ, **KILLED)
+    (error, saves, state), (told, *_) = run_ranks(train_on_a_full_disk, 2, str(tmp_path), env=environ)
 
-    assert len(failure.value.failures) == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["_last_update", "checkpoint-2"]
+    assert "optimizer.pt" in error
+    assert "rank 0 failed" in told
+    assert "DiskFullError" in told
+    assert sorted(path.name for path in (tmp_path / "raises").iterdir()) == ["_last_update", "checkpoint-2"]
+    assert state.global_step == 6
+    assert saves == [2, 6]
+    # The best model was that of update 4; of those that were saved it is the one before.
+    assert state.best_global_step == 4
+    assert state.best_model_checkpoint == str(tmp_path / "warns" / "checkpoint-2")
+    assert sorted(path.name for path in (tmp_path / "warns").iterdir()) == ["checkpoint-2", "checkpoint-6"]
 
 
 def test_retention_keeps_the_best_and_the_newest_and_counts_numbers(tmp_path: Path) -> None:

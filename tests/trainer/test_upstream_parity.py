@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
 from typing import Any
@@ -24,9 +25,8 @@ RUN: dict[str, Any] = {
 def run_stock(output_dir: str) -> dict[str, Any]:
     transformers.utils.logging.disable_progress_bar()
     args = arguments(output_dir, **{key: value for key, value in RUN.items() if key not in ("samples", "dropout")})
-    stock = transformers.TrainingArguments(
-        **{key: value for key, value in args.to_dict().items() if key not in ("eval_loss_weighting", "fsdp_config")}
-    )
+    names = {field.name for field in dataclasses.fields(transformers.TrainingArguments)} - {"fsdp_config"}
+    stock = transformers.TrainingArguments(**{key: value for key, value in args.to_dict().items() if key in names})
     trainer = transformers.Trainer(
         build_model(dropout=RUN["dropout"]), stock, train_dataset=TokenDataset(RUN["samples"], uneven=True)
     )
