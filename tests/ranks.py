@@ -178,10 +178,11 @@ class _Rank:
         self.is_done = True
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGABRT)
+            os.kill(self.process.pid, signal.SIGCONT)  # one that was stopped hears nothing before
         self.process.join(2)
         self.kill()
         stack = Path(self.stack_path).read_text(errors="replace") if Path(self.stack_path).exists() else ""
-        self.failure = f"rank {self.index} {reason}\n{stack or '(no stack: the rank was stopped or had not started)'}"
+        self.failure = f"rank {self.index} {reason}\n{stack or '(no stack: the rank had not started)'}"
 
     def kill(self) -> None:
         """Make sure that the rank and the processes it started are gone."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import ranks
 from tests.ranks import RankFailure, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,11 +116,14 @@ def test_each_rank_has_one_thread_and_the_working_directory(tmp_path: Path, monk
     assert len({os.getpid(), *(result[2] for result in results)}) == 3
 
 
+def cpu_seconds() -> float:
+    """What this process has computed since it was forked."""
+    return time.process_time()
+
+
 def test_a_rank_costs_a_fraction_of_importing_torch() -> None:
-    run_ranks(nothing, 1)
-    started = time.monotonic()
-    run_ranks(nothing, 2)
-    assert time.monotonic() - started < 1.5
+    # Not by the clock: the machine may be busy.
+    assert max(run_ranks(cpu_seconds, 2)) < 0.5
 
 
 def test_a_failing_rank_shows_its_traceback() -> None:
@@ -134,12 +138,13 @@ def test_every_failing_rank_is_reported() -> None:
     assert all("TypeError" in caught.value.failures[rank] for rank in (0, 1))
 
 
-def test_ranks_left_alone_by_a_failing_one_are_ended_soon_and_say_where_they_were() -> None:
-    started = time.monotonic()
+def test_ranks_left_alone_by_a_failing_one_are_ended_soon_and_say_where_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", 0.5)
     with pytest.raises(RankFailure, match="boom") as caught:
         run_ranks(wait_for_ever_unless, 2, 0)
-    assert time.monotonic() - started < 15
-    assert "after another rank had failed" in caught.value.failures[1]
+    assert "was still running 0.5 s after another rank had failed" in caught.value.failures[1]
     assert "in wait_for_ever_unless" in caught.value.failures[1]
 
 
@@ -157,8 +162,9 @@ def test_a_hanging_rank_is_named_with_its_stack() -> None:
 
 
 def test_a_stopped_rank_is_named() -> None:
-    with pytest.raises(RankFailure, match=r"rank 0 had not finished after 1\.5 s"):
+    with pytest.raises(RankFailure, match=r"rank 0 had not finished after 1\.5 s") as caught:
         run_ranks(sleep_on, 2, 0, stop=True, timeout=1.5)
+    assert "in sleep_on" in caught.value.failures[0]
 
 
 def test_a_result_that_cannot_travel_is_an_error_of_its_rank() -> None:
@@ -200,7 +206,8 @@ def test_a_test_that_leaks_fails_and_the_others_do_not(tmp_path: Path) -> None:
     """One inner session for all leaks: every leaking test must fail for its own reason, and only it."""
     inner_path = tmp_path / "tests"
     inner_path.mkdir()
-    (inner_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    settings = (ROOT / "tests" / "conftest.py").read_text()
+    (inner_path / "conftest.py").write_text(settings.replace("_SETTLE_SECONDS = 2.0", "_SETTLE_SECONDS = 0.2"))
     leaking = [f"def test_leak_{number}(): {code}\n" for number, code in enumerate(LEAKS.values())]
     (inner_path / "test_inner.py").write_text(INNER + "".join(leaking))
     command = [

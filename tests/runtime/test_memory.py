@@ -198,6 +198,7 @@ def train_until_it_fits(strategy: str, who: dict[int, int], where: str) -> dict[
             if too_large and where == "step" and step == 2:
                 raise torch.OutOfMemoryError("out of memory")
             accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1e9)
             optimizer.step()
             optimizer.zero_grad()
         state = accelerator.get_state_dict(model)
@@ -253,8 +254,6 @@ def never_vote() -> None:
     accelerator = Accelerator(cpu=True, kwargs_handlers=[timeout])
     if accelerator.process_index == 0:
         find_executable_batch_size(lambda batch_size: None)()
-    else:
-        time.sleep(4)
 
 
 def test_a_rank_that_does_not_answer_is_named_after_the_groups_timeout():
