@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -70,7 +71,7 @@ class Accelerator(
         step_scheduler_with_optimizer: bool = True,
         rng_types: Sequence[str] | None = None,
         log_with: TrackerChoice | Sequence[TrackerChoice] | None = None,
-        kwargs_handlers: Sequence[Any] = (),
+        kwargs_handlers: Sequence[Any] | None = None,
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Mapping[str, Any] | None = None,
@@ -102,20 +103,21 @@ class Accelerator(
         """
         environ = read_environment()
         plugins = EnginePlugins.of(deepspeed_plugin, deepspeed_plugins)
-        options = AcceleratorOptions.build(
+        options_with = functools.partial(
+            AcceleratorOptions.build,
             split_batches=split_batches,
             mixed_precision=mixed_precision,
             gradient_accumulation_steps=gradient_accumulation_steps,
             cpu=cpu,
             dataloader_config=dataloader_config,
             fsdp_plugin=fsdp_plugin,
-            deepspeed_plugin=plugins.first,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
-            kwargs_handlers=kwargs_handlers,
+            kwargs_handlers=kwargs_handlers or (),
             dynamo_backend=dynamo_backend,
             dynamo_plugin=dynamo_plugin,
             strategy=strategy,
         )
+        options = options_with(plugins.first)
         self.resolved = resolve_options(options, environ, config)
         self.process: ProcessContext = init_process(
             environ,
@@ -126,7 +128,7 @@ class Accelerator(
         self._options = options
         self.strategy = build_strategy(self.resolved, self.process)
         options.check(self.resolved, self.strategy.capabilities)
-        plugins.resolve(self.resolved, self.strategy.capabilities, options, environ, config)
+        plugins.resolve(self.resolved, self.strategy.capabilities, options_with, environ, config)
         self._engine_plugins = plugins
         self._take_plugin(next(iter(plugins.plugins), None))
         self.precision = build_precision(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,25 +59,23 @@ class EnginePlugins:
         self,
         first: Resolved,
         facts: Capabilities,
-        options: AcceleratorOptions,
+        options_with: Callable[[DeepSpeedPlugin], AcceleratorOptions],
         environ: Mapping[str, str],
         config: str | Path | Mapping[str, Any] | Resolved | None,
     ) -> None:
         """Resolve the configuration of each plugin; `first` is that of the first. One is made where none was given.
+
+        Args:
+            options_with: returns the options of the Accelerator with a plugin.
 
         Raises:
             ConfigError: what one of them says cannot be.
         """
         if not self.plugins and facts.distributed_type == "DEEPSPEED":
             self.plugins[_ONLY] = DeepSpeedPlugin(hf_ds_config=dict(first.config.deepspeed))
-        own = {} if self.first is None else self.first.options()
         for name, plugin in self.plugins.items():
-            if plugin is self.first:
-                self.resolved[name] = first
-            else:
-                explicit = {path: value for path, value in options.explicit.items() if path not in own}
-                own_options = replace(options, explicit=explicit | plugin.options())
-                self.resolved[name] = resolve_options(own_options, environ, config)
+            is_first = plugin is self.first
+            self.resolved[name] = first if is_first else resolve_options(options_with(plugin), environ, config)
 
     def use(self, name: str | None, resolved: Resolved, strategy: Strategy) -> Resolved:
         """Have a plugin be the one in use, with the configuration that holds for it, and show that in it."""

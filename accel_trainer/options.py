@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +64,13 @@ class AcceleratorOptions:
     @classmethod
     def build(
         cls,
+        deepspeed_plugin: DeepSpeedPlugin | None = None,
         *,
         split_batches: bool | None,
         mixed_precision: str | None,
         gradient_accumulation_steps: int | None,
         cpu: bool | None,
         dataloader_config: DataLoaderConfiguration | None,
-        deepspeed_plugin: DeepSpeedPlugin | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None,
         kwargs_handlers: Sequence[KwargsHandler],
@@ -80,8 +81,16 @@ class AcceleratorOptions:
         """Bring the constructor's arguments to dotted paths.
 
         Raises:
-            ConfigError: two arguments say different things.
+            ConfigError: two arguments say different things, or one is of another class.
         """
+        _check_classes(
+            {
+                "dataloader_config": (dataloader_config, DataLoaderConfiguration),
+                "fsdp_plugin": (fsdp_plugin, FullyShardedDataParallelPlugin),
+                "gradient_accumulation_plugin": (gradient_accumulation_plugin, GradientAccumulationPlugin),
+                "dynamo_plugin": (dynamo_plugin, TorchDynamoPlugin),
+            }
+        )
         plugin = gradient_accumulation_plugin
         if plugin is not None and plugin.num_steps and gradient_accumulation_steps not in (None, 1, plugin.num_steps):
             raise ConfigError(
@@ -94,7 +103,7 @@ class AcceleratorOptions:
             "mixed_precision": mixed_precision,
             "accumulation.num_steps": gradient_accumulation_steps,
             "use_cpu": cpu,
-            "compile.backend": dynamo_backend,
+            "compile.backend": dynamo_backend.lower() if isinstance(dynamo_backend, str) else dynamo_backend,
             "strategy": strategy,
         }
         options.explicit.update({path: value for path, value in scalars.items() if value is not None})
@@ -120,9 +129,10 @@ class AcceleratorOptions:
         """Add what an object of options sets; it may repeat an argument, and not contradict it."""
         for path, value in given.items():
             if self.explicit.get(path, value) != value:
+                keyword = "gradient_accumulation_steps" if path == "accumulation.num_steps" else path.rpartition(".")[2]
                 raise ConfigError(
-                    f"{name} sets {path.rpartition('.')[2]}={value!r}, and Accelerator({path.rpartition('.')[2]}="
-                    f"{self.explicit[path]!r}) was given beside it; pass one of them"
+                    f"{name} sets {keyword}={value!r}, and Accelerator({keyword}={self.explicit[path]!r}) was given "
+                    "beside it; pass one of them"
                 )
         self.explicit.update(given)
 
@@ -136,6 +146,8 @@ class AcceleratorOptions:
         self.compile_options = dict(plugin.options or {})
 
     def _take_handlers(self, handlers: Sequence[KwargsHandler]) -> None:
+        if isinstance(handlers, KwargsHandler):
+            raise ConfigError(f"kwargs_handlers is a {type(handlers).__name__}; pass a list of them")
         seen: set[type] = set()
         for handler in handlers:
             if type(handler) in seen:
@@ -154,7 +166,7 @@ class AcceleratorOptions:
             elif isinstance(handler, InitProcessGroupKwargs):
                 self.backend = handler.backend
                 if handler.timeout is not None:
-                    self.explicit["timeout_seconds"] = handler.timeout.total_seconds()
+                    self.explicit["timeout_seconds"] = _seconds_of(handler.timeout)
             else:
                 raise ConfigError(
                     f"kwargs_handlers holds a {type(handler).__name__}; known: AutocastKwargs, "
@@ -201,6 +213,24 @@ class AcceleratorOptions:
             activation_checkpointing=fsdp.activation_checkpointing,
             transformer_cls_names_to_wrap=list(fsdp.wrap_classes),
         )
+
+
+def _check_classes(given: Mapping[str, tuple[Any, type]]) -> None:
+    for name, (value, wanted) in given.items():
+        if value is not None and not isinstance(value, wanted):
+            kind = type(value)
+            raise ConfigError(
+                f"{name} is a {kind.__module__}.{kind.__qualname__}; pass accel_trainer's own {wanted.__name__}"
+            )
+
+
+def _seconds_of(timeout: Any) -> float:
+    if not isinstance(timeout, timedelta):
+        raise ConfigError(
+            f"InitProcessGroupKwargs(timeout={timeout!r}) is a {type(timeout).__name__}; pass a datetime.timedelta, "
+            "timedelta(seconds=...) for instance"
+        )
+    return timeout.total_seconds()
 
 
 class AcceleratorSettings:

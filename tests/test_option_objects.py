@@ -47,3 +47,7 @@ def test_a_plugin_leaves_what_it_does_not_set_to_the_file():
     assert (accumulation.num_steps, accumulation.sync_with_dataloader, accumulation.sync_each_batch) == (8, False, True)
     assert accelerator.gradient_state.plugin_kwargs == {"sync_each_batch": True}
     assert accelerator.gradient_state.num_steps == 8
+
+
+def test_no_handlers_may_be_written_as_none():
+    assert Accelerator(cpu=True, kwargs_handlers=None).scaler is None

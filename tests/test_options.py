@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from accel_trainer import Accelerator
+from accel_trainer import Accelerator, DeepSpeedPlugin
 from accel_trainer.config import Resolved, resolve
+from accel_trainer.engine_plugins import EnginePlugins
 from accel_trainer.errors import ConfigError
 from accel_trainer.options import AcceleratorOptions, build_strategy
 from accel_trainer.plugins import (
@@ -24,6 +26,7 @@ from accel_trainer.plugins import (
     InitProcessGroupKwargs,
 )
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.strategies.api import Capabilities
 
 
 def processes(count: int) -> ProcessContext:
@@ -35,6 +38,7 @@ def options_of(**given: Any) -> AcceleratorOptions:
     names = {
         *("split_batches", "mixed_precision", "gradient_accumulation_steps", "cpu", "dataloader_config"),
         *("fsdp_plugin", "gradient_accumulation_plugin", "dynamo_backend", "dynamo_plugin", "strategy"),
+        "deepspeed_plugin",
     }
     assert given.keys() <= names | {"kwargs_handlers"}
     return AcceleratorOptions.build(**dict.fromkeys(names) | {"kwargs_handlers": ()} | given)
@@ -138,12 +142,49 @@ def test_fp16_on_the_cpu_is_refused():
             {"kwargs_handlers": [InitProcessGroupKwargs(), InitProcessGroupKwargs()]},
             r"kwargs_handlers holds two InitProcessGroupKwargs; pass one",
         ),
+        (
+            {"gradient_accumulation_steps": 2, "deepspeed_plugin": DeepSpeedPlugin(gradient_accumulation_steps=4)},
+            r"deepspeed_plugin sets gradient_accumulation_steps=4, and Accelerator\(gradient_accumulation_steps=2\)",
+        ),
+        ({"kwargs_handlers": InitProcessGroupKwargs()}, "kwargs_handlers is a InitProcessGroupKwargs; pass a list of"),
+        (
+            {"kwargs_handlers": [InitProcessGroupKwargs(timeout=60)]},
+            r"InitProcessGroupKwargs\(timeout=60\) is a int; pass a datetime.timedelta",
+        ),
+        ({"fsdp_plugin": {"cpu_offload": True}}, "fsdp_plugin is a builtins.dict; pass accel_trainer's own FullySha"),
+        ({"dataloader_config": 3}, "dataloader_config is a builtins.int; pass accel_trainer's own DataLoaderConfigur"),
         ({"kwargs_handlers": [object()]}, r"kwargs_handlers holds a object; known: .*DistributedDataParallelKwargs"),
     ],
 )
 def test_arguments_that_contradict_each_other_are_refused(given: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         options_of(**given)
+
+
+@pytest.mark.parametrize("word", ["NO", "INDUCTOR", "inductor"])
+def test_a_backend_for_compiling_may_be_written_as_elsewhere(word: str):
+    assert configured(dynamo_backend=word).config.compile.backend == word.lower()
+
+
+def test_arguments_of_the_accelerator_hold_for_every_deepspeed_plugin():
+    build = functools.partial(options_of, gradient_accumulation_steps=4, mixed_precision="bf16")
+    given = {
+        "student": DeepSpeedPlugin(gradient_accumulation_steps=4, zero_stage=2),
+        "teacher": DeepSpeedPlugin(zero_stage=3),
+    }
+    plugins = EnginePlugins.of(None, given)
+
+    def with_plugin(plugin: DeepSpeedPlugin) -> AcceleratorOptions:
+        return build(deepspeed_plugin=plugin)
+
+    first = resolve(explicit=with_plugin(given["student"]).explicit)
+    plugins.resolve(first, Capabilities(distributed_type="DEEPSPEED"), with_plugin, {}, None)
+    configs = [resolved.config for resolved in plugins.resolved.values()]
+    assert [config.accumulation.num_steps for config in configs] == [4, 4]
+    assert [config.deepspeed["zero_stage"] for config in configs] == [2, 3]
+    given["teacher"] = DeepSpeedPlugin(gradient_accumulation_steps=8)
+    with pytest.raises(ConfigError, match="deepspeed_plugin sets gradient_accumulation_steps=8, and"):
+        EnginePlugins.of(None, given).resolve(first, Capabilities(), with_plugin, {}, None)
 
 
 def test_arguments_that_agree_are_taken():
