@@ -15,6 +15,7 @@ from accel_trainer import logging
 from accel_trainer.checkpoint.directory import Publication
 from accel_trainer.checkpoint.disk import explain_full_disk
 from accel_trainer.checkpoint.foreign import is_foreign, load_foreign_state
+from accel_trainer.checkpoint.layout import local_of
 from accel_trainer.checkpoint.persistence import save_persistently
 from accel_trainer.checkpoint.registry import CheckpointRegistry, LoadHook, SaveHook, add_hook
 from accel_trainer.checkpoint.retention import next_number, numbered_checkpoints, retire
@@ -243,9 +244,9 @@ class AcceleratorCheckpointing:
         """About how many bytes this rank writes: its part of what is sharded, and on rank 0 what is whole."""
         is_sharded = self.strategy.capabilities.shards_parameters
         gradients = sum(
-            parameter.numel() * parameter.element_size()
+            local_of(parameter).nbytes
             for prepared in self._prepared
-            if prepared.window.is_open and (self.process.is_main or not is_sharded)
+            if prepared.window.is_open
             for parameter in prepared.unit.module.parameters()
             if parameter.requires_grad and (is_sharded or parameter.grad is not None)
         )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from accel_trainer import logging
+from accel_trainer.checkpoint.parts import TensorInParts
+from accel_trainer.checkpoint.slices import Box
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.token_mean import TokenWindow
@@ -16,6 +19,9 @@ from accel_trainer.units import PreparedUnit
 __all__ = ["OpenWindows"]
 
 logger = logging.get_logger(__name__)
+
+Stored = Tensor | TensorInParts
+"""A gradient in a file: a rank's own whole one, or one of which every rank has written its part."""
 
 
 class OpenWindows:
@@ -35,8 +41,8 @@ class OpenWindows:
             return None
         return {"units": [_save(prepared) for prepared in self._prepared]}
 
-    def load(self, read: Callable[[int], Mapping[str, Any]] | None, num_ranks: int) -> None:
-        """Open the windows again; without a reader, close them all. Ranks do not communicate.
+    def plan_load(self, read: Callable[[int], Mapping[str, Any]] | None, num_ranks: int) -> Callable[[], None]:
+        """Return what opens the windows again; without a reader, what closes them all. Ranks do not communicate.
 
         Args:
             read: returns what a rank saved.
@@ -47,17 +53,24 @@ class OpenWindows:
                 where the state was saved.
         """
         if read is None:
-            for prepared in self._prepared:
-                _close(prepared)
-            return
+            return self._close_all
         first = read(0)["units"]
+        for prepared, saved in zip(self._prepared, first, strict=True):
+            if saved is not None:
+                _check_size(prepared, saved)
+        return partial(self._load, read, num_ranks)
+
+    def _close_all(self) -> None:
+        for prepared in self._prepared:
+            _close(prepared)
+
+    def _load(self, read: Callable[[int], Mapping[str, Any]], num_ranks: int) -> None:
         # Ranks that hold gradients of their own go on with them bit by bit; shards are parts of everybody's mean.
         is_own = num_ranks == self._process.world_size and not self._is_sharded
-        for index, (prepared, saved) in enumerate(zip(self._prepared, first, strict=True)):
+        for index, (prepared, saved) in enumerate(zip(self._prepared, read(0)["units"], strict=True)):
             if saved is None:
                 _close(prepared)
                 continue
-            _check_size(prepared, saved)
             ranks = [self._process.rank] if is_own and not saved["is_mean"] else range(num_ranks)
             parts = [read(rank)["units"][index] for rank in ranks]
             _open(prepared, parts)
@@ -111,12 +124,24 @@ def _open(prepared: PreparedUnit, parts: Sequence[Mapping[str, Any]]) -> None:
     # Losses are divided by the divisor, those that are weighed by tokens are not.
     factor = saved["divisor"] * ratio / window.divisor if saved["tokens"] is None else 1.0
     sharers = 1 if saved["is_mean"] else len(parts)
-    gradients: dict[str, Tensor] = {}
-    for part in parts:
+    held: dict[str, list[Stored]] = {}
+    # A mean is everybody's: each rank has saved where its part of it is, and one of them is enough.
+    for part in parts[:1] if saved["is_mean"] else parts:
         for name, gradient in part["gradients"].items():
-            weighed = gradient if sharers == 1 and factor == 1.0 else gradient * (factor / sharers)
-            gradients[name] = gradients[name] + weighed if name in gradients else weighed
-    prepared.unit.put_gradients(gradients)
+            held.setdefault(name, []).append(gradient)
+    weight = factor / sharers
+    prepared.unit.put_gradients({name: partial(_sum, stored, weight) for name, stored in held.items()})
+
+
+def _sum(stored: Sequence[Stored], weight: float, box: Box) -> Tensor:
+    """Return the sum of a part of each, weighed."""
+    total: Tensor | None = None
+    for each in stored:
+        part = each[box.within(Box.whole(each.shape))] if isinstance(each, Tensor) else each.read(box)
+        part = part if weight == 1.0 else part * weight
+        total = part if total is None else total + part
+    assert total is not None
+    return total
 
 
 def _close(prepared: PreparedUnit) -> None:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accel_trainer.checkpoint.slices import Box
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed_checkpoint import DeepSpeedCheckpointIO
 from accel_trainer.integrations.deepspeed_partitions import flat_partitions
+from accel_trainer.integrations.deepspeed_runtime import forget_modules
 from accel_trainer.strategies.api import CheckpointIO, HeldGradients, StepOutcome
 from accel_trainer.strategies.native import NativeUnit
 
@@ -143,7 +145,7 @@ class DeepSpeedUnit:
         """Return None: the engine keeps the gradients of an open window to itself."""
         return None
 
-    def put_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+    def put_gradients(self, gradients: Mapping[str, Callable[[Box], Tensor]]) -> None:
         """Refuse gradients of another run's window.
 
         Raises:
@@ -326,12 +328,14 @@ class DeepSpeedUnit:
         """Take the engine off, so that model and optimizer can be prepared again: two engines would both act on them.
 
         The optimizer holds the module's parameters again, without any state; save that before. The parameters of ZeRO-3
-        stay partitioned. Every rank calls it; a second call does nothing.
+        stay partitioned, and hold on to the engine that partitioned them: its memory is free when they are gone, too.
+        Every rank calls it; a second call does nothing.
         """
         if self._is_released:
             return
         self._is_released = True
         self._engine.destroy()
+        forget_modules()
         named = {name.replace("_orig_mod.", ""): parameter for name, parameter in self.module.named_parameters()}
         for optimizer in self.optimizers:
             optimizer.state.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -111,10 +112,12 @@ def test_r7_smaller_micro_batches_fill_the_rest_of_an_update(tmp_path: Path) -> 
 
 def test_a_window_that_no_micro_batch_of_this_run_ends_in_is_refused(tmp_path: Path) -> None:
     run(tmp_path / "state", None)
-    accelerator = build(None, num_steps=1)[0]
+    accelerator, model, optimizer, _ = build(None, num_steps=1)
+    before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
 
     with pytest.raises(IncompatibleCheckpointError, match=r"after 1 of 2 micro-batches .* takes 1 for one.*steps=2"):
         accelerator.load_state(tmp_path / "state")
+    torch.testing.assert_close([model.state_dict(), optimizer.state_dict()], before, rtol=0, atol=0)
 
 
 def test_loading_closes_a_window_that_is_open(tmp_path: Path) -> None:
@@ -165,22 +168,33 @@ def test_deepspeed_refuses_the_gradients_of_another_strategy() -> None:
         unit.put_gradients({})
 
 
-def needs_in_a_window(folder: Path) -> list[tuple[int, int]]:
-    """Return, of each strategy, what a save asks for and what it writes, both of all ranks."""
+def needs_in_a_window(folder: Path) -> list[tuple[int, int, list[int]]]:
+    """Return, of each strategy, what a save asks for and writes, both of all ranks, and each rank's gradients."""
     found = []
     for strategy in ("ddp", "fsdp2"):
         parts = build(strategy)
         train(parts, STOP)
         asked = torch.tensor(parts[0]._state_bytes())
         parts[0].save_state(folder / strategy)
-        files = [path for name in ("unit", "window") for path in (folder / strategy).glob(f"{name}_*.safetensors")]
-        written = sum(tensor.nbytes for path in files for tensor in load_file(path).values())
-        found.append((int(parts[0].reduce(asked, "sum")), written))
+        sizes = {
+            path.name: sum(tensor.nbytes for tensor in load_file(path).values())
+            for name in ("unit_*.safetensors", "window*.safetensors")
+            for path in (folder / strategy).glob(name)
+        }
+        gradients = [
+            sum(sizes.get(name, 0) for name in (f"window_{rank}.safetensors", f"window.{rank:05d}.safetensors"))
+            for rank in range(2)
+        ]
+        found.append((int(parts[0].reduce(asked, "sum")), sum(sizes.values()), gradients))
     return found
 
 
 @pytest.mark.multirank
 def test_a_save_asks_for_the_room_of_the_gradients_of_an_open_window(tmp_path: Path):
     counters = 2 * 4 * 4  # of steps, one a parameter, on each rank
-    for asked, written in run_ranks(needs_in_a_window, 2, tmp_path)[0]:
+    whole = 4 * (3 * 8 + 8 + 8 + 1)
+    ddp, fsdp2 = run_ranks(needs_in_a_window, 2, tmp_path)[0]
+    for asked, written, _ in (ddp, fsdp2):
         assert written <= asked <= written + counters
+    assert ddp[2] == [whole, whole], "not exchanged yet: each rank has its own"
+    assert fsdp2[2] == [100, 64], "the mean of what its shards are"

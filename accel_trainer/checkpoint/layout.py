@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 from accel_trainer.checkpoint.slices import Box, local_box
 from accel_trainer.errors import ConfigError
 
-__all__ = ["box_of", "is_cut", "local_of", "materialize", "set_home"]
+__all__ = ["box_of", "is_cut", "laid_out_like", "local_of", "materialize", "set_home"]
 
 _HOME = "_accel_trainer_home"
 
@@ -48,6 +48,16 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+def laid_out_like(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return `local`, which is this rank's part of something, laid out as `tensor` is."""
+    if not isinstance(tensor, DTensor):
+        return local
+    laid_out: Tensor = DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return laid_out
+
+
 def set_home(tensor: Tensor, device: torch.device) -> None:
     """Remember on a meta tensor the device that its values belong on, for whoever loads them."""
     setattr(tensor, _HOME, device)
@@ -62,11 +72,8 @@ def materialize(tensor: Tensor, device: torch.device | None = None, dtype: torch
         device: None is the one that `set_home` named, then that of the mesh, then the CPU.
     """
     local = local_of(tensor)
-    filled: Tensor = torch.empty(local.shape, dtype=dtype or tensor.dtype, device=device or _default_device(tensor))
-    if isinstance(tensor, DTensor):
-        filled = DTensor.from_local(
-            filled, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
+    filled = torch.empty(local.shape, dtype=dtype or tensor.dtype, device=device or _default_device(tensor))
+    filled = laid_out_like(tensor, filled)
     if isinstance(tensor, nn.Parameter):
         filled = nn.Parameter(filled, requires_grad=tensor.requires_grad)
     filled.__dict__.update(tensor.__dict__)

@@ -25,7 +25,7 @@ from accel_trainer.errors import CorruptCheckpointError
 if TYPE_CHECKING:
     from accel_trainer.checkpoint.directory import StagedDirectory, StoredCheckpoint
 
-__all__ = ["StoredParts", "write_parts"]
+__all__ = ["StoredParts", "TensorInParts", "write_parts"]
 
 _MAX_OPEN_FILES = 64
 
@@ -173,3 +173,17 @@ class StoredParts:
                 self._opened.popitem(last=False)
         self._opened.move_to_end(file)
         return self._opened[file]
+
+
+class TensorInParts:
+    """One of the tensors in `StoredParts`, where it stands in a state that was decoded; of it, parts are read."""
+
+    def __init__(self, parts: StoredParts, name: str) -> None:
+        self._parts = parts
+        self._name = name
+
+    def read(self, box: Box) -> Tensor:
+        """Return a part; see `StoredParts.read` for the errors."""
+        part = torch.empty(box.sizes, dtype=self._parts.dtype(self._name))
+        self._parts.read_box(self._name, box, part)
+        return part

@@ -4,6 +4,7 @@ unit_I.json, unit_I.*          model I and its optimizers' state, as `strategies
 training.safetensors/.json     schedulers, loaders' positions, scaler, registered objects
 random_R.safetensors/.json     random streams of rank R
 window_R.safetensors/.json     gradients of an accumulation window, on rank R, where the save came in the middle of one
+window.RRRRR.safetensors       rank R's parts of those that are sharded
 manifest.json, COMMITTED       what was saved, by how many ranks, with which versions, and the checksum of every file
 
 Format 1 had a unit's state whole, in model_I.safetensors and optimizer_I.safetensors/.json.
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from accel_trainer.checkpoint.codec import decode, encode
 from accel_trainer.checkpoint.directory import StagedDirectory, StoredCheckpoint
 from accel_trainer.checkpoint.manifest import FORMAT_VERSION, Manifest
-from accel_trainer.checkpoint.parts import StoredParts, write_parts
+from accel_trainer.checkpoint.parts import StoredParts, TensorInParts, write_parts
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.runtime.faults import fault_point
 from accel_trainer.runtime.health import shared_fate
@@ -48,8 +49,11 @@ class Windows(Protocol):
     def state_dict(self) -> dict[str, Any] | None:
         """Return this rank's part of open windows, None where all are closed. Every rank calls it."""
 
-    def load(self, read: Callable[[int], Mapping[str, Any]] | None, num_ranks: int) -> None:
-        """Open windows with what `read(rank)` returns for each rank that saved; close all of them without it."""
+    def plan_load(self, read: Callable[[int], Mapping[str, Any]] | None, num_ranks: int) -> Callable[[], None]:
+        """Check what `read(rank)` returns for each rank that saved, and return what opens windows with it.
+
+        Without a reader, what closes all of them.
+        """
 
 
 @dataclass
@@ -76,7 +80,7 @@ def _write(staged: StagedDirectory, name: str, value: Any) -> None:
     staged.write_json(f"{name}.json", data)
 
 
-def _read(stored: StoredCheckpoint, name: str, more: Mapping[str, Tensor] | None = None) -> Any:
+def _read(stored: StoredCheckpoint, name: str, more: Mapping[str, Any] | None = None) -> Any:
     return decode(stored.json(f"{name}.json"), {**stored.tensors(f"{name}.safetensors"), **(more or {})})
 
 
@@ -91,17 +95,27 @@ def save_train_state(staged: StagedDirectory, state: TrainState, process: Proces
         window = None if state.windows is None else state.windows.state_dict()
         _write(staged, f"random_{process.rank}", get_rng_state())
         if window is not None:
-            _write(staged, f"window_{process.rank}", window)
+            held: dict[str, Tensor] = {}
+            staged.write_json(f"window_{process.rank}.json", encode(window, held))
+            staged.write_tensors(f"window_{process.rank}.safetensors", _write_sharded(staged, "window", held, process))
     tensors: dict[str, Tensor] = {}
     outline = encode(_training(state), tensors)
     # Copies of a sharded model, averaged weights say, are written like the model; for the rest one rank's word counts.
-    sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    write_parts(staged, "training", sharded, process.rank)
+    whole = _write_sharded(staged, "training", tensors, process)
     # Read by every rank, hence on every node's disk.
     if staged.commits:
-        staged.write_tensors("training.safetensors", {n: t for n, t in tensors.items() if n not in sharded})
+        staged.write_tensors("training.safetensors", whole)
         staged.write_json("training.json", outline)
         staged.metadata["units"] = len(state.units)
+
+
+def _write_sharded(
+    staged: StagedDirectory, prefix: str, tensors: Mapping[str, Tensor], process: ProcessContext
+) -> dict[str, Tensor]:
+    """Write this rank's part of what is laid out over a mesh, and return the other tensors."""
+    sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    write_parts(staged, prefix, sharded, process.rank)
+    return {name: tensor for name, tensor in tensors.items() if name not in sharded}
 
 
 def _training(state: TrainState) -> dict[str, Any]:
@@ -136,6 +150,7 @@ def files_to_read(manifest: Manifest, state: TrainState, process: ProcessContext
     own = (
         "training.",
         "window_",
+        "window.",
         f"random_{_stream_of(manifest, process)}.",
         *(("model_", "optimizer_") if process.is_main else ()),
     )
@@ -190,6 +205,7 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
         _check_fits(stored, training, state)
         same_world = manifest.world_size == process.world_size
         random_state = _read_streams(stored, process)
+        open_windows = _plan_windows(stored, state)
     # All are checked before the first is changed.
     loads: list[Callable[[], None]] = []
     for index, unit in enumerate(state.units):
@@ -208,15 +224,24 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
             state.objects[name].load_state_dict(saved)
         if state.scaler is not None and training["scaler"] is not None:
             state.scaler.load_state_dict(training["scaler"])
-        if state.windows is not None:
-            is_open = "window_0.json" in stored
-            state.windows.load((lambda rank: _read(stored, f"window_{rank}")) if is_open else None, manifest.world_size)
+        open_windows()
         if random_state is not None:
             set_rng_state(random_state) if same_world else derive_streams(random_state, process.rank)
     if same_world:
         return "random streams restored"
     origin = "of this run" if random_state is None else "new, from those saved and the rank"
     return f"saved by {manifest.world_size} process(es) and loaded by {process.world_size}: random streams {origin}"
+
+
+def _plan_windows(stored: StoredCheckpoint, state: TrainState) -> Callable[[], None]:
+    """Return what puts accumulation windows back, once they are known to fit."""
+    if state.windows is None:
+        return lambda: None
+    parts = StoredParts(stored, "window")
+    held = {name: TensorInParts(parts, name) for name in parts}
+    is_open = "window_0.json" in stored
+    read = (lambda rank: _read(stored, f"window_{rank}", held)) if is_open else None
+    return state.windows.plan_load(read, stored.manifest.world_size)
 
 
 def _read_streams(stored: StoredCheckpoint, process: ProcessContext) -> dict[str, Any] | None:

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from accel_trainer.checkpoint.directory import StagedDirectory, StoredCheckpoint
 from accel_trainer.checkpoint.manifest import Manifest
+from accel_trainer.checkpoint.slices import Box
 from accel_trainer.checkpoint.tensor_file import LazyTensor
 from accel_trainer.config import Resolved, RunConfig
 from accel_trainer.precision import PrecisionPolicy
@@ -174,11 +175,11 @@ class CheckpointIO(Protocol):
 
 @dataclass(frozen=True)
 class HeldGradients:
-    """Whole gradients of an accumulation window that is still open, by parameter name."""
+    """Gradients of an accumulation window that is still open, by parameter name."""
 
     by_name: Mapping[str, Tensor]
     is_mean: bool
-    """Whether they are the mean over all ranks, on rank 0 only; else each rank has its own, not exchanged yet."""
+    """Whether they are the mean over all ranks, laid out over them; else each rank has its own, not exchanged yet."""
 
 
 @runtime_checkable
@@ -222,8 +223,12 @@ class TrainUnit(Protocol):
         None where the engine keeps them to itself. Collective where parameters are sharded.
         """
 
-    def put_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Go on with whole gradients by parameter name, whose mean over ranks is that of the window."""
+    def put_gradients(self, gradients: Mapping[str, Callable[[Box], Tensor]]) -> None:
+        """Go on with gradients by parameter name, whose mean over ranks is that of the window.
+
+        Args:
+            gradients: what returns a part of each.
+        """
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Bound the global norm of the gradients and return it as it was before.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
+from accel_trainer.checkpoint.layout import box_of, laid_out_like, local_of
+from accel_trainer.checkpoint.slices import Box
 from accel_trainer.strategies.api import HeldGradients
 
 __all__ = ["held_by_rank", "held_over_ranks", "put_gradients"]
@@ -25,7 +27,8 @@ def held_over_ranks(module: nn.Module) -> HeldGradients | None:
     """Return the mean over ranks of the gradients of a module that FSDP2 shards; None where it keeps them to itself.
 
     Within a window FSDP2 holds them whole on every rank, in the parameters that it gathers for a forward. Under mixed
-    precision they are elsewhere. Collective: every rank calls it; rank 0 gets the gradients.
+    precision they are elsewhere. Collective: every rank calls it, and gets the part of each that it has of the
+    parameter; one gradient more than the window holds is whole at a time.
     """
     sharded = {name: p for name, p in module.named_parameters() if p.requires_grad}
     local: dict[str, Tensor] = {}
@@ -48,6 +51,7 @@ def _mean_over_ranks(sharded: Mapping[str, nn.Parameter], local: Mapping[str, Te
     """Average gradients over ranks, those that have been exchanged within the window included."""
     names = list(sharded)
     first = next(iter(sharded.values()))
+    mesh = next((p.device_mesh for p in sharded.values() if isinstance(p, DTensor)), None)
     is_held = torch.tensor([n in local or sharded[n].grad is not None for n in names], dtype=torch.int32)
     is_held = is_held.to(first.device)
     dist.all_reduce(is_held, op=dist.ReduceOp.MAX)
@@ -60,22 +64,22 @@ def _mean_over_ranks(sharded: Mapping[str, nn.Parameter], local: Mapping[str, Te
         mean = mean.to(parameter.device)
         dist.all_reduce(mean)
         mean /= dist.get_world_size()
-        exchanged = parameter.grad
-        if isinstance(exchanged, DTensor):
-            mean += exchanged.full_tensor()
-        if dist.get_rank() == 0:
-            means[name] = mean.cpu()  # one of them at a time is whole on the device
+        if isinstance(parameter, DTensor):
+            part = mean[box_of(parameter).within(Box.whole(mean.shape))].clone()
+            if parameter.grad is not None:
+                part += local_of(parameter.grad)
+            means[name] = laid_out_like(parameter, part)
+        else:
+            everywhere = [] if mesh is None else [Replicate()] * mesh.ndim
+            means[name] = mean if mesh is None else DTensor.from_local(mean, mesh, everywhere, run_check=False)
     return means
 
 
-def put_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
-    """Give parameters these gradients, each rank its part of sharded ones. Ranks do not communicate."""
+def put_gradients(module: nn.Module, gradients: Mapping[str, Callable[[Box], Tensor]]) -> None:
+    """Give parameters these gradients; each rank asks for its part of sharded ones. Ranks do not communicate."""
     for name, parameter in module.named_parameters():
-        gradient = gradients.get(name)
-        if gradient is None:
+        if name not in gradients:
             parameter.grad = None
             continue
-        gradient = gradient.to(parameter.device, parameter.dtype, copy=True)
-        if isinstance(parameter, DTensor):
-            gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.grad = gradient
+        own = torch.empty_like(local_of(parameter))
+        parameter.grad = laid_out_like(parameter, own.copy_(gradients[name](box_of(parameter))))

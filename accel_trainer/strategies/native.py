@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accel_trainer.checkpoint.slices import Box
 from accel_trainer.config import Resolved
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy, apply_autocast
@@ -96,7 +97,7 @@ class NativeUnit:
         """Return this rank's gradients of an open window."""
         return held_by_rank(self.module)
 
-    def put_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+    def put_gradients(self, gradients: Mapping[str, Callable[[Box], Tensor]]) -> None:
         """Go on with the gradients of an open window."""
         put_gradients(self.module, gradients)
 
