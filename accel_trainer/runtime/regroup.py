@@ -95,13 +95,17 @@ class Ballot:
 
 
 def _forget_meshes() -> None:
-    """Clear DTensor's caches: they hold meshes of the group that is gone, and would put them on new tensors."""
-    caches = importlib.import_module("torch.distributed.tensor._redistribute")
-    debug = importlib.import_module("torch.distributed.tensor.debug")
+    """Clear DTensor's caches: they keep connections of the group that is gone open, and put it on new tensors."""
+    debug, planner, topology = (
+        importlib.import_module(f"torch.distributed.tensor.{name}")
+        for name in ("debug", "_redistribute", "_collective_utils")
+    )
     for clear in (
         getattr(debug, "_clear_sharding_prop_cache", None),
-        getattr(caches, "clear_redistribute_planner_cache", None),
-        getattr(getattr(caches, "_gen_transform_infos", None), "cache_clear", None),
+        getattr(planner, "clear_redistribute_planner_cache", None),
+        getattr(getattr(planner, "_gen_transform_infos", None), "cache_clear", None),
+        # Filled where DTensor chooses a layout by its costs: for the norm of gradients, for one.
+        getattr(getattr(getattr(topology, "MeshTopoInfo", None), "build_from_mesh", None), "cache_clear", None),
     ):
         if clear is not None:
             clear()
