@@ -235,7 +235,7 @@ class RunConfig:
     strategy: str = "auto"
     """auto, single, ddp, fsdp2, or any registered name; auto is ddp on several ranks and single on one."""
     mixed_precision: MixedPrecision = MixedPrecision.NO
-    """no, bf16, fp16 or fp8."""
+    """no, bf16 or fp16; fp8 is known, and refused on every device."""
     output_dtype: OutputDtype = OutputDtype.FP32
     """fp32 casts what the model returns under mixed precision; kept leaves it in 16 bits, half the memory of logits."""
     use_cpu: bool = False

@@ -108,7 +108,6 @@ _BLOCK_OPTIONS = ("zero_stage", "offload_optimizer_device", "offload_param_devic
 def _config(words: Sequence[str]) -> int:
     import argparse
 
-    from accel_trainer.config import MixedPrecision
     from accel_trainer.launch.reports import write_default_config
 
     parser = argparse.ArgumentParser(
@@ -126,7 +125,7 @@ def _config(words: Sequence[str]) -> int:
         "--config_file", "--config-file", metavar="FILE", default=argparse.SUPPRESS, help="where to write instead"
     )
     default.add_argument(
-        "--mixed_precision", "--mixed-precision", default="no", choices=list(MixedPrecision), help="default: no"
+        "--mixed_precision", "--mixed-precision", default="no", choices=("no", "bf16", "fp16"), help="default: no"
     )
     default.add_argument(
         "--zero_stage", "--zero-stage", type=int, choices=(1, 2, 3), help="shard with DeepSpeed: its ZeRO stage"

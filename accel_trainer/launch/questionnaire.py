@@ -87,9 +87,13 @@ def ask_configuration() -> dict[str, Any]:
         _ask_fsdp(content)
     elif strategy == "deepspeed":
         content["deepspeed"] = _ask_deepspeed()
-    precisions = ("no", "bf16") if content["use_cpu"] else ("no", "bf16", "fp16")
-    content["mixed_precision"] = _choose("Mixed precision?", precisions, "no")
-    _ask(content, "accumulation.num_steps", "Micro-batches for each update (gradient accumulation)?", 1)
+    # A configuration of DeepSpeed's own may have answered these.
+    said = resolve(file={name: content[name] for name in ("strategy", "deepspeed") if name in content})
+    if not said.is_set("mixed_precision"):
+        precisions = ("no", "bf16") if content["use_cpu"] else ("no", "bf16", "fp16")
+        content["mixed_precision"] = _choose("Mixed precision?", precisions, "no")
+    if not said.is_set("accumulation.num_steps"):
+        _ask(content, "accumulation.num_steps", "Micro-batches for each update (gradient accumulation)?", 1)
     return content
 
 

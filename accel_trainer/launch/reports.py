@@ -15,6 +15,7 @@ from accel_trainer.config import MixedPrecision, RunConfig, read_file, to_file_d
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.flags import Options
 from accel_trainer.launch.job import default_config_path, resolve_options
+from accel_trainer.tracking import mask_secrets
 
 __all__ = ["describe_environment", "explain", "write_default_config"]
 
@@ -41,11 +42,17 @@ def explain(options: Options, environ: Mapping[str, str]) -> str:
     rows = [
         ("option", "value", "from"),
         *((path, _text(value), source.where) for path, value, source in resolved.explain() if path != "deepspeed"),
-        *((path, _text(value), source.where) for path, value, source in resolved.explain_block()),
+        *((path, _text(_masked(path, value)), source.where) for path, value, source in resolved.explain_block()),
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"{path:<{widths[0]}}  {value:<{widths[1]}}  {where}" for path, value, where in rows]
     return "\n".join([*lines, *(f"note: {note}" for note in (*options.notes, *resolved.notes))])
+
+
+def _masked(path: str, value: Any) -> Any:
+    """Hide a key of a service, such as `deepspeed.comet.api_key`."""
+    name = path.rpartition(".")[2]
+    return mask_secrets({name: value})[name]
 
 
 def _text(value: Any) -> str:
@@ -95,7 +102,7 @@ def write_default_config(
 _START_OF_FILE = """\
 # Every option with its value and source: accel-trainer explain. What each one does: accel-trainer launch --help.
 strategy: {strategy}  # auto, single, ddp, fsdp2, deepspeed
-mixed_precision: '{precision}'  # 'no', bf16, fp16, fp8
+mixed_precision: '{precision}'  # 'no', bf16, fp16
 use_cpu: false
 accumulation:
   num_steps: 1
@@ -121,7 +128,8 @@ def _block_text(deepspeed: Mapping[str, Any]) -> str:
 def describe_environment(file: str | None, environ: Mapping[str, str]) -> str:
     """Return versions, devices, variables and the configuration file, as a block to paste into a bug report."""
     lines = [f"- {name}: {value}" for name, value in _facts()]
-    lines += [f"- {name}: {value}" for name, value in sorted(environ.items()) if name.startswith(_REPORTED_PREFIXES)]
+    variables = {name: value for name, value in sorted(environ.items()) if name.startswith(_REPORTED_PREFIXES)}
+    lines += [f"- {name}: {value}" for name, value in mask_secrets(variables).items()]
     lines.append(_config_lines(file, environ))
     return "\n".join(["Copy this into the bug report:", "", *lines])
 
@@ -167,7 +175,7 @@ def _config_lines(file: str | None, environ: Mapping[str, str]) -> str:
     if not file and not path.is_file():
         return f"- configuration: none ({path} does not exist)"
     try:
-        content = read_file(str(path)).content
+        content = mask_secrets(read_file(str(path)).content)
     except ConfigError as error:
         return f"- configuration: {error}"
     return "\n".join([f"- configuration: {path}", *(f"    {key}: {value}" for key, value in content.items())])

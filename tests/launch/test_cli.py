@@ -197,6 +197,20 @@ def test_env_reports_versions_devices_and_the_file(
     assert f"- configuration: {config_path}\n    mixed_precision: bf16" in capsys.readouterr().out
 
 
+def test_keys_of_services_are_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ACCEL_TRAINER_DEEPSPEED__COMET__API_KEY", "hush-variable")
+    path = tmp_path / "run.yaml"
+    path.write_text("strategy: deepspeed\ndeepspeed: {zero_stage: 2, comet: {api_key: hush-file, project: shown}}\n")
+    for words in (["env"], ["explain"]):
+        assert main([*words, "--config_file", str(path)]) == 0
+        text = capsys.readouterr().out
+        assert "hush" not in text
+        assert "***" in text
+        assert "shown" in text
+
+
 def test_env_reports_a_broken_file_instead_of_failing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config_path = tmp_path / "run.yaml"
     config_path.write_text("mixed_precison: bf16\n")

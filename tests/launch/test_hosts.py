@@ -17,6 +17,7 @@ from accel_trainer.config import resolve
 from accel_trainer.errors import ConfigError, MissingExtraError
 from accel_trainer.launch.flags import parse_options
 from accel_trainer.launch.hosts import HostJob, plan_hosts, run_on_hosts
+from tests.ranks import free_port
 
 PROGRAMS = ("pdsh", "ssh", "ompi_info", "mpirun", "mpiname", "sinfo", "srun")
 
@@ -209,7 +210,8 @@ def test_pdsh_gets_every_machine_what_the_workers_need(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", "/hf")
     (tmp_path / ".deepspeed_env").write_text("FROM_FILE=yes\n")
-    job = plan(tmp_path, "host-a slots=1\nhost-b slots=1\n", main_process_port=29611)
+    port = free_port()
+    job = plan(tmp_path, "host-a slots=1\nhost-b slots=1\n", main_process_port=port)
     words = ["--lr", "1 e", "$HOME;x", 'a "b" $HOME']
 
     code, facts = run(job, tmp_path, words, HF_TOKEN="a b")
@@ -219,7 +221,7 @@ def test_pdsh_gets_every_machine_what_the_workers_need(
     for seen in facts.values():
         assert seen["argv"] == words
         assert (seen["LOCAL_RANK"], seen["WORLD_SIZE"]) == ("0", "2")
-        assert (seen["MASTER_ADDR"], seen["MASTER_PORT"]) == ("127.0.0.1", "29611")
+        assert (seen["MASTER_ADDR"], seen["MASTER_PORT"]) == ("127.0.0.1", str(port))
         assert (seen["DS_ACCELERATOR"], seen["OMP_NUM_THREADS"]) == ("cpu", "3")
         assert (seen["HF_HOME"], seen["FROM_FILE"]) == ("/hf", "yes")
         assert json.loads(base64.urlsafe_b64decode(seen["ACCEL_TRAINER_LAUNCH"]))["flags"]

@@ -146,6 +146,18 @@ def test_a_deepspeed_job_may_have_a_file_of_its_own(tmp_path: Path, monkeypatch:
     assert "'none.json' does not fit: expected a file that exists" in capsys.readouterr().out
 
 
+def test_what_a_file_of_deepspeeds_own_says_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    own = tmp_path / "zero.json"
+    own.write_text('{"bf16": {"enabled": true}, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 2}}')
+    content = run(tmp_path / "a.yaml", monkeypatch, "yes", "", "deepspeed", "2", str(own))
+    assert not {"mixed_precision", "accumulation"} & content.keys()
+    config = resolve(file=tmp_path / "a.yaml").config
+    assert (config.mixed_precision, config.accumulation.num_steps) == ("bf16", 4)
+    shown = capsys.readouterr().out
+    assert PRECISION not in shown
+    assert STEPS not in shown
+
+
 def test_a_file_is_replaced_only_when_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     path = tmp_path / "mine.yaml"
     path.write_text("debug: true\n")
