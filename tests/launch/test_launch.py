@@ -292,7 +292,7 @@ def test_workers_without_a_handler_die_of_the_signal(tmp_path: Path, background:
 
 
 def test_a_second_signal_ends_workers_that_do_not_listen(tmp_path: Path, background: Background) -> None:
-    background.start(*TWO, write(tmp_path, SIGNALS), "deaf")
+    background.start(*TWO, write(tmp_path, SIGNALS), "deaf", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="3600")
     wait_for(*ready(tmp_path))
     background.send_signal(signal.SIGTERM)
     wait_for(tmp_path / "saved0", tmp_path / "saved1")
