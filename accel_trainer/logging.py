@@ -9,7 +9,11 @@ import logging
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-__all__ = ["RankLogger", "current_rank", "get_logger", "set_rank"]
+from accel_trainer.errors import ConfigError
+
+__all__ = ["LEVEL_VARIABLE", "RankLogger", "current_rank", "get_logger", "set_level", "set_rank"]
+
+LEVEL_VARIABLE = "ACCEL_TRAINER_LOG_LEVEL"
 
 _rank = 0
 _world_size = 1
@@ -31,6 +35,19 @@ def set_rank(rank: int, world_size: int = 1, wait: Callable[[], None] = _wait_fo
     """
     global _rank, _world_size, _wait
     _rank, _world_size, _wait = rank, world_size, wait
+
+
+def set_level(name: str) -> None:
+    """Set the level of this package's lines, and of no others; a handler for them is the script's matter.
+
+    Raises:
+        ConfigError: it is no level of the logging module.
+    """
+    levels = logging.getLevelNamesMapping()
+    if name.upper() not in levels:
+        known = ", ".join(level.lower() for level in levels)
+        raise ConfigError(f"environment variable {LEVEL_VARIABLE} is {name!r}; expected one of {known}")
+    logging.getLogger("accel_trainer").setLevel(name.upper())
 
 
 def current_rank() -> int:

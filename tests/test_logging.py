@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from accel_trainer import PartialState
+from accel_trainer.errors import ConfigError
 from accel_trainer.logging import current_rank, get_logger
 from accel_trainer.progress import tqdm
+from accel_trainer.runtime.process import init_process
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.state")
@@ -43,6 +45,20 @@ def test_the_level_is_set_on_that_logger_only():
 def test_an_unknown_level_is_an_error():
     with pytest.raises(ValueError, match="Unknown level: 'LOUD'"):
         get_logger("accel_trainer.test_level", log_level="loud")
+
+
+def test_a_variable_sets_the_level_of_the_packages_lines():
+    package = logging.getLogger("accel_trainer")
+    before, root = package.level, logging.getLogger().level
+    try:
+        init_process({"ACCEL_TRAINER_LOG_LEVEL": "info"}, use_cpu=True)
+        assert package.isEnabledFor(logging.INFO)
+        assert not package.isEnabledFor(logging.DEBUG)
+        assert logging.getLogger().level == root
+    finally:
+        package.setLevel(before)
+    with pytest.raises(ConfigError, match=r"ACCEL_TRAINER_LOG_LEVEL is 'loud'; expected one of .*info"):
+        init_process({"ACCEL_TRAINER_LOG_LEVEL": "loud"}, use_cpu=True)
 
 
 def write_lines(path: str) -> int:

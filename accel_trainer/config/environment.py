@@ -19,6 +19,7 @@ from accel_trainer.config.schema import field_specs
 from accel_trainer.config.settings import Layer, Setting, Source, SourceKind
 from accel_trainer.config.validation import show
 from accel_trainer.errors import did_you_mean
+from accel_trainer.logging import LEVEL_VARIABLE
 
 __all__ = ["LAUNCH_VARIABLE", "RESERVED_VARIABLES", "read_environment_layer", "read_launch_variable", "variable_name"]
 
@@ -30,7 +31,7 @@ RESERVED_VARIABLES = {
     LAUNCH_VARIABLE: "what `accel-trainer launch` was told: its configuration file and its flags, as JSON",
     "ACCEL_TRAINER_FAULT": "fault injection, read in tests only",
     "ACCEL_TRAINER_TEST_MODE": "1 lets ACCEL_TRAINER_FAULT act",
-    "ACCEL_TRAINER_LOG_LEVEL": "level of the package's log messages",
+    LEVEL_VARIABLE: "level of the package's log messages: debug, info, warning, ...",
 }
 """Variables with our prefix that are not options of the tree."""
 

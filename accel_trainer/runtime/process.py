@@ -215,9 +215,12 @@ def init_process(
 
     Raises:
         ProcessGroupError: the launcher's variables are incomplete, or the group cannot be formed.
-        ConfigError: the device cannot serve this rank, or the group that it is in has another backend.
+        ConfigError: the device cannot serve this rank, the group that it is in has another backend, or a variable that
+            is read here has a value that it cannot have.
     """
     global _current
+    if level := environ.get(logging.LEVEL_VARIABLE, "").strip():
+        logging.set_level(level)
     info = find_launch_info(environ)
     is_joined = dist.is_available() and dist.is_initialized()
     if is_joined:
