@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from accel_trainer import (
     set_seed,
 )
 from accel_trainer.errors import ConfigError, ProcessGroupError
+from tests.launches import launch
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -63,12 +62,9 @@ def test_d3_launching_two_processes_on_the_cpu_starts_two(tmp_path: Path):
     script.write_text(
         "from accel_trainer import Accelerator\na = Accelerator()\nprint(f'<{a.process_index}/{a.num_processes}>')"
     )
-    command = [sys.executable, "-m", "accel_trainer", "launch", "--cpu", "--num_processes", "2", str(script)]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    finished = subprocess.run(
-        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=110, check=True
-    )
-    assert all(text in finished.stdout for text in ("<0/2>", "<1/2>"))
+    code, output = launch(tmp_path, "--cpu", "--num_processes", "2", str(script), timeout=110, PYTHONPATH=str(ROOT))
+    assert code == 0, output
+    assert all(text in output for text in ("<0/2>", "<1/2>"))
 
 
 def deepspeed_layout() -> dict[str, Any]:

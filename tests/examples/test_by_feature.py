@@ -7,12 +7,12 @@ import io
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.launches import launch
 from tests.ranks import preload, run_ranks
 
 pytest.importorskip("sklearn")
@@ -142,15 +142,10 @@ def test_the_launcher_starts_a_script_whose_numbers_do_not_depend_on_the_ranks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     arguments, expected = EXPECTED["uneven_data"]
-    command = [sys.executable, "-m", "accel_trainer", "launch", "--cpu", "--num_processes", "2"]
-    finished = subprocess.run(
-        [*command, str(FOLDER / "uneven_data.py"), *arguments],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert re.search(expected, finished.stdout)
+    monkeypatch.chdir(tmp_path)
+    words = ["--cpu", "--num_processes", "2", str(FOLDER / "uneven_data.py"), *arguments]
+    code, output = launch(tmp_path, *words, timeout=110)
+    assert code == 0, output
+    assert re.search(expected, output)
     run("uneven_data", "--cpu", *arguments, monkeypatch=monkeypatch, folder=tmp_path)
-    assert capsys.readouterr().out.strip() in finished.stdout
+    assert capsys.readouterr().out.strip() in output

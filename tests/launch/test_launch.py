@@ -16,28 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from accel_trainer.launch.cli import main
+from tests.launches import launch, run_command
 from tests.ranks import free_port, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO = ("--cpu", "--num_processes", "2")
-
-
-def run_command(words: list[str], output: str) -> int:
-    """Run the command line in a process that has torch imported already, with its output in a file."""
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    return main(words)
-
-
-def launch(folder: Path, *words: str, timeout: float = 60, **env: str) -> tuple[int, str]:
-    """Return the exit code of `accel-trainer launch WORDS` and what it and its workers wrote."""
-    output = folder / "output.txt"
-    output.unlink(missing_ok=True)
-    environ = {"HF_HOME": str(folder), "TORCHELASTIC_USE_AGENT_STORE": None, "OMP_NUM_THREADS": None, **env}
-    [code] = run_ranks(run_command, 1, ["launch", *words], str(output), env=environ, timeout=timeout)
-    return code, output.read_text()
 
 
 def write(folder: Path, text: str, name: str = "script.py") -> str:

@@ -15,6 +15,7 @@ from accel_trainer import DataLoaderConfiguration
 from accel_trainer.launch import self_check, testing
 from accel_trainer.launch.cli import main
 from accel_trainer.launch.job import Job
+from tests.launches import run_command
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.launch.self_check", "accel_trainer.accelerator")
@@ -29,14 +30,6 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def passed(output: str) -> list[str]:
     return [line.split(":")[0].removeprefix("  passed  ") for line in output.splitlines() if line.startswith("  pas")]
-
-
-def run_command(words: list[str], output: str) -> int:
-    """Run the command line in a process that has torch imported already, with its output in a file."""
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    return main(words)
 
 
 def test_two_processes_are_tested_with_the_configuration_of_a_file(tmp_path: Path):
