@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from accel_trainer.config.schema import DataConfig
-from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler, find_generator
+from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler, find_generator, find_replicated
 from accel_trainer.data.sources import DispatchSource, IndexSource, Source
 from accel_trainer.data.stream import (
     OwnShards,
@@ -73,11 +73,12 @@ def _check(loader: DataLoader[Any], config: DataConfig, shards: int) -> None:
             f"the dataset has 0 samples ({type(dataset).__name__} of a {type(loader).__name__}); "
             "check its path, split and filters"
         )
-    replicas = getattr(loader.sampler, "num_replicas", 1)
-    if replicas > 1 and shards > 1:
+    sharding = find_replicated(loader.sampler) or find_replicated(loader.batch_sampler)
+    if sharding is not None and shards > 1:
         raise ConfigError(
-            f"the loader's sampler {type(loader.sampler).__name__} shards by rank already (num_replicas={replicas}), "
-            f"and each part would be cut again into {shards}; give the loader a sampler over the whole dataset"
+            f"the loader's sampler {type(sharding).__name__} shards by rank already (num_replicas="
+            f"{sharding.num_replicas}), and each part would be cut again into {shards}; give the loader a sampler over "
+            "the whole dataset"
         )
 
 

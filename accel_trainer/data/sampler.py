@@ -25,7 +25,7 @@ from accel_trainer.data.position import Place
 from accel_trainer.data.randomness import draw_alike
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 
-__all__ = ["Clock", "SeedableRandomSampler", "ShardedBatchSampler", "find_generator"]
+__all__ = ["Clock", "SeedableRandomSampler", "ShardedBatchSampler", "find_generator", "find_replicated"]
 
 _NESTED = ("batch_sampler", "sampler")
 
@@ -336,6 +336,12 @@ def find_generator(sampler: Any) -> torch.Generator | None:
     """Return the generator that the user gave to a sampler or to one it wraps."""
     generators = (getattr(node, "generator", None) for node in _chain(sampler))
     return next((generator for generator in generators if isinstance(generator, torch.Generator)), None)
+
+
+def find_replicated(sampler: Any) -> Any:
+    """Return the sampler, or one that it wraps, that draws one of several ranks' parts; None where none does."""
+    replicas = ((node, getattr(node, "num_replicas", None)) for node in _chain(sampler))
+    return next((node for node, count in replicas if isinstance(count, int) and count > 1), None)
 
 
 def _seeded(sampler: Any, seed: int) -> tuple[Any, bool]:

@@ -6,14 +6,14 @@ shards of its own and each rank reads its part of them (`OwnShards`). Both say h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding, get_all_graph_pipes
@@ -264,12 +264,21 @@ def shards_of(dataset: Any) -> int:
 def reads_own_part(dataset: Any) -> bool:
     """Return whether a stream yields this rank's samples only, so that cutting it again would lose data.
 
-    It says so itself (`is_sharded_by_rank = True`), `datasets.distributed.split_dataset_by_node` made it, or
-    `apply_sharding` has cut a pipe at its `sharding_filter`.
+    It says so itself (`is_sharded_by_rank = True`), `datasets.distributed.split_dataset_by_node` made it or a stream
+    that it wraps, or `apply_sharding` has cut a pipe at its `sharding_filter`.
     """
-    if bool(getattr(dataset, "is_sharded_by_rank", False)) or getattr(dataset, "_distributed", None) is not None:
+    declared = getattr(dataset, "is_sharded_by_rank", None)
+    if declared is not None:
+        return bool(declared)
+    if any(_is_split_by_rank(node) for node in _with_wrapped(dataset)):
         return True
     return any(getattr(pipe, "num_of_instances", 1) > 1 for pipe in _sharding_filters(dataset))
+
+
+def _is_split_by_rank(dataset: Any) -> bool:
+    node = getattr(dataset, "_distributed", None)
+    is_split = node is not None and getattr(node, "world_size", 2) > 1
+    return is_split or bool(getattr(dataset, "is_sharded_by_rank", False))
 
 
 def open_pipe(dataset: Any, seed: int) -> None:
@@ -304,12 +313,31 @@ def keeps_own_state(dataset: Any) -> bool:
     return True
 
 
-def set_dataset_epoch(dataset: Any, epoch: int, depth: int = 8) -> None:
-    """Call `set_epoch` on a dataset and on those it wraps (`.dataset` of a subset, `.datasets` of a concatenation)."""
-    if dataset is None or depth == 0:
-        return
-    if callable(getattr(dataset, "set_epoch", None)):
-        dataset.set_epoch(epoch)
-    inner = getattr(dataset, "datasets", None)
-    for wrapped in (getattr(dataset, "dataset", None), *(inner if isinstance(inner, Iterable) else ())):
-        set_dataset_epoch(wrapped, epoch, depth - 1)
+def set_dataset_epoch(dataset: Any, epoch: int) -> None:
+    """Call `set_epoch` on a dataset and, through any wrapping, on those it holds."""
+    for node in _with_wrapped(dataset):
+        if callable(getattr(node, "set_epoch", None)):
+            node.set_epoch(epoch)
+
+
+def _with_wrapped(dataset: Any, at_most: int = 64) -> Iterator[Any]:
+    """Yield a dataset and those it holds: `.dataset` of a subset, `.datasets` of a concatenation, or any attribute."""
+    seen: dict[int, Any] = {}
+    waiting = [dataset]
+    while waiting and len(seen) < at_most:
+        node = waiting.pop(0)
+        if node is None or id(node) in seen:
+            continue
+        seen[id(node)] = node
+        yield node
+        inner = getattr(node, "datasets", None)
+        waiting += [getattr(node, "dataset", None), *(inner if isinstance(inner, (list, tuple)) else ())]
+        for value in getattr(node, "__dict__", {}).values():
+            waiting += _datasets_in(value)
+
+
+def _datasets_in(value: Any) -> list[Any]:
+    """Return an attribute's value that is a dataset, or the entries of one that holds datasets."""
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+    # By the first one: lists of samples are long.
+    return list(entries) if isinstance(next(iter(entries), None), Dataset) else []

@@ -246,14 +246,16 @@ def test_a_generator_of_ones_own_gives_its_seed() -> None:
 def test_set_epoch_reaches_samplers_and_datasets_through_any_wrapping() -> None:
     data = Numbers(4), Numbers(5)
     wrapped = Subset(ConcatDataset(data), range(9))
+    wrapped.by_name = {"another": Numbers(1)}
+    data = (*data, wrapped.by_name["another"])
     loader = prepare(DataLoader(wrapped, 2, shuffle=True))
 
     loader.set_epoch(6)
 
     assert loader.epoch == loader.sampler.epoch == 6
-    assert [inner.epoch for inner in data] == [6, 6]
+    assert [inner.epoch for inner in data] == [6, 6, 6]
     list(loader)
-    assert [inner.epoch for inner in data] == [7, 7]
+    assert [inner.epoch for inner in data] == [7, 7, 7]
 
 
 def test_an_epoch_set_on_the_sampler_itself_counts() -> None:
@@ -582,8 +584,10 @@ def test_a_batch_that_cannot_be_split_is_refused() -> None:
 
 def test_a_sampler_that_shards_by_rank_is_not_cut_again() -> None:
     sampler = DistributedSampler(Numbers(8), num_replicas=2, rank=1)
-    with pytest.raises(ConfigError, match=r"DistributedSampler shards by rank already \(num_replicas=2\)"):
-        prepare(DataLoader(Numbers(8), 2, sampler=sampler), 1, 2)
+    for options in ({"batch_size": 2, "sampler": sampler}, {"batch_sampler": BatchSampler(sampler, 2, False)}):
+        with pytest.raises(ConfigError, match=r"DistributedSampler shards by rank already \(num_replicas=2\)"):
+            prepare(DataLoader(Numbers(8), **options), 1, 2)
+        assert len(list(prepare(DataLoader(Numbers(8), **options)))) == 2
 
 
 def test_a_loader_that_keeps_its_own_iterator_is_refused() -> None:

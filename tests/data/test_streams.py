@@ -327,7 +327,16 @@ def test_what_reads_its_own_part_is_recognised() -> None:
     declared.is_sharded_by_rank = True
     split = split_dataset_by_node(hub_stream(8, 4), rank=0, world_size=2)
 
+    tokenized, packed = Stream(4), Stream(4)
+    tokenized.rows, packed.parts = split, [declared]
+    whole = split_dataset_by_node(hub_stream(8, 4), rank=0, world_size=1)
+
     assert reads_own_part(declared)
     assert reads_own_part(split)
+    assert reads_own_part(tokenized)
+    assert reads_own_part(packed)
+    packed.is_sharded_by_rank = False
+    assert not reads_own_part(packed)
+    assert not reads_own_part(whole)
     assert not reads_own_part(hub_stream(8, 4))
     assert (shards_of(hub_stream(8, 4)), shards_of(Stream(4))) == (4, 0)
