@@ -88,7 +88,9 @@ class AcceleratorExchange:
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pad the tensors of all ranks to the largest size along `dim`. Collective."""
-        return collectives.pad_across_processes(tensor, self.process, dim=dim, pad_index=pad_index, pad_first=pad_first)
+        return collectives.pad_across_processes(
+            tensor, self.process, dim=dim, pad_index=pad_index, pad_first=pad_first, debug=self.config.debug
+        )
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
         """Return the tensors of one rank on every rank. Collective."""

@@ -15,13 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel_trainer.errors import ConfigError, did_you_mean
-from accel_trainer.runtime.agreement import RAGGED_WAY_OUT, agree, describe
+from accel_trainer.runtime.agreement import RAGGED_WAY_OUT, agree, describe, describe_rows
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.ragged import check_ragged, gather_ragged, gather_unequal
+from accel_trainer.runtime.ragged import check_fits, check_ragged, gather_ragged, gather_unequal
 from accel_trainer.runtime.structures import (
     concatenate,
     find_batch_size,
-    is_tensor,
     recursively_apply,
     send_to_device,
 )
@@ -35,7 +34,6 @@ from accel_trainer.runtime.wire import (
     tensors_of,
     to_wire,
 )
-from accel_trainer.tree import leaves
 
 __all__ = [
     "ReduceOp",
@@ -233,7 +231,13 @@ def exchange_integers(values: Sequence[int], process: ProcessContext) -> Callabl
 
 
 def pad_across_processes(
-    data: Any, process: ProcessContext, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    data: Any,
+    process: ProcessContext,
+    dim: int = 0,
+    pad_index: float = 0,
+    pad_first: bool = False,
+    *,
+    debug: bool = False,
 ) -> Any:
     """Pad one dimension of each tensor to its largest size over the ranks, so that the tensors can be gathered.
 
@@ -243,9 +247,20 @@ def pad_across_processes(
         dim: the dimension to pad; a tensor that does not have it is left alone.
         pad_index: the value to pad with.
         pad_first: pad at the beginning instead of the end.
+        debug: compare the number of tensors, their dtypes and dimensions over the ranks before any data moves.
+
+    Raises:
+        ConfigError: a leaf is no tensor, or an integer dtype cannot hold `pad_index`.
+        ProcessGroupError: with `debug`, the ranks do not have tensors of the same kinds.
     """
-    tensors = [leaf for leaf in leaves(data, is_leaf=is_tensor) if is_tensor(leaf)]
-    if not process.is_distributed or not tensors:
+    tensors = tensors_of("pad_across_processes", data)
+    if not process.is_distributed:
+        return data
+    for tensor in tensors:
+        check_fits(pad_index, tensor.dtype)
+    if debug:
+        agree("pad_across_processes", describe_rows(tensors, None), process)
+    if not tensors:
         return data
     sizes = torch.tensor([tensor.shape[dim] if _has_dim(tensor, dim) else 0 for tensor in tensors])
     largest = to_wire(sizes, process).clone()

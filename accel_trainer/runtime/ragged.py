@@ -13,7 +13,7 @@ from accel_trainer.runtime.agreement import RAGGED_WAY_OUT, agree, describe_rows
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.wire import gather_tensor, map_tensors, tensors_of
 
-__all__ = ["check_ragged", "gather_ragged", "gather_rows", "gather_unequal"]
+__all__ = ["check_fits", "check_ragged", "gather_ragged", "gather_rows", "gather_unequal"]
 
 
 def check_ragged(pad_index: float | None, as_samples: bool) -> bool:
@@ -103,7 +103,7 @@ def gather_unequal(data: Any, process: ProcessContext, *, pad_index: float | Non
     """
     tensors = tensors_of("gather", data)
     for tensor in tensors:
-        _check_fits(pad_index or 0, tensor.dtype)
+        check_fits(pad_index or 0, tensor.dtype)
     mine = [tuple(tensor.shape) or (1,) for tensor in tensors]
     shapes = iter(zip(*agree("gather", describe_rows(tensors, None), process, value=mine), strict=True))
     return map_tensors("gather", lambda tensor: _gather_shapes(tensor, next(shapes), process, pad_index), data)
@@ -125,7 +125,12 @@ def gather_rows(data: Any, process: ProcessContext) -> Any:
     return map_tensors("gather", lambda tensor: _gather_shapes(tensor, next(shapes), process, 0), data)
 
 
-def _check_fits(pad_index: float, dtype: torch.dtype) -> None:
+def check_fits(pad_index: float, dtype: torch.dtype) -> None:
+    """Refuse a value to pad with that tensors of a dtype cannot hold, before a rank that has to pad finds out alone.
+
+    Raises:
+        ConfigError: an integer dtype cannot hold `pad_index`.
+    """
     if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
         return
     limits = torch.iinfo(dtype)

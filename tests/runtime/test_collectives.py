@@ -72,6 +72,16 @@ def test_gather_refuses_what_is_no_tensor() -> None:
         collectives.gather({"a": torch.ones(1), "b": "text"}, ALONE)
 
 
+def test_padding_refuses_what_it_cannot_do_before_ranks_talk() -> None:
+    # A rank of two, in a process that has joined none: a collective would be another error.
+    process = ProcessContext(0, 0, 2, 2, torch.device("cpu"), "gloo")
+    with pytest.raises(ConfigError, match=r"pad_index=-1 does not fit a tensor of torch.uint8, which holds 0 to 255"):
+        collectives.pad_across_processes({"mask": torch.ones(2, dtype=torch.uint8)}, process, pad_index=-1)
+    for place in (process, ALONE):
+        with pytest.raises(ConfigError, match=r"pad_across_processes takes tensors .* and got a str"):
+            collectives.pad_across_processes({"a": torch.ones(1), "b": "text"}, place)
+
+
 def test_gather_ragged_wants_a_size_of_each_rank() -> None:
     process = ProcessContext(1, 1, 2, 2, torch.device("cpu"), "gloo")
     with pytest.raises(ConfigError, match="got 3 sizes for 2 ranks"):
@@ -334,6 +344,7 @@ def disagree(kind: str) -> str:
         ),
         "operator": lambda: collectives.reduce(torch.ones(1), process, "sum" if rank else "max", debug=True),
         "number": lambda: collectives.gather([torch.ones(1)] * (1 + rank), process, debug=True),
+        "padding": lambda: collectives.pad_across_processes([torch.ones(2)] * (1 + rank), process, debug=True),
         "dimensions": lambda: collectives.gather(torch.ones((2,) * (1 + rank)), process, pad_index=0),
         "uneven": lambda: collectives.gather_ragged(torch.ones(2 - rank, 3 + rank), [2, 1], process, debug=True),
         "rows": lambda: collectives.gather_ragged(torch.ones(2 - rank + 3 * rank, 1), [2, 3], process, debug=True),
@@ -355,6 +366,7 @@ def disagree(kind: str) -> str:
         ("dtype", "leaf 0 of broadcast: rank 0 has float32 (2,), rank 1 has int64 (2,)"),
         ("operator", "the operation: rank 0 reduce(max), rank 1 reduce(sum)"),
         ("number", "leaf 1 of gather: rank 0 nothing, rank 1 has float32 (1,)"),
+        ("padding", "leaf 1 of pad_across_processes: rank 0 nothing, rank 1 has float32 with 1 dimension(s)"),
         ("shape", "pass pad_index= or as_samples=True where they may differ"),
         ("dimensions", "rank 0 has float32 with 1 dimension(s), rank 1 has float32 with 2 dimension(s)"),
         ("uneven", "has float32 with 1 row(s) of (3,) for each sample, rank 1 has float32 with 1 row(s) of (4,) for"),
