@@ -36,6 +36,12 @@ from accel_trainer.state import is_initialized
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 
+_NUMBERS = {
+    "launch.main_process_port": "use_port",
+    "launch.max_restarts": "max_restarts",
+    "launch.monitor_interval_seconds": "monitor_interval",
+}
+"""Options that are checked as those of the launcher are, and the arguments that give them."""
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _LOGGERS = ("agent.server.api", "multiprocessing.api")
 
@@ -81,13 +87,17 @@ def notebook_launcher(
         ProcessGroupError: a worker failed; the message has its rank and its traceback.
     """
     refuse_nesting(os.environ)
-    count = num_processes if num_processes is not None else max(1, _count_devices(use_cpu))
+    outer = {name: value for name, value in os.environ.items() if name != LAUNCH_VARIABLE}
+    if num_processes is None:
+        num_processes = max(1, _count_devices(use_cpu or resolve(environ=outer).config.use_cpu))
     address, port = _endpoint(rdzv_endpoint, master_addr, use_port)
-    if count < 1 or num_nodes < 1 or not 0 <= node_rank < num_nodes:
+    is_whole = all(isinstance(number, int) for number in (num_processes, num_nodes, node_rank))
+    if not is_whole or num_processes < 1 or num_nodes < 1 or not 0 <= node_rank < num_nodes:
         raise ConfigError(
-            f"num_processes={count}, num_nodes={num_nodes}, node_rank={node_rank}: expected one process and one "
-            "machine at least, and a node_rank from 0 to num_nodes - 1"
+            f"num_processes={num_processes!r}, num_nodes={num_nodes!r}, node_rank={node_rank!r}: expected one process "
+            "and one machine at least, and a node_rank from 0 to num_nodes - 1"
         )
+    count = num_processes
     settings = {**(rdzv_conf or {}), **({"rdzv_id": rdzv_id} if rdzv_id != "none" and rdzv_backend != "static" else {})}
     launch = LaunchConfig(
         num_machines=num_nodes,
@@ -103,8 +113,10 @@ def notebook_launcher(
     flags: dict[str, Any] = {"launch.num_processes": count * num_nodes}
     flags |= {"mixed_precision": mixed_precision} if mixed_precision is not None else {}
     flags |= {"use_cpu": True} if use_cpu else {}
-    outer = {name: value for name, value in os.environ.items() if name != LAUNCH_VARIABLE}
-    resolved = resolve(explicit=flags, environ=outer, explicit_name="notebook_launcher")
+    numbers = {path: getattr(launch, path.removeprefix("launch.")) for path in _NUMBERS}
+    resolved = resolve(
+        explicit={**flags, **numbers}, environ=outer, explicit_name="notebook_launcher", explicit_keywords=_NUMBERS
+    )
     launch_text = json.dumps({"config_file": None, "flags": flags})
     environment = worker_environment(os.environ, resolved, launch_text, count, num_nodes == 1)
     if count == num_nodes == 1:

@@ -292,6 +292,10 @@ def prevented() -> dict[str, str]:
         "none": refused(launch(num_processes=0)),
         "node": refused(launch(num_nodes=2, node_rank=2)),
         "conf": refused(launch(rdzv_conf={"tiemout": 3})),
+        "text": refused(launch(num_processes="2")),
+        "high": refused(launch(use_port=99999)),
+        "restarts": refused(launch(max_restarts=-1)),
+        "interval": refused(launch(monitor_interval=0)),
     }
     accelerator = Accelerator(cpu=True)
     messages["accelerator"] = refused(launch())
@@ -317,6 +321,10 @@ def prevented() -> dict[str, str]:
         ("none", "num_processes=0, num_nodes=1, node_rank=0: expected one process and one machine at least"),
         ("node", "num_nodes=2, node_rank=2: expected one process and one machine at least, and a node_rank from 0"),
         ("conf", "rdzv_conf has 'tiemout', which the static rendezvous does not know"),
+        ("text", "num_processes='2', num_nodes=1, node_rank=0: expected one process and one machine at least"),
+        ("high", "notebook_launcher(use_port=...) is 99999; expected a port number from 0 to 65535"),
+        ("restarts", "notebook_launcher(max_restarts=...) is -1; expected a whole number of at least 0"),
+        ("interval", "notebook_launcher(monitor_interval=...) is 0; expected a positive number of seconds"),
         ("accelerator", "there is an Accelerator in this process, made outside of the function that is launched"),
         ("nested", "this is already rank 0 of 2 of another launcher"),
         ("group", "this process has joined a process group, which its workers would share"),
@@ -336,6 +344,14 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match=r"num_processes=3 on this machine, which has 2 GPU\(s\); start at most 2"):
         notebook_launcher(mean_of_ranks, ("never", 1.0), num_processes=3)
+
+
+def test_a_variable_that_asks_for_the_cpu_counts_no_gpus(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("ACCEL_TRAINER_USE_CPU", "true")
+    seen: list[int] = []
+    notebook_launcher(lambda: seen.append(os.getpid()))
+    assert seen == [os.getpid()]
 
 
 def one_of_two_machines(port: int) -> None:
