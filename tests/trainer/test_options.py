@@ -14,7 +14,9 @@ import transformers
 from accel_trainer.errors import ConfigError, MissingExtraError
 from accel_trainer.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer, on_ranks, summary, weights_of
+from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer, summary, weights_of
+
+pytestmark = pytest.mark.timeout(240)  # the first test waits for the runs that all look at
 
 
 def summed_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -48,17 +50,39 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def run_on_two(folder: str) -> dict[Any, Any]:
+    """What all tests look at that needs two ranks."""
+    found: dict[Any, Any] = {}
+    for strategy in ("ddp", "fsdp"):
+        for name, changes in VARIANTS.items():
+            found[strategy, name] = run(folder, strategy, name, **changes)
+        found[strategy, "bf16"] = run(folder, strategy, "bf16", bf16=True)
+        build_trainer(folder, strategy=strategy).save_model(f"{folder}/{strategy}-saved")
+    for strategy in ("ddp", "fsdp", "fsdp_sharded"):
+        found[strategy, "twice"] = train_twice_with_checkpoints(f"{folder}/{strategy}-twice", strategy)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def on_two(folder) -> dict[Any, Any]:
+    return run_ranks(run_on_two, 2, folder, timeout=200)[0]
+
+
 @pytest.mark.multirank
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_two_ranks_agree_with_one_process(tmp_path, strategy, name):
+def test_two_ranks_agree_with_one_process(tmp_path, on_two, name):
     one = run(str(tmp_path), "single", name, **VARIANTS[name])
 
-    two = on_ranks(strategy, run, str(tmp_path), name=name, **VARIANTS[name])[0]
-
-    np.testing.assert_allclose(two["losses"], one["losses"], rtol=3e-5)
-    np.testing.assert_allclose(two["grad_norms"], one["grad_norms"], rtol=1e-3)
+    for strategy in ("ddp", "fsdp"):
+        two = on_two[strategy, name]
+        np.testing.assert_allclose(two["losses"], one["losses"], rtol=3e-5)
+        np.testing.assert_allclose(two["grad_norms"], one["grad_norms"], rtol=1e-3)
 
 
 def test_a_compiled_model_gives_the_same_losses_and_is_saved_under_its_own_names(tmp_path):
@@ -70,13 +94,11 @@ def test_a_compiled_model_gives_the_same_losses_and_is_saved_under_its_own_names
 
 
 @pytest.mark.multirank
-def test_bf16_is_close_to_fp32_and_keeps_fp32_weights(tmp_path):
+def test_bf16_is_close_to_fp32_and_keeps_fp32_weights(tmp_path, on_two):
     exact = run(str(tmp_path), "single", "bf16")
-    runs = [run(str(tmp_path), "single", "bf16", bf16=True)] + [
-        on_ranks(strategy, run, str(tmp_path), name="bf16", bf16=True)[0] for strategy in ("ddp", "fsdp")
-    ]
+    one = run(str(tmp_path), "single", "bf16", bf16=True)
 
-    for result in runs:
+    for result in (one, on_two["ddp", "bf16"], on_two["fsdp", "bf16"]):
         assert result["losses"] != exact["losses"]
         np.testing.assert_allclose(result["losses"], exact["losses"], rtol=2e-2)
         assert {values.dtype for values in result["weights"].values()} == {np.dtype(np.float32)}
@@ -91,23 +113,16 @@ def train_twice_with_checkpoints(output_dir: str, strategy: str) -> list[float]:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "fsdp_sharded"])
-def test_a_second_train_saves_and_goes_on_with_the_optimizer(tmp_path, strategy):
-    updates = 8 if strategy == "single" else 4
-
-    assert on_ranks(strategy, train_twice_with_checkpoints, str(tmp_path))[0] == [1, updates]
-
-
-def save_before_training(output_dir: str, strategy: str) -> None:
-    build_trainer(output_dir, strategy=strategy).save_model(output_dir)
+def test_a_second_train_saves_and_goes_on_with_the_optimizer(tmp_path, on_two):
+    assert train_twice_with_checkpoints(str(tmp_path), "single") == [1, 8]
+    for strategy in ("ddp", "fsdp", "fsdp_sharded"):
+        assert on_two[strategy, "twice"] == [1, 4], strategy
 
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_model_can_be_saved_before_it_is_laid_out(tmp_path, strategy):
-    on_ranks(strategy, save_before_training, str(tmp_path))
-
-    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+def test_a_model_can_be_saved_before_it_is_laid_out(folder, on_two, strategy):
+    loaded = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/{strategy}-saved").state_dict()
     for name, values in build_model().state_dict().items():
         assert torch.equal(loaded[name], values), name
 

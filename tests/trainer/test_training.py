@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -13,12 +14,13 @@ from transformers import default_data_collator, set_seed
 
 from accel_trainer.data.plan import permutation
 from tests.ranks import run_ranks
-from tests.trainer_jobs import TokenDataset, build_model, build_trainer, on_ranks, summary, train
+from tests.trainer_jobs import TokenDataset, build_model, build_trainer, summary, train
 
 GLOBAL_BATCH = 8
-STRATEGIES = ["single", "ddp", "fsdp"]
+pytestmark = pytest.mark.timeout(240)  # the first test waits for the runs that all look at
 
 
+@functools.cache
 def plain_loop(
     *, model: str = "llama", samples: int = 32, uneven: bool = False, accumulation: int = 1, epochs: int = 1,
     dropout: float = 0.0, clip: float = 1.0,
@@ -85,27 +87,63 @@ def test_dropout_draws_the_same_masks_as_the_plain_loop(tmp_path):
     np.testing.assert_allclose(run["losses"], reference["losses"], rtol=1e-6)
 
 
+def run_on_two(folder: str) -> dict[Any, Any]:
+    """What all tests look at that needs two ranks."""
+    found: dict[Any, Any] = {"uneven": uneven_run(folder, "ddp")}
+    for strategy in ("ddp", "fsdp", "fsdp_sharded"):
+        for model in ("llama", "gpt2"):
+            found[strategy, model] = train(
+                folder, strategy=strategy, model=model, uneven=True, per_device_train_batch_size=GLOBAL_BATCH // 2
+            )
+    for strategy in ("ddp", "fsdp"):
+        found[strategy, "accumulated"] = accumulated(folder, strategy, 2)
+        found[strategy, "twice"] = run_twice(folder, strategy, 2)
+        for accumulation in (1, 2):
+            found[strategy, "bert", accumulation] = train(
+                folder, strategy=strategy, model="bert", gradient_accumulation_steps=accumulation,
+                per_device_train_batch_size=GLOBAL_BATCH // 2 // accumulation,
+            )  # fmt: skip
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory) -> list[dict[Any, Any]]:
+    return run_ranks(run_on_two, 2, str(tmp_path_factory.mktemp("two")), timeout=200)
+
+
 @pytest.mark.multirank
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp_sharded"])
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
-def test_two_ranks_give_the_losses_of_one_process_at_the_same_global_batch(tmp_path, strategy, model):
-    runs = on_ranks(strategy, train, tmp_path, model=model, uneven=True, per_device_train_batch_size=GLOBAL_BATCH // 2)
+def test_two_ranks_give_the_losses_of_one_process_at_the_same_global_batch(on_two, strategy, model):
+    first, second = (found[strategy, model] for found in on_two)
 
-    assert_same_run(runs[0], plain_loop(model=model, uneven=True))
-    assert runs[0]["losses"] == runs[1]["losses"]
+    assert_same_run(first, plain_loop(model=model, uneven=True))
+    assert first["losses"] == second["losses"]
 
 
-@pytest.mark.multirank
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_accumulated_windows_are_one_token_mean(tmp_path, strategy):
-    ranks = 1 if strategy == "single" else 2
-    runs = on_ranks(
-        strategy, train, tmp_path, uneven=True, gradient_accumulation_steps=2,
+def accumulated(folder: Any, strategy: str, ranks: int) -> dict[str, Any]:
+    return train(
+        folder, strategy=strategy, uneven=True, gradient_accumulation_steps=2,
         per_device_train_batch_size=GLOBAL_BATCH // 2 // ranks,
     )  # fmt: skip
 
-    assert_same_run(runs[0], plain_loop(uneven=True, accumulation=2))
-    assert_same_run(runs[0], plain_loop(uneven=True, accumulation=1))
+
+@pytest.mark.multirank
+def test_accumulated_windows_are_one_token_mean(tmp_path, on_two):
+    runs = [accumulated(tmp_path, "single", 1), *(on_two[0][name, "accumulated"] for name in ("ddp", "fsdp"))]
+    for run in runs:
+        assert_same_run(run, plain_loop(uneven=True, accumulation=2))
+        assert_same_run(run, plain_loop(uneven=True, accumulation=1))
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_model_that_returns_its_own_mean_trains_alike_on_two_ranks_and_in_windows(on_two, strategy, accumulation):
+    run = on_two[0][strategy, "bert", accumulation]
+
+    assert_same_run(run, plain_loop(model="bert"))
+    assert run["train_loss"] == pytest.approx(np.mean(plain_loop(model="bert")["losses"]), rel=1e-4)
 
 
 def uneven_run(output_dir: str, strategy: str) -> list[float]:
@@ -122,17 +160,17 @@ def uneven_run(output_dir: str, strategy: str) -> list[float]:
 
 
 @pytest.mark.multirank
-def test_train_loss_is_the_mean_over_ranks_also_for_what_was_never_logged(tmp_path):
+def test_train_loss_is_the_mean_over_ranks_also_for_what_was_never_logged(tmp_path, on_two):
     one = uneven_run(str(tmp_path), "single")
 
-    two = run_ranks(uneven_run, 2, str(tmp_path), "ddp")
+    first, second = (found["uneven"] for found in on_two)
 
-    assert two[0] == two[1]
-    assert two[0] == pytest.approx(one, rel=1e-5)
+    assert first == second
+    assert first == pytest.approx(one, rel=1e-5)
 
 
-def run_twice(output_dir: str, strategy: str, batch_size: int) -> dict[str, Any]:
-    trainer = build_trainer(output_dir, strategy=strategy, per_device_train_batch_size=batch_size, logging_steps=1)
+def run_twice(output_dir: str, strategy: str, ranks: int) -> dict[str, Any]:
+    trainer = build_trainer(output_dir, strategy=strategy, per_device_train_batch_size=GLOBAL_BATCH // ranks)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     first = summary(trainer)
@@ -141,14 +179,12 @@ def run_twice(output_dir: str, strategy: str, batch_size: int) -> dict[str, Any]
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_evaluating_first_and_training_again_go_on_from_the_weights_there_are(tmp_path, strategy):
-    ranks = 1 if strategy == "single" else 2
-    run = on_ranks(strategy, run_twice, str(tmp_path), batch_size=GLOBAL_BATCH // ranks)[0]
-
-    assert_same_run(run["first"], plain_loop())
-    assert run["second"]["losses"][0] < run["first"]["losses"][0]
-    assert run["after"] != run["before"]
+def test_evaluating_first_and_training_again_go_on_from_the_weights_there_are(tmp_path, on_two):
+    runs = [run_twice(str(tmp_path), "single", 1), *(on_two[0][name, "twice"] for name in ("ddp", "fsdp"))]
+    for run in runs:
+        assert_same_run(run["first"], plain_loop())
+        assert run["second"]["losses"][0] < run["first"]["losses"][0]
+        assert run["after"] != run["before"]
 
 
 def test_a_stream_that_ends_inside_a_window_is_trained_as_one_short_window(tmp_path):
