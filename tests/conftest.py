@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import multiprocessing
+import multiprocessing.util
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,6 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 if os.access(sys.prefix, os.W_OK):
     # Another environment's DeepSpeed lies elsewhere, and the two would rebuild each other's in the user's cache.
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
+
+# Property tests measure no time: the machine may be busy.
+hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("untimed")
 
 # What a launcher sets: the tests must not depend on how pytest itself was started.
 _LAUNCHER_VARIABLES = (
@@ -78,11 +84,28 @@ def no_launcher_environment() -> Iterator[None]:
     patch.undo()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep temporary files apart from those of other sessions on the machine, which come and go during a test."""
+    tmp_path_factory.getbasetemp()  # stays where it was: pytest keeps the last ones to look at
+    folder = tempfile.mkdtemp(prefix="tests-")
+    # Last of all: what multiprocessing has in there goes with the process.
+    multiprocessing.util.Finalize(None, shutil.rmtree, [folder], {"ignore_errors": True}, exitpriority=-1000)
+    patch = pytest.MonkeyPatch()
+    patch.setenv("TMPDIR", folder)
+    patch.setattr(tempfile, "tempdir", folder)
+    yield
+    patch.undo()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Prepare once what tests would wait for."""
     # A full collection, which some code under test asks for, takes half a second with all that collecting imports.
     gc.collect()
     gc.freeze()
+    if "torch" in sys.modules:
+        # As in the ranks. Threads gain nothing with such small tensors, and wait for each other on a busy machine.
+        sys.modules["torch"].set_num_threads(1)
     _compile_collectives(session)
 
 
@@ -101,7 +124,7 @@ def _compile_collectives(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_leaks(no_launcher_environment: None) -> Iterator[None]:
+def no_leaks(no_launcher_environment: None, own_temporary_files: None) -> Iterator[None]:
     """Fail the test that leaves something behind, and clean up so that only this test fails."""
     environ, threads, files, defaults = dict(os.environ), set(threading.enumerate()), _files(), _torch_defaults()
     children = set(multiprocessing.active_children())
