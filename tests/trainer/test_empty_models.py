@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from accel_trainer.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.trainer_jobs import TokenDataset, arguments, build_model, summary
 
 
 def train_from_path(folder: str, kind: str, spare: bool, first: str) -> dict[str, Any]:
-    from accel_trainer.trainer import Trainer
-
     options = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"cpu_ram_efficient_loading": spare}}
     data = {"kind": "class" if kind == "bert" else "lm"}
     trainer = Trainer(
@@ -29,11 +27,38 @@ def train_from_path(folder: str, kind: str, spare: bool, first: str) -> dict[str
     return {**found, **summary(trainer)}
 
 
-@pytest.mark.parametrize(("kind", "first"), [("llama", "train"), ("gpt2", "evaluate"), ("bert", "train")])
-def test_an_empty_model_trains_as_a_loaded_one(tmp_path: Path, kind: str, first: str):
-    build_model(kind, seed=3).save_pretrained(tmp_path / "model")
-    spared = run_ranks(train_from_path, 2, str(tmp_path), kind, True, first, timeout=100)[0]
-    loaded = run_ranks(train_from_path, 2, str(tmp_path), kind, False, first, timeout=100)[0]
+KINDS = [("llama", "train"), ("gpt2", "evaluate"), ("bert", "train")]
+
+
+def run_on_two(folder: str) -> dict[Any, Any]:
+    """Each kind of model, without values at first and with; and one that `from_pretrained` has to load."""
+    found: dict[Any, Any] = {
+        (kind, spare): train_from_path(f"{folder}/{kind}", kind, spare, first)
+        for kind, first in KINDS
+        for spare in (True, False)
+    }
+    options = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"cpu_ram_efficient_loading": True}}
+    trainer = Trainer(f"{folder}/renamed", arguments(f"{folder}/out", **options), train_dataset=TokenDataset(4))
+    found["renamed"] = any(p.is_meta for p in trainer.model.parameters())
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory) -> list[dict[Any, Any]]:
+    folder = tmp_path_factory.mktemp("models")
+    for kind, _ in KINDS:
+        build_model(kind, seed=3).save_pretrained(folder / kind / "model")
+    model = build_model("llama")
+    model.model.save_pretrained(folder / "renamed")  # without the prefix that the whole model's names have
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(folder / "renamed")
+    return run_ranks(run_on_two, 2, str(folder), timeout=100)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(("kind", "first"), KINDS)
+def test_an_empty_model_trains_as_a_loaded_one(on_two, kind: str, first: str):
+    spared, loaded = on_two[0][kind, True], on_two[0][kind, False]
     assert (spared["is_empty"], loaded["is_empty"]) == (True, False)
     assert spared["metrics"] == pytest.approx(loaded["metrics"]) if first == "evaluate" else spared["metrics"] is None
     assert spared["losses"] == pytest.approx(loaded["losses"], abs=1e-6)
@@ -41,17 +66,6 @@ def test_an_empty_model_trains_as_a_loaded_one(tmp_path: Path, kind: str, first:
         assert torch.allclose(torch.from_numpy(spared["weights"][name]), torch.from_numpy(weight), atol=1e-6), name
 
 
-def build_from(folder: str) -> bool:
-    from accel_trainer.trainer import Trainer
-
-    options = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"cpu_ram_efficient_loading": True}}
-    trainer = Trainer(folder, arguments(f"{folder}/out", **options), train_dataset=TokenDataset(4))
-    return any(p.is_meta for p in trainer.model.parameters())
-
-
-def test_files_that_from_pretrained_has_to_rename_are_loaded_by_it(tmp_path: Path):
-    model = build_model("llama")
-    model.model.save_pretrained(tmp_path)  # without the prefix that the whole model's names have
-    model.config.architectures = ["LlamaForCausalLM"]
-    model.config.save_pretrained(tmp_path)
-    assert run_ranks(build_from, 2, str(tmp_path), timeout=100) == [False, False]
+@pytest.mark.multirank
+def test_files_that_from_pretrained_has_to_rename_are_loaded_by_it(on_two):
+    assert [found["renamed"] for found in on_two] == [False, False]

@@ -10,7 +10,7 @@ import transformers
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.trainer import Trainer
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import run_ranks
 from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer
 
 
@@ -120,38 +120,30 @@ def test_fsdp_with_one_process(tmp_path):
         build_trainer(tmp_path, strategy="fsdp")
 
 
-@pytest.mark.multirank
-def test_unknown_wrap_class(tmp_path):
-    changes = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LamaDecoderLayer"}}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LamaDecoderLayer"}}, r"LlamaDecoderLayer"),
+    (
+        {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}, "gradient_checkpointing": True},
+        r"both would recompute the same layers; keep the one in fsdp_config",
+    ),
+    ({"auto_find_batch_size": True}, r"auto_find_batch_size is set.*set per_device_train_batch_size"),
+    (
+        {"fsdp": True, "save_on_each_node": True},
+        r"save_on_each_node is set with a sharded model.*output_dir that all nodes",
+    ),
+]
 
-    with pytest.raises(RankFailure, match=r"LlamaDecoderLayer") as failure:
-        run_ranks(fsdp_run, 2, str(tmp_path), changes)
-    assert len(failure.value.failures) == 2
 
-
-def fsdp_run(output_dir: str, changes: dict[str, Any]) -> None:
-    trainer = Trainer(build_model(), arguments(output_dir, **changes), train_dataset=TokenDataset(8))
-    trainer.train()
-
-
-@pytest.mark.multirank
-def test_two_kinds_of_recomputation(tmp_path):
-    changes = {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}, "gradient_checkpointing": True}
-
-    with pytest.raises(RankFailure, match=r"both would recompute the same layers; keep the one in fsdp_config"):
-        run_ranks(fsdp_run, 2, str(tmp_path), changes)
+def train_refused(output_dir: str) -> None:
+    for changes, message in REFUSED:
+        with pytest.raises(ConfigError, match=message):
+            Trainer(build_model(), arguments(output_dir, **changes), train_dataset=TokenDataset(8)).train()
 
 
 @pytest.mark.multirank
-def test_batch_size_search_with_several_ranks(tmp_path):
-    with pytest.raises(RankFailure, match=r"auto_find_batch_size is set.*set per_device_train_batch_size"):
-        run_ranks(fsdp_run, 2, str(tmp_path), {"auto_find_batch_size": True})
-
-
-@pytest.mark.multirank
-def test_saving_a_sharded_model_on_each_node(tmp_path):
-    with pytest.raises(RankFailure, match=r"save_on_each_node is set with a sharded model.*output_dir that all nodes"):
-        run_ranks(fsdp_run, 2, str(tmp_path), {"fsdp": True, "save_on_each_node": True})
+def test_what_two_ranks_cannot_do_is_refused_on_both(tmp_path):
+    """Unknown layers to wrap, two kinds of recomputation, a search for the batch size, a sharded save on each node."""
+    run_ranks(train_refused, 2, str(tmp_path))
 
 
 def test_prediction_that_is_no_tensor(tmp_path):

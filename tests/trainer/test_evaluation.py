@@ -11,6 +11,7 @@ import torch
 from tests.ranks import run_ranks
 from tests.trainer_jobs import TokenDataset, build_model, build_trainer
 
+pytestmark = pytest.mark.timeout(240)  # the first test waits for the runs that all look at
 EVAL_SAMPLES = 11
 
 
@@ -64,46 +65,67 @@ def test_one_process_is_exact_at_any_batch_size(tmp_path, batch_size):
     check(evaluate(str(tmp_path), per_device_eval_batch_size=batch_size))
 
 
+CLASSIFIER: dict[str, Any] = {"model": "bert", "per_device_eval_batch_size": 4, "options": {}}
+ACCUMULATIONS: list[dict[str, Any]] = [{}, {"eval_accumulation_steps": 1}, {"eval_accumulation_steps": 3}]
+
+
+def run_on_two(folder: str) -> dict[Any, Any]:
+    """What all tests look at that needs two ranks."""
+    uneven = {"per_device_eval_batch_size": 4, "accelerator_config": {"even_batches": False}}
+    found: dict[Any, Any] = {
+        ("ddp", 1): evaluate(folder, "ddp", per_device_eval_batch_size=1),
+        ("ddp", 4): evaluate(folder, "ddp", per_device_eval_batch_size=4),
+        ("fsdp", 4): evaluate(folder, "fsdp", per_device_eval_batch_size=4),
+        "uneven": evaluate(folder, "fsdp", **uneven),
+        "classifier": evaluate(folder, "ddp", **CLASSIFIER),
+        "steps": evaluate_in_steps(folder, "ddp"),
+        "inputs": [evaluate_with_inputs(folder, "ddp", **changes) for changes in ACCUMULATIONS],
+        "shards": shard_sizes(folder),
+    }
+    for strategy in ("ddp", "fsdp"):
+        found[strategy, "stream"] = evaluate_stream(folder, strategy)
+        found[strategy, "ragged"] = evaluate_ragged(folder, strategy)
+        found[strategy, "by batch"] = evaluate_by_batch(folder, strategy)
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory) -> list[dict[Any, Any]]:
+    return run_ranks(run_on_two, 2, str(tmp_path_factory.mktemp("two")), timeout=200)
+
+
 @pytest.mark.multirank
-@pytest.mark.parametrize(
-    ("strategy", "world_size", "batch_size"),
-    [("ddp", 2, 1), ("ddp", 2, 4), ("ddp", 3, 2), ("fsdp", 2, 4), ("fsdp", 3, 8)],
-)
-def test_many_ranks_are_exact_at_any_batch_size(tmp_path, strategy, world_size, batch_size):
-    results = run_ranks(evaluate, world_size, str(tmp_path), strategy, per_device_eval_batch_size=batch_size)
-
-    for result in results:
-        check(result)
+@pytest.mark.parametrize(("strategy", "batch_size"), [("ddp", 1), ("ddp", 4), ("fsdp", 4)])
+def test_two_ranks_are_exact_at_any_batch_size(on_two, strategy, batch_size):
+    for found in on_two:
+        check(found[strategy, batch_size])
 
 
-@pytest.mark.multirank
-def test_more_ranks_than_samples_are_exact(tmp_path):
-    results = run_ranks(evaluate, 3, str(tmp_path), "fsdp", eval_samples=2, per_device_eval_batch_size=4)
-
-    for result in results:
-        check(result, samples=2)
+def run_on_three(folder: str) -> list[dict[str, Any]]:
+    return [
+        evaluate(folder, "ddp", per_device_eval_batch_size=2),
+        evaluate(folder, "fsdp", per_device_eval_batch_size=8),
+        evaluate(folder, "fsdp", eval_samples=2, per_device_eval_batch_size=4),
+    ]
 
 
 @pytest.mark.multirank
-def test_uneven_batches_are_exact_too(tmp_path):
-    results = run_ranks(
-        evaluate, 2, str(tmp_path), "fsdp", per_device_eval_batch_size=4, accelerator_config={"even_batches": False}
-    )
-
-    check(results[0])
+def test_three_ranks_are_exact_also_with_fewer_samples(tmp_path):
+    for even, wide, few in run_ranks(run_on_three, 3, str(tmp_path)):
+        check(even)
+        check(wide)
+        check(few, samples=2)
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
-def test_a_classifier_gets_the_mean_over_its_rows(tmp_path, strategy):
-    arguments: dict[str, Any] = {"model": "bert", "per_device_eval_batch_size": 4, "options": {}}
-    results = (
-        [evaluate(str(tmp_path), **arguments)]
-        if strategy == "single"
-        else run_ranks(evaluate, 2, str(tmp_path), strategy, **arguments)
-    )
+def test_uneven_batches_are_exact_too(on_two):
+    check(on_two[0]["uneven"])
 
-    assert results[0]["metrics"]["eval_loss"] == pytest.approx(exact_loss("bert"), rel=1e-6)
+
+@pytest.mark.multirank
+def test_a_classifier_gets_the_mean_over_its_rows(tmp_path, on_two):
+    for result in (evaluate(str(tmp_path), **CLASSIFIER), on_two[0]["classifier"]):
+        assert result["metrics"]["eval_loss"] == pytest.approx(exact_loss("bert"), rel=1e-6)
 
 
 def test_batch_weighting_gives_the_number_of_upstream_on_one_process(tmp_path):
@@ -137,15 +159,10 @@ def evaluate_stream(output_dir: str, strategy: str) -> dict[str, Any]:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_a_stream_without_length_counts_every_sample_once(tmp_path, strategy):
-    results = (
-        [evaluate_stream(str(tmp_path), strategy)]
-        if strategy == "single"
-        else run_ranks(evaluate_stream, 2, str(tmp_path), strategy)
-    )
-
-    check(results[0])
+def test_a_stream_without_length_counts_every_sample_once(tmp_path, on_two):
+    check(evaluate_stream(str(tmp_path), "single"))
+    for strategy in ("ddp", "fsdp"):
+        check(on_two[0][strategy, "stream"])
 
 
 def pad_left(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -162,10 +179,10 @@ def evaluate_ragged(output_dir: str, strategy: str) -> dict[str, Any]:
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_batches_of_different_lengths_are_padded_with_the_ignored_index(tmp_path, strategy):
+def test_batches_of_different_lengths_are_padded_with_the_ignored_index(tmp_path, on_two, strategy):
     one = evaluate_ragged(str(tmp_path), "single")
 
-    two = run_ranks(evaluate_ragged, 2, str(tmp_path), strategy)[0]
+    two = on_two[0][strategy, "ragged"]
 
     np.testing.assert_allclose(two["predictions"], one["predictions"], atol=1e-5)
     np.testing.assert_array_equal(two["labels"], one["labels"])
@@ -211,18 +228,14 @@ def evaluate_by_batch(output_dir: str, strategy: str) -> dict[str, float]:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_batch_metrics_see_every_sample_and_answer_once(tmp_path, strategy):
-    results = (
-        [evaluate_by_batch(str(tmp_path), strategy)]
-        if strategy == "single"
-        else run_ranks(evaluate_by_batch, 2, str(tmp_path), strategy)
-    )
+def test_batch_metrics_see_every_sample_and_answer_once(tmp_path, on_two):
+    one = evaluate_by_batch(str(tmp_path), "single")
+    two = [found[strategy, "by batch"] for found in on_two for strategy in ("ddp", "fsdp")]
 
-    for metrics in results:
+    for metrics in (one, *two):
         assert metrics["eval_rows"] == EVAL_SAMPLES
         assert metrics["eval_answers"] == 1
-        assert metrics["eval_inputs"] == (1 if strategy == "single" else 3)
+        assert metrics["eval_inputs"] == (1 if metrics is one else 3)
 
 
 def seen(prediction: Any) -> dict[str, Any]:
@@ -242,18 +255,13 @@ def evaluate_with_inputs(output_dir: str, strategy: str, **changes: Any) -> dict
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
-@pytest.mark.parametrize("changes", [{}, {"eval_accumulation_steps": 1}, {"eval_accumulation_steps": 3}])
-def test_inputs_and_losses_reach_the_metrics_row_by_row(tmp_path, strategy, changes):
-    results = (
-        [evaluate_with_inputs(str(tmp_path), strategy, **changes)]
-        if strategy == "single"
-        else run_ranks(evaluate_with_inputs, 2, str(tmp_path), strategy, **changes)
-    )
+def test_inputs_and_losses_reach_the_metrics_row_by_row(tmp_path, on_two):
+    one = [evaluate_with_inputs(str(tmp_path), "single", **changes) for changes in ACCUMULATIONS]
 
-    assert results[0]["eval_inputs_ok"] is True
-    assert results[0]["eval_losses"] == EVAL_SAMPLES
-    assert results[0]["eval_mean"] == pytest.approx(results[0]["eval_loss"], rel=1e-5)
+    for metrics in (*one, *on_two[0]["inputs"]):
+        assert metrics["eval_inputs_ok"] is True
+        assert metrics["eval_losses"] == EVAL_SAMPLES
+        assert metrics["eval_mean"] == pytest.approx(metrics["eval_loss"], rel=1e-5)
 
 
 def steps_seen(prediction: Any) -> dict[str, Any]:
@@ -272,9 +280,9 @@ def evaluate_in_steps(output_dir: str, strategy: str) -> dict[str, Any]:
 
 
 @pytest.mark.multirank
-def test_without_concatenation_each_step_stays_by_itself(tmp_path):
+def test_without_concatenation_each_step_stays_by_itself(tmp_path, on_two):
     one = evaluate_in_steps(str(tmp_path), "single")
-    two = run_ranks(evaluate_in_steps, 2, str(tmp_path), "ddp")[0]
+    two = on_two[0]["steps"]
 
     assert one["eval_sizes"] == [4, 4, 3]
     assert len(set(one["eval_widths"])) > 1
@@ -328,8 +336,8 @@ def shard_sizes(output_dir: str) -> tuple[list[int], int]:
 
 
 @pytest.mark.multirank
-def test_a_sharded_model_is_sharded_again_after_evaluation(tmp_path):
-    results = run_ranks(shard_sizes, 2, str(tmp_path))
+def test_a_sharded_model_is_sharded_again_after_evaluation(on_two):
+    results = [found["shards"] for found in on_two]
 
     assert sum(sum(local) for local, _ in results) == results[0][1]
 

@@ -55,36 +55,37 @@ def test_bfloat16_becomes_float32():
     assert to_numpy(torch.ones(2, dtype=torch.bfloat16)).dtype == np.float32
 
 
-def gather_ragged(dtype: torch.dtype, piece_bytes: int) -> Any:
-    """Rank r has r + 1 rows of width r + 2 in each of 3 steps, and rank 1 lacks the last step."""
-    from accel_trainer import Accelerator
+CASES = [(dtype, size) for dtype in (torch.float32, torch.int64, torch.bfloat16) for size in (1, 2**20)]
 
+
+def gather_ragged(accelerator: Any, dtype: torch.dtype, piece_bytes: int) -> Any:
+    """Rank r has r + 1 rows of width r + 2 in each of 3 steps, and rank 1 lacks the last step."""
     gathering._PIECE_BYTES = piece_bytes
-    accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
     steps = [torch.full((rank + 1, rank + 2), 10 * step + rank).to(dtype) for step in range(3 if rank == 0 else 2)]
     return Gatherer(accelerator).gather(steps).float().numpy()
 
 
-@pytest.mark.multirank
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16])
-@pytest.mark.parametrize("piece_bytes", [1, 2**20])
-def test_ranks_are_interleaved_step_by_step(dtype, piece_bytes):
-    for result in run_ranks(gather_ragged, 2, dtype, piece_bytes):
-        assert result[:, 0].tolist() == [0, 1, 1, 10, 11, 11, 20]
-        assert result[0].tolist() == [0, 0, -100]
-        assert result[1].tolist() == [1, 1, 1]
-
-
-def gather_from_one() -> Any:
-    from accel_trainer import Accelerator
-
-    accelerator = Accelerator(cpu=True)
+def gather_from_one(accelerator: Any) -> Any:
     steps = [{"a": torch.arange(3), "b": torch.ones(3, 2, dtype=torch.bool)}] if accelerator.is_main_process else []
     result = Gatherer(accelerator).gather(steps)
     return result["a"].tolist(), result["b"].shape, bool(result["b"].all())
 
 
+def gather_all() -> Any:
+    from accel_trainer import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    ragged = [gather_ragged(accelerator, dtype, piece_bytes) for dtype, piece_bytes in CASES]
+    return ragged, gather_from_one(accelerator)
+
+
 @pytest.mark.multirank
-def test_a_rank_without_steps_learns_the_structure_from_the_others():
-    assert run_ranks(gather_from_one, 2) == [([0, 1, 2], (3, 2), True)] * 2
+def test_ranks_are_interleaved_step_by_step_and_one_without_steps_learns_the_structure():
+    for ragged, from_one in run_ranks(gather_all, 2):
+        assert len(ragged) == len(CASES)
+        for result in ragged:
+            assert result[:, 0].tolist() == [0, 1, 1, 10, 11, 11, 20]
+            assert result[0].tolist() == [0, 0, -100]
+            assert result[1].tolist() == [1, 1, 1]
+        assert from_one == ([0, 1, 2], (3, 2), True)
