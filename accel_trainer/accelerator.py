@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_trainer import logging
+from accel_trainer.absent import refuse_options
 from accel_trainer.checkpoint.registry import CheckpointRegistry
 from accel_trainer.checkpointing import AcceleratorCheckpointing
 from accel_trainer.config import Resolved
@@ -77,6 +79,7 @@ class Accelerator(
         deepspeed_plugins: Mapping[str, Any] | None = None,
         strategy: str | None = None,
         config: str | Path | Mapping[str, Any] | Resolved | None = None,
+        **others: Any,
     ) -> None:
         """Resolve the options, join the job, and choose the strategy. Collective.
 
@@ -96,11 +99,13 @@ class Accelerator(
                 for those that are installed, or objects of one's own.
             strategy: "auto", "single", "ddp", "fsdp2" or another registered name.
             config: a configuration file (YAML or JSON), the name of a packaged one, a dict, or a resolved one.
+            **others: options of similar libraries for what is not offered here; None is taken.
 
         Raises:
             ConfigError: an option is wrong, or cannot be honoured on this device or number of processes.
             ProcessGroupError: the job cannot be joined.
         """
+        refuse_options(others, inspect.signature(Accelerator).parameters)
         environ = read_environment()
         plugins = EnginePlugins.of(deepspeed_plugin, deepspeed_plugins)
         options_with = functools.partial(
@@ -170,6 +175,10 @@ class Accelerator(
         if self.strategy.capabilities.shards_parameters and self.process.device.type == "cpu":
             # A warning, so that it is seen: users who asked for FSDP usually expect GPUs.
             logger.warning("no accelerator is used: the model is sharded over %d CPU processes", self.num_processes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        """Return itself: a copy of what holds an Accelerator takes part in the same job."""
+        return self
 
     def _take_plugin(self, name: str | None) -> None:
         """Start the strategy as a plugin says, or as the configuration does, and lay out models by that from now on."""

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from accel_trainer.absent import explain_missing
 from accel_trainer.checkpoint.empty import init_empty_weights, init_on_device
 from accel_trainer.checkpoint.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
 
 __all__ = ["init_empty_weights", "init_on_device", "load_checkpoint_and_dispatch", "load_checkpoint_in_model"]
+
+
+def __getattr__(name: str) -> Any:
+    raise explain_missing(__name__, name)

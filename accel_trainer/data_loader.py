@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from accel_trainer.absent import explain_missing
 from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
 from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler
 
@@ -12,3 +15,7 @@ __all__ = [
     "prepare_data_loader",
     "skip_first_batches",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise explain_missing(__name__, name)

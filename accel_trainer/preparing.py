@@ -78,7 +78,7 @@ class AcceleratorPreparing:
         places = {id(item): place for item, place in zip(objects, placements, strict=True)}
         models = [item for item in objects if isinstance(item, nn.Module)]
         described = stand_ins(objects, self.strategy)
-        optimizers = {id(item): described.get(id(item), item) for item in objects if is_optimizer(item)}
+        optimizers = {id(item): self._own(described.get(id(item), item)) for item in objects if is_optimizer(item)}
         hints = JobHints(
             rows=self._micro_batch_size([item for item in objects if isinstance(item, DataLoader)]),
             schedules={id(optimizers.get(id(s.optimizer), s.optimizer)): s.numbers for s in schedules_of(objects)},
@@ -113,13 +113,21 @@ class AcceleratorPreparing:
         Raises:
             ConfigError: it has parameters of no prepared model, or of another optimizer.
         """
+        optimizer = self._own(optimizer)
         self._lay_out([], [optimizer], {})
         return self._wrap(optimizer)
+
+    def _own(self, optimizer: Optimizer) -> Optimizer:
+        """Return what another Accelerator, or this one before `free_memory`, has wrapped: its windows are not ours."""
+        is_foreign = isinstance(optimizer, AcceleratedOptimizer) and optimizer not in self._optimizers
+        return optimizer.optimizer if is_foreign else optimizer  # type: ignore[attr-defined]
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Wrap a scheduler so that it steps once per step of its optimizer."""
         if isinstance(scheduler, AcceleratedScheduler):
-            return scheduler
+            if scheduler in self._schedulers:
+                return scheduler
+            scheduler = scheduler.scheduler
         inner = scheduler.optimizer
         inner = inner.optimizer if isinstance(inner, AcceleratedOptimizer) else inner
         optimizers = [optimizer for optimizer in self._optimizers if optimizer.optimizer is inner]

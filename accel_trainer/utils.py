@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from accel_trainer.absent import explain_missing
 from accel_trainer.checkpoint.empty import init_empty_weights, init_on_device
 from accel_trainer.checkpoint.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
 from accel_trainer.deepspeed_plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler, HfDeepSpeedConfig
@@ -86,3 +89,7 @@ __all__ = [
     "tqdm",
     "wait_for_everyone",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise explain_missing(__name__, name)

@@ -260,12 +260,20 @@ def test_unwrap_leaves_a_model_that_was_never_wrapped():
         ({"gradient_accumulation_steps": 0}, r"gradient_accumulation_steps"),
         ({"config": "no_such_config"}, r"no_such_config"),
         ({"config": {"mixed_precison": "bf16"}}, r"mixed_precison.*did you mean 'mixed_precision'"),
+        ({"megatron_lm_plugin": object()}, r"asks for Megatron-LM, which this version does not offer; leave it out"),
         ({"config": {"num_processes": 4}}, r"this job has 1 process.*accel-trainer launch --num_processes 4"),
     ],
 )
 def test_an_option_that_cannot_be_honoured_is_an_error(arguments: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         Accelerator(cpu=True, **arguments)
+
+
+def test_an_option_of_another_name_is_no_option():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'mixed_precison'; did you mean 'mixed_precision'"):
+        Accelerator(cpu=True, mixed_precison="bf16")
+    unset = Accelerator(cpu=True, megatron_lm_plugin=None, parallelism_config=None, kwargs_handlers=None)
+    assert unset.mixed_precision == "no"
 
 
 def test_two_different_accumulation_settings_are_an_error():

@@ -67,3 +67,18 @@ def test_what_a_familiar_module_says_it_has_it_has(module: str):
     found = importlib.import_module(f"accel_trainer.{module}")
     assert all(hasattr(found, name) for name in found.__all__)
     assert {*FAMILIAR[module]} <= {*found.__all__}
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "way_out"),
+    [
+        ("utils", "extract_model_from_parallel", "use accelerator.unwrap_model"),
+        ("utils", "MegatronLMPlugin", "Megatron-LM is not offered"),
+        ("data_loader", "DataLoaderShard", "a prepared loader is a PreparedDataLoader"),
+        ("big_modeling", "dispatch_model", "one process has one device here"),
+    ],
+)
+def test_a_familiar_name_that_is_absent_says_what_to_use(module: str, name: str, way_out: str):
+    with pytest.raises(ImportError, match=f"accel_trainer.{module} has no '{name}': {way_out}"):
+        exec(f"from accel_trainer.{module} import {name}")
+    assert not hasattr(importlib.import_module(f"accel_trainer.{module}"), "no_such_name")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -76,8 +77,9 @@ class PreparedDataLoader(DataLoader[Any]):
     _resumes: bool
     _device: torch.device | None
     _non_blocking: bool
-    _on_begin: Hook | None
-    _on_end: Hook | None
+    _config: DataConfig
+    _on_begin: tuple[Hook, ...]
+    _on_end: tuple[Hook, ...]
     _passes: list[Pass]
 
     @property
@@ -171,8 +173,8 @@ class PreparedDataLoader(DataLoader[Any]):
         self._passes.append(current)
         self._bookmark.begin(current)
         try:
-            if self._on_begin is not None:
-                self._on_begin(self)
+            for told in self._on_begin:
+                told(self)
             batches = passing("data.next", self._source.read(self, current))
             if self._device is None:
                 yield from batches
@@ -184,8 +186,8 @@ class PreparedDataLoader(DataLoader[Any]):
             self._passes.remove(current)
             self._bookmark.end(current, is_complete)
             self._settle(current.epoch, is_complete)
-            if self._on_end is not None:
-                self._on_end(self)
+            for told in self._on_end:
+                told(self)
 
     def _num_left(self) -> int | None:
         try:
@@ -211,6 +213,25 @@ class PreparedDataLoader(DataLoader[Any]):
         elif self.epoch != epoch:
             self.set_epoch(epoch)
 
+    def tell(self, config: DataConfig, on_begin: Hook | None, on_end: Hook | None) -> None:
+        """Have another Accelerator told when passes begin and end.
+
+        Raises:
+            ConfigError: its settings are others than those that the loader was prepared with.
+        """
+        differing = [f.name for f in fields(config) if getattr(config, f.name) != getattr(self._config, f.name)]
+        if differing:
+            said = ", ".join(f"{name}={getattr(self._config, name)!r}" for name in differing)
+            asked = ", ".join(f"{name}={getattr(config, name)!r}" for name in differing)
+            raise ConfigError(
+                f"this {type(self).__name__} was prepared with {said}, and is to be prepared with {asked}; prepare the "
+                "DataLoader that it was made from, or use the same DataLoaderConfiguration"
+            )
+        if on_begin is not None and on_begin not in self._on_begin:
+            self._on_begin += (on_begin,)
+        if on_end is not None and on_end not in self._on_end:
+            self._on_end += (on_end,)
+
     def skipping(self, num_batches: int) -> PreparedDataLoader:
         """Return a loader with all settings of this one whose next pass begins `num_batches` steps later.
 
@@ -227,7 +248,7 @@ class PreparedDataLoader(DataLoader[Any]):
         return moved
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {**self.__dict__, "_passes": [], "_iterator": None, "_on_begin": None, "_on_end": None}
+        state = {**self.__dict__, "_passes": [], "_iterator": None, "_on_begin": (), "_on_end": ()}
         state["_bookmark"] = _Bookmark()
         return _restore, (_user_class(type(self)), state)
 
@@ -290,7 +311,7 @@ def prepare_data_loader(
     on_begin: Hook | None = None,
     on_end: Hook | None = None,
 ) -> PreparedDataLoader:
-    """Return the loader as this shard reads it. A loader that is prepared already is returned as it is.
+    """Return the loader as this shard reads it; one that is prepared already is returned, and tells `on_begin`, too.
 
     Collective when a sampler has a generator of its own: rank 0's seed counts. Otherwise ranks do not communicate.
 
@@ -303,10 +324,11 @@ def prepare_data_loader(
         on_end: called when a pass ends, at its last batch or before.
 
     Raises:
-        ConfigError: the object is no DataLoader, its dataset is empty, its sampler shards by rank already, or its batch
-            size cannot be split.
+        ConfigError: the object is no DataLoader, its dataset is empty, its sampler shards by rank already, its batch
+            size cannot be split, or it was prepared with another `config`.
     """
     if isinstance(loader, PreparedDataLoader):
+        loader.tell(config, on_begin, on_end)
         return loader
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"expected a torch DataLoader, got {type(loader).__name__}; wrap the dataset in a DataLoader")
@@ -325,8 +347,9 @@ def prepare_data_loader(
         _source=source,
         _device=None if device is None or device.type == "cpu" else device,
         _non_blocking=config.non_blocking,
-        _on_begin=on_begin,
-        _on_end=on_end,
+        _config=config,
+        _on_begin=() if on_begin is None else (on_begin,),
+        _on_end=() if on_end is None else (on_end,),
         _bookmark=_Bookmark(),
         _resumes=config.use_stateful_dataloader,
         _passes=[],

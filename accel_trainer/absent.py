@@ -1,0 +1,94 @@
+"""What scripts for similar libraries ask for and is not here: refused by name, with the way to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from accel_trainer.errors import ConfigError, did_you_mean
+
+__all__ = ["explain_missing", "refuse_options"]
+
+_OPTIONS = {
+    "megatron_lm_plugin": "Megatron-LM",
+    "parallelism_config": "tensor, context and pipeline parallelism",
+    "torch_tp_plugin": "tensor parallelism",
+}
+
+_FP8 = "fp8 is not offered; use mixed_precision='bf16'"
+_WORD = "give the word itself, as a string"
+_ONE_DEVICE = (
+    "one process has one device here; shard with FullyShardedDataParallelPlugin or DeepSpeedPlugin, or load to one "
+    "device with load_checkpoint_and_dispatch"
+)
+_LOADER = "a prepared loader is a PreparedDataLoader, an instance of your loader's own class"
+_RECIPES = ("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs")
+_SPREAD = (
+    "cpu_offload",
+    "cpu_offload_with_hook",
+    "disk_offload",
+    "dispatch_model",
+    "get_balanced_memory",
+    "get_max_memory",
+    "infer_auto_device_map",
+)
+
+_NAMES = {
+    **dict.fromkeys(_RECIPES, _FP8),
+    **dict.fromkeys(_SPREAD, _ONE_DEVICE),
+    **dict.fromkeys(("DynamoBackend", "LoggerType", "PrecisionType", "RNGType"), _WORD),
+    **dict.fromkeys(("DataLoaderDispatcher", "DataLoaderShard", "SkipDataLoader"), _LOADER),
+    "BatchSamplerShard": "it is called ShardedBatchSampler",
+    "ConvertOutputsToFp32": "pass AutocastKwargs(output_dtype=...) to the Accelerator",
+    "DistributedOperationException": "catch accel_trainer.errors.ProcessGroupError",
+    "IterableDatasetShard": "prepare() shares out a stream; see the page on data loaders",
+    "MegatronLMPlugin": "Megatron-LM is not offered",
+    "ParallelismConfig": "tensor, context and pipeline parallelism are not offered",
+    "SkipBatchSampler": "use skip_first_batches",
+    "TorchTensorParallelPlugin": "tensor parallelism is not offered",
+    "clear_environment": "nothing is written to the environment",
+    "convert_outputs_to_fp32": "pass AutocastKwargs(output_dtype=...) to the Accelerator",
+    "copy_tensor_to_devices": "use broadcast",
+    "disable_fsdp_ram_efficient_loading": "pass FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False)",
+    "enable_fsdp_ram_efficient_loading": "pass FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)",
+    "extract_model_from_parallel": "use accelerator.unwrap_model(model)",
+    "listify": "use recursively_apply(lambda tensor: tensor.tolist(), data)",
+    "load": "use torch.load",
+    "merge_fsdp_weights": "run `accel-trainer merge-weights`",
+    "patch_environment": "nothing is written to the environment",
+    "save": "use accelerator.save",
+    "slice_tensors": "use recursively_apply(lambda tensor: tensor[part], data)",
+    "synchronize_rng_state": "use synchronize_rng_states",
+    "write_basic_config": "run `accel-trainer config default`",
+}
+
+
+def refuse_options(others: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse keyword arguments that an Accelerator does not have.
+
+    Args:
+        known: those that it has.
+
+    Raises:
+        ConfigError: one asks for what is not offered; None asks for nothing.
+        TypeError: a name is unknown, as of any function.
+    """
+    for name, value in others.items():
+        if name not in _OPTIONS:
+            raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")
+        if value is not None:
+            raise ConfigError(
+                f"Accelerator({name}=...) asks for {_OPTIONS[name]}, which this version does not offer; leave it out, "
+                "and shard with FullyShardedDataParallelPlugin or DeepSpeedPlugin where the model does not fit"
+            )
+
+
+def explain_missing(module: str, name: str) -> Exception:
+    """Return what a module's `__getattr__` raises for a name that it does not have.
+
+    Names that similar libraries have are an ImportError, whose text an import statement shows; those of an
+    AttributeError it replaces by its own.
+    """
+    if name in _NAMES:
+        return ImportError(f"{module} has no {name!r}: {_NAMES[name]}", name=module)
+    return AttributeError(f"module {module!r} has no attribute {name!r}")
