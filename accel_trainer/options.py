@@ -338,14 +338,17 @@ def _check_compiles(options: AcceleratorOptions, resolved: Resolved) -> None:
         )
 
 
-def _check_world_size(resolved: Resolved, process: ProcessContext) -> None:
-    """Refuse a world size that the configuration contradicts."""
+def check_num_processes(resolved: Resolved, world_size: int) -> None:
+    """Refuse a world size that the configuration contradicts.
+
+    Raises:
+        ConfigError: `launch.num_processes` is another number.
+    """
     stated = resolved.config.launch.num_processes
-    if stated is not None and stated != process.world_size:
+    if stated is not None and stated != world_size:
         raise ConfigError(
-            f"{resolved.describe('launch.num_processes')}, and this job has {process.world_size} process(es). "
-            f"Start it with `accel-trainer launch --num_processes {stated} SCRIPT`, or change the file to "
-            f"num_processes: {process.world_size}"
+            f"{resolved.describe('launch.num_processes')}, and {world_size} process(es) run this job. Start it with "
+            f"`accel-trainer launch --num_processes {stated} SCRIPT`, or set num_processes to {world_size} there"
         )
 
 
@@ -374,5 +377,5 @@ def build_strategy(resolved: Resolved, process: ProcessContext) -> Strategy:
             f"{origin}: strategy {name!r} is for {facts.max_world_size} process and this job has {process.world_size}, "
             "which would each train alone; use 'ddp' or 'fsdp2', or start one process"
         )
-    _check_world_size(resolved, process)
+    check_num_processes(resolved, process.world_size)
     return strategy

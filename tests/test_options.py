@@ -93,8 +93,8 @@ def test_several_single_processes_are_refused():
 def test_a_world_size_that_contradicts_the_file_says_both(tmp_path: Path, stated: int, count: int):
     file = write(tmp_path, f"strategy: auto\nlaunch:\n  num_processes: {stated}\n")
     message = (
-        rf"launch\.num_processes={stated} \(from .*run\.yaml:3\), and this job has {count} process\(es\)\. Start "
-        rf"it with `accel-trainer launch .*--num_processes {stated} SCRIPT`, or change the file to .*: {count}"
+        rf"launch\.num_processes={stated} \(from .*run\.yaml:3\), and {count} process\(es\) run this job\. Start "
+        rf"it with `accel-trainer launch --num_processes {stated} SCRIPT`, or set num_processes to {count} there"
     )
     with pytest.raises(ConfigError, match=message):
         build_strategy(configured(file=file), processes(count))

@@ -19,10 +19,11 @@ from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 from accel_trainer import logging
 from accel_trainer.checkpoint.persistence import SavePolicy
 from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.options import check_num_processes
 from accel_trainer.runtime.process import hidden_variable, init_process, read_environment
 from accel_trainer.state import PartialState
 from accel_trainer.trainer.deepspeed_arguments import settle_engine, whole_models
-from accel_trainer.trainer.fsdp_arguments import build_fsdp_dict, check_num_processes, resolve_arguments
+from accel_trainer.trainer.fsdp_arguments import build_fsdp_dict, resolve_arguments
 
 __all__ = ["Seq2SeqTrainingArguments", "TrainingArguments"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from accel_trainer import logging
 from accel_trainer.config import Resolved, SourceKind, WrapPolicy, fsdp_options, resolve
 from accel_trainer.errors import ConfigError
 
-__all__ = ["build_fsdp_dict", "check_num_processes", "launch_command", "resolve_arguments"]
+__all__ = ["build_fsdp_dict", "resolve_arguments"]
 
 logger = logging.get_logger(__name__)
 
@@ -26,13 +25,6 @@ _UPSTREAM_WRAP_POLICY = {
     WrapPolicy.SIZE: "SIZE_BASED_WRAP",
     WrapPolicy.NONE: "NO_WRAP",
 }
-
-
-def launch_command(num_processes: int = 2) -> str:
-    """Return the command that starts the running script on `num_processes` processes, for error messages."""
-    name = os.path.basename(sys.argv[0]) if sys.argv else ""
-    script = name if name.endswith(".py") else "your_script.py"
-    return f"accel-trainer launch --num_processes {num_processes} {script}"
 
 
 def resolve_arguments(
@@ -116,19 +108,3 @@ def build_fsdp_dict(resolved: Resolved) -> dict[str, Any]:
     if resolved.source("mixed_precision").kind is SourceKind.FILE:
         content["mixed_precision"] = str(resolved.config.mixed_precision)
     return content
-
-
-def check_num_processes(resolved: Resolved, world_size: int) -> None:
-    """Compare the running job with the one that the configuration file was written for.
-
-    Raises:
-        ConfigError: the file's `num_processes` is not the number of running processes.
-    """
-    expected = resolved.config.launch.num_processes
-    from_file = resolved.source("launch.num_processes").kind is SourceKind.FILE
-    if expected is None or expected == world_size or not from_file:
-        return
-    raise ConfigError(
-        f"{resolved.describe('launch.num_processes')}, and {world_size} process(es) run this job. Start it with "
-        f"`{launch_command(expected)}`, or set num_processes to {world_size} in the file"
-    )
