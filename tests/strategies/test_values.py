@@ -265,4 +265,5 @@ def load_wide(folder: str) -> float:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from Linux's /proc")
 def test_a_rank_takes_memory_for_its_shard_only(tmp_path: Path):
     save_weights(wide().state_dict(), tmp_path)
-    assert all(20 < rise < 32 for rise in run_ranks(load_wide, 2, str(tmp_path)))
+    # Its shard is 24 MiB; some of that may lie in memory that was free already, and a layer on the way takes 4.
+    assert all(16 < rise < 36 for rise in run_ranks(load_wide, 2, str(tmp_path)))
