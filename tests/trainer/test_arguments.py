@@ -153,13 +153,15 @@ def test_fsdp_config_alone_says_that_it_is_not_read(tmp_path, caplog):
     assert "fsdp_config is not read because fsdp is not set" in caplog.text
 
 
-def test_a_file_for_another_number_of_processes(tmp_path):
-    path = write(tmp_path, "fsdp.yaml", ACCELERATE_YAML)
+@pytest.mark.parametrize("name", ["fsdp.yaml", "fsdp_config"])
+def test_a_file_for_another_number_of_processes(tmp_path, monkeypatch, name):
+    write(tmp_path, name, ACCELERATE_YAML)
+    monkeypatch.chdir(tmp_path)
 
     with pytest.raises(
-        ConfigError, match=r"num_processes=2 \(from .*fsdp.yaml:20\), and 1 process.*launch --num_processes 2"
+        ConfigError, match=rf"num_processes=2 \(from {name}:20\), and 1 process.*launch --num_processes 2"
     ):
-        build(tmp_path, fsdp=True, fsdp_config=path)
+        build(tmp_path, fsdp=True, fsdp_config=name)
 
 
 def build_on_rank(output_dir: str, **options: Any) -> dict[str, Any]:

@@ -81,12 +81,3 @@ def test_the_documented_call_shards_trains_evaluates_saves_and_pushes(tmp_path):
     card = hub.commits[-1].files["README.md"].decode()
     assert "your-model" in card
     assert "Accuracy" in card
-
-
-@pytest.mark.multirank
-def test_one_process_is_told_how_many_the_file_is_for(tmp_path):
-    with (
-        serve_hub() as hub,
-        pytest.raises(AssertionError, match=r"num_processes=2 \(from path/to/fsdp_config:20\), and 1 proc"),
-    ):
-        run_job(tmp_path, hub, 1)

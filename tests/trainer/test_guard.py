@@ -7,6 +7,7 @@ with accelerate, imports accelerate, or calls a function that does, must be over
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 from pathlib import Path
@@ -51,6 +52,7 @@ PAIRS = [
 ]
 
 
+@functools.cache
 def tree_of(module: Any) -> ast.Module:
     return ast.parse(Path(inspect.getsourcefile(module)).read_text(encoding="utf-8"))
 
@@ -85,6 +87,7 @@ def conditional_names(module: Any) -> set[str]:
     return guarded
 
 
+@functools.cache
 def needs_accelerate(function: ast.AST) -> bool:
     """Whether a function imports accelerate, or says that it requires it."""
     for node in ast.walk(function):
@@ -99,6 +102,7 @@ def needs_accelerate(function: ast.AST) -> bool:
     return False
 
 
+@functools.cache
 def helpers_that_need_accelerate(module: Any) -> set[str]:
     """Functions of transformers, imported by the module, whose own body reaches for accelerate."""
     found = set()
@@ -114,6 +118,7 @@ def helpers_that_need_accelerate(module: Any) -> set[str]:
     return found
 
 
+@functools.cache
 def offenders(upstream: type) -> dict[str, set[str]]:
     """Methods of `upstream` by name, each with what it needs of accelerate."""
     module = importlib.import_module(upstream.__module__)

@@ -221,35 +221,38 @@ KILLED: dict[str, Any] = {
 }  # fmt: skip
 
 
+KILLS = [
+    ("ddp", "save.mid_shard:rank=0", 2),
+    ("ddp", "save.before_vote:rank=1", 2),
+    ("fsdp", "save.before_rename", 2),
+    ("fsdp_sharded", "save.after_rename:rank=0", 4),
+    ("ddp", "save.retention_rm:rank=0", 4),
+]
+
+
+def resume_killed(folder: Path) -> list[dict[str, Any]]:
+    found = [chosen(str(folder / point), strategy, **KILLED) for strategy, point, _ in KILLS]
+    return [*found, train(str(folder / "whole"), strategy="fsdp", **KILLED)]
+
+
 @pytest.mark.multirank
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("strategy", "point", "begun_at"),
-    [
-        ("ddp", "save.mid_shard:rank=0", 2),
-        ("ddp", "save.before_vote:rank=1", 2),
-        ("fsdp", "save.before_rename", 2),
-        ("fsdp_sharded", "save.after_rename:rank=0", 4),
-        ("ddp", "save.retention_rm:rank=0", 4),
-    ],
-)
-def test_r1_a_run_killed_while_it_saves_resumes_from_the_last_good_one(
-    tmp_path: Path, strategy: str, point: str, begun_at: int
-) -> None:
-    environ = {"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": f"kill9@{point}:step=4"}
-    with pytest.raises(RankFailure, match="SIGKILL"):
-        run_ranks(train, 2, str(tmp_path), strategy=strategy, env=environ, **KILLED)
+@pytest.mark.timeout(240)
+def test_r1_a_run_killed_while_it_saves_resumes_from_the_last_good_one(tmp_path: Path) -> None:
+    for strategy, point, _ in KILLS:
+        environ = {"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": f"kill9@{point}:step=4"}
+        with pytest.raises(RankFailure, match="SIGKILL"):
+            run_ranks(train, 2, str(tmp_path / point), strategy=strategy, env=environ, **KILLED)
 
-    results = run_ranks(chosen, 2, str(tmp_path), strategy=strategy, timeout=100, **KILLED)
+    ranks = run_ranks(resume_killed, 2, tmp_path, timeout=150)
 
-    assert [result["begun_at"] for result in results] == [begun_at] * 2
-    assert [result["reached"] for result in results] == [4] * 2
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-6"]
-    state = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
-    assert state["global_step"] == 6
-    if strategy == "fsdp":
-        whole = run_ranks(train, 2, str(tmp_path / "whole"), strategy=strategy, **KILLED)
-        assert results[0]["losses"] == whole[0]["losses"]
+    for (_, point, begun_at), *results in zip(KILLS, *(found[:-1] for found in ranks), strict=True):
+        assert [result["begun_at"] for result in results] == [begun_at] * 2, point
+        assert [result["reached"] for result in results] == [4] * 2, point
+        assert [path.name for path in (tmp_path / point).iterdir()] == ["checkpoint-6"]
+        state = json.loads((tmp_path / point / "checkpoint-6" / "trainer_state.json").read_text())
+        assert state["global_step"] == 6
+    *resumed, whole = ranks[0]
+    assert resumed[2]["losses"] == whole["losses"]
 
 
 class Saves(TrainerCallback):
