@@ -28,11 +28,10 @@ CHECKSUMS: Mapping[str, Callable[..., Any]] = {"sha256": hashlib.sha256, CHECKSU
 """What is read."""
 
 BLOCK_BYTES = 64 * 2**20
-# Read, not mapped: a bad sector is an error that names the file, and no signal that ends the process.
-_PIECE_BYTES = 2**20
-"""Small enough to be in the core's cache still when it is hashed after the read, or written after the hash."""
-_CHUNK_BYTES = 16 * _PIECE_BYTES
-_FLUSH_BYTES = 64 * _PIECE_BYTES
+# Smaller pieces are not faster, and each of them asks for the interpreter's lock, which a run that trains wants too.
+_READ_BYTES = 4 * 2**20
+_WRITE_BYTES = 16 * 2**20
+_FLUSH_BYTES = 64 * 2**20
 """So much is written before the disk is set to work on it."""
 
 
@@ -114,16 +113,15 @@ class HashingFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Write all of `data`, any contiguous buffer."""
         view = memoryview(data).cast("B")
-        for begin in range(0, len(view), _CHUNK_BYTES):
-            self._write_chunk(view[begin : begin + _CHUNK_BYTES])
+        for begin in range(0, len(view), _WRITE_BYTES):
+            self._write_chunk(view[begin : begin + _WRITE_BYTES])
         return len(view)
 
     def _write_chunk(self, chunk: memoryview) -> None:
-        for begin in range(0, len(chunk), _PIECE_BYTES):
-            left = chunk[begin : begin + _PIECE_BYTES]
-            self._hasher.update(left)
-            while len(left):
-                left = left[os.write(self._descriptor, left) :]
+        self._hasher.update(chunk)
+        left = chunk
+        while len(left):
+            left = left[os.write(self._descriptor, left) :]
         self._unflushed_bytes += len(chunk)
         if self._unflushed_bytes >= _FLUSH_BYTES:
             self._flush_early()
@@ -157,7 +155,8 @@ class HashingFile(io.RawIOBase):
 
 def _hash_block(path: Path, index: int, checksum: str) -> bytes:
     digest, left = CHECKSUMS[checksum](), BLOCK_BYTES
-    buffer = memoryview(bytearray(_PIECE_BYTES))
+    buffer = memoryview(bytearray(_READ_BYTES))
+    # Read, not mapped: a bad sector is an error that names the file, and no signal that ends the process.
     with open(path, "rb", buffering=0) as file:
         file.seek(index * BLOCK_BYTES)
         while left and (count := file.readinto(buffer[:left])):
