@@ -103,7 +103,7 @@ class AcceleratorOptions:
             "mixed_precision": mixed_precision,
             "accumulation.num_steps": gradient_accumulation_steps,
             "use_cpu": cpu,
-            "compile.backend": dynamo_backend.lower() if isinstance(dynamo_backend, str) else dynamo_backend,
+            "compile.backend": dynamo_backend,
             "strategy": strategy,
         }
         options.explicit.update({path: value for path, value in scalars.items() if value is not None})

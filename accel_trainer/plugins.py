@@ -210,7 +210,7 @@ class TorchDynamoPlugin:
         if self.disable:
             return {"compile.backend": "no"}
         values = {
-            "compile.backend": self.backend.lower() if self.backend is not None else None,
+            "compile.backend": self.backend,
             "compile.mode": self.mode,
             "compile.fullgraph": self.fullgraph,
             "compile.dynamic": self.dynamic,

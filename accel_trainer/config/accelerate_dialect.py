@@ -171,19 +171,13 @@ class _Reader:
         if fp16 is not None and not has_precision and not is_neutral(fp16[1].plain()):
             self.put("mixed_precision", fp16[0], "fp16")
         if backend is not None and backend[1].value is not None:
-            self.backend(backend[0], backend[1], "")
-
-    def backend(self, key: Key, node: Node, section: str) -> None:
-        value = node.value.lower() if isinstance(node.value, str) else node.value
-        self.put("compile.backend", key, value, node.text, section)
+            self.put("compile.backend", backend[0], backend[1].plain(), backend[1].text)
 
     def dynamo(self, block: Mapping[Key, Node]) -> None:
         for key, node in block.items():
             bare = key.name.removeprefix("dynamo_")
             if bare not in _DYNAMO:
                 self.unknown(key, "dynamo_config", [f"dynamo_{name}" for name in _DYNAMO])
-            elif bare == "backend":
-                self.backend(key, node, "dynamo_config")
             else:
                 self.put(_DYNAMO[bare], key, node.plain(), node.text, "dynamo_config")
 

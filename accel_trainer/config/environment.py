@@ -102,7 +102,6 @@ def _read_foreign(given: Mapping[str, str]) -> Layer:
         if name == "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" and str(value).lower() in ("auto", "none"):
             continue  # what its launcher writes when nobody gave a number
         if value is not None:
-            value = value.lower() if path == "compile.backend" else value
             layer.put(path, value, where=name, subject=f"environment variable {name}")
     engines = [name for name in _ENGINES if _is_true(given, name, layer)]
     if len(engines) > 1:

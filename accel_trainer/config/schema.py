@@ -59,7 +59,7 @@ class WrapPolicy(StrEnum):
 
 
 class StateDictType(StrEnum):
-    """What a checkpoint of a sharded model holds: the whole tensors in one file, or the shards of every rank."""
+    """How the Trainer stores the optimizer's state of a sharded model: in one file, or as the shards of every rank."""
 
     FULL = "full"
     SHARDED = "sharded"
@@ -175,7 +175,7 @@ class FSDPConfig:
     cpu_ram_efficient_loading: bool = False
     """Values may come from rank 0 alone, or from files that each rank reads its part of; see docs/fsdp.md."""
     state_dict_type: StateDictType = StateDictType.FULL
-    """Checkpoints hold whole tensors in one file (full) or the shards of each rank (sharded)."""
+    """The Trainer stores the optimizer's state in one file (full), or as the shards of each rank (sharded)."""
     ignored_modules: tuple[str, ...] = ()
     """Regular expressions; a module whose whole name matches one of them is not sharded."""
     backward_prefetch: bool = True

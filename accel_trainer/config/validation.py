@@ -112,6 +112,8 @@ def coerce(spec: FieldSpec, value: Any, *, lenient: bool = False, text: str | No
         result = _names(value, split=spec.path != "fsdp.ignored_modules")
     else:
         result = _mapping(value, lenient)
+    if spec.path == "compile.backend" and result.isupper():
+        result = result.lower()  # as accelerate writes these names
     check, expected = _RANGES.get(spec.path, (None, ""))
     if check is not None and not check(result):
         raise WrongValueError(expected)
@@ -193,7 +195,7 @@ def _float(value: Any, lenient: bool) -> float:
 
 def _str(value: Any, text: str | None) -> str:
     if isinstance(value, str):
-        return str(value)
+        return str.__str__(value)  # of an enumeration's member, its value
     if isinstance(value, os.PathLike):
         return str(os.fspath(value))
     if isinstance(value, int | float) and not isinstance(value, bool):

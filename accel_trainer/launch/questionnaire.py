@@ -128,7 +128,7 @@ def _ask_fsdp(content: dict[str, Any]) -> None:
     _ask(content, "fsdp.wrap_classes", "Class names of the layers to shard, with commas; none: the model's own", ())
     _ask(content, "fsdp.activation_checkpointing", "Compute activations again in the backward, to save memory?", False)
     _ask(content, "fsdp.offload_params", "Keep parameters and optimizer state in CPU memory?", False)
-    state = _choose("Checkpoints of whole tensors, or of shards?", ("full", "sharded"), "full")
+    state = _choose("Optimizer state in the Trainer's checkpoints: one file, or shards?", ("full", "sharded"), "full")
     content["fsdp"]["state_dict_type"] = state
 
 

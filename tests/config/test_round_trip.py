@@ -35,7 +35,7 @@ SPECIAL = {
     "launch.num_machines": st.just(1),
     "launch.tee": st.sampled_from(["0", "3", "0:1,1:2"]),
     "strategy": TEXTS.filter(str.strip),
-    "compile.backend": TEXTS.filter(str.strip),
+    "compile.backend": TEXTS.filter(lambda text: bool(text.strip()) and not text.isupper()),
 }
 
 

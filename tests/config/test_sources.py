@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import pickle
 import subprocess
@@ -231,6 +232,20 @@ def test_options_of_a_section_that_is_used_are_not_noted():
 
     assert resolve(file=file).notes == ()
     assert resolve(file={"ddp": {"static_graph": True}}).notes == ()
+
+
+class Backend(str, enum.Enum):  # noqa: UP042  # str() must give 'Backend.INDUCTOR'
+    """An enumeration of another library, whose str() is not its value."""
+
+    INDUCTOR = "INDUCTOR"
+
+
+@pytest.mark.parametrize("level", ["file", "flags", "explicit", "environ"])
+def test_names_of_compilers_may_be_written_as_elsewhere(level):
+    spelled = {"file": {"compile": {"backend": "INDUCTOR"}}, "environ": {"ACCEL_TRAINER_COMPILE__BACKEND": "INDUCTOR"}}
+    given = spelled.get(level, {"compile.backend": Backend.INDUCTOR})
+
+    assert resolve(**{level: given}).config.compile.backend == "inductor"
 
 
 def test_size_wrapping_needs_a_positive_size():
