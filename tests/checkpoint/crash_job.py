@@ -138,9 +138,9 @@ def random_kill(directory: Path, seed: int) -> int:
     draw = random.Random(seed)
     delay = draw.uniform(0.0, 0.5)
     kill = draw.choice([(delay, delay), (delay, delay), (delay, None), (None, delay)])
-    explicit = draw.random() < 0.4
+    explicit, async_ = draw.random() < 0.4, draw.random() < 0.4
     try:
-        run_ranks(save_repeatedly, 2, directory, 10_000, explicit=explicit, kill=kill, timeout=30)
+        run_ranks(save_repeatedly, 2, directory, 10_000, explicit=explicit, async_=async_, kill=kill, timeout=30)
     except RankFailure:
         return assert_survived(directory, explicit=explicit)
     raise AssertionError("nothing was killed")
