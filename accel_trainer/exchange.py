@@ -38,8 +38,9 @@ class AcceleratorExchange:
             ProcessGroupError: with `debug`, or where ranks hold unequally many samples of a step, the ranks' shapes do
                 not fit together and neither is given.
         """
-        rows = self.gradient_state.rows
-        is_uneven = rows is not None and len(rows.rows) == self.process.world_size and not rows.is_even
+        loader, rows = self.gradient_state.active_dataloader, self.gradient_state.rows
+        is_uneven = rows is not None and len(rows.rows) == self.process.world_size
+        is_uneven = is_uneven and (not rows.is_even or loader.yields_items)
         if is_uneven and pad_index is None and not as_samples:
             # What a rank computed from its batch has as many rows as that batch.
             return gather_rows(tensor, self.process)
@@ -84,6 +85,7 @@ class AcceleratorExchange:
             debug=self.config.debug,
             pad_index=pad_index,
             as_samples=as_samples,
+            has_items=loader is not None and loader.yields_items,
         )
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:

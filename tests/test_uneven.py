@@ -25,6 +25,14 @@ class Stream(IterableDataset):
         return iter(torch.ones(4, 2))
 
 
+class Ready(IterableDataset):
+    """Batches that are ready, of unequal sizes."""
+
+    def __iter__(self) -> Any:
+        for begin, size in ((0, 4), (4, 3), (7, 1)):
+            yield torch.arange(begin, begin + size)
+
+
 def build() -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
     """Return a model, its optimizer and 13 samples."""
     torch.manual_seed(0)
@@ -57,7 +65,15 @@ def train_uneven(strategy: str) -> dict[str, Any]:
             optimizer.zero_grad()
             seen.append(accelerator.gather_for_metrics(y).flatten().tolist())
     weights = [value for t in accelerator.get_state_dict(model).values() for value in t.flatten().tolist()]
-    return {"weights": weights, "sizes": [len(rows) for rows in seen], "after": loader.batch_sampler.even_batches}
+    ready = accelerator.prepare(DataLoader(Ready(), batch_size=None))
+    items = [(accelerator.gather_for_metrics(batch).tolist(), len(accelerator.gather(batch))) for batch in ready]
+    return {
+        "weights": weights,
+        "sizes": [len(rows) for rows in seen],
+        "after": loader.batch_sampler.even_batches,
+        "ready": [number for numbers, _ in items for number in numbers],
+        "gathered": sum(count for _, count in items),
+    }
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
@@ -67,6 +83,8 @@ def test_ranks_without_samples_take_part_and_count_nothing(strategy: str, ranks:
     for result in results:
         assert result["sizes"] == [4, 4, 4, 1]
         assert result["after"] is True
+        assert result["ready"] == list(range(8))
+        assert result["gathered"] >= 8  # the last batch is lent to a rank that has none
 
 
 def test_loaders_are_left_as_they_are_unless_told(caplog: pytest.LogCaptureFixture):

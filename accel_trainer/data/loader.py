@@ -88,6 +88,11 @@ class PreparedDataLoader(DataLoader[Any]):
         return self._passes[-1].rows if self._passes else None
 
     @property
+    def yields_items(self) -> bool:
+        """Whether a batch is one item of the dataset (`batch_size=None`), which may hold any number of rows."""
+        return self.batch_sampler is None
+
+    @property
     def end_of_dataloader(self) -> bool:
         """Whether the batch yielded last is the last one of its pass."""
         rows = self.rows

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor, cat
 
 from accel_trainer.data.plan import BatchRows
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.collectives import gather, gather_object, gather_ragged
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.ragged import check_ragged
+from accel_trainer.runtime.ragged import check_ragged, gather_rows
 from accel_trainer.tree import leaves, map_leaves
 
 __all__ = ["drop_padding", "keep_valid", "trim_gathered"]
@@ -47,14 +48,16 @@ def trim_gathered(
     debug: bool = False,
     pad_index: float | None = None,
     as_samples: bool = False,
+    has_items: bool = False,
 ) -> Any:
     """Gather from every rank the rows that are no padding, in the order of the samples.
 
     Collective: every rank calls it, once for each step.
 
     Args:
-        data: tensors of equal shapes but for their first dimension, lists of other values (strings) with one entry for
-            each sample, or nestings of them. `pad_index` or `as_samples` let other dimensions differ between ranks.
+        data: tensors of equal shapes but for their first dimension, arrays, lists of other values or tuples of strings
+            with one entry for each sample, or nestings of them. `pad_index` or `as_samples` let other dimensions of
+            tensors differ between ranks.
         rows: what the loader says of its present batch; None gathers everything.
         use_objects: take `data` as picklable objects: a list with one entry for each sample gives one list over all
             ranks, a mapping of such lists one mapping for each rank.
@@ -63,6 +66,8 @@ def trim_gathered(
             exchange of shapes more.
         as_samples: return a list in the place of each tensor: its rows over all ranks, each in the shape it had. One
             exchange of shapes more.
+        has_items: each step of a rank is one item of the dataset (`batch_size=None`), which may hold any number of
+            rows. One exchange of shapes more.
 
     Raises:
         ConfigError: `pad_index` or `as_samples` is given with the other one or with `use_objects`, or a tensor has not
@@ -81,30 +86,55 @@ def trim_gathered(
         if rows is not None:
             data = _keep_own(data, rows, process.rank)
         return gather_object(data, process)
+    own = None if rows is None else rows.sizes[process.rank]
+
+    def is_column(node: Any) -> bool:
+        return _is_column(node) or _is_texts(node, own)
+
     if not process.is_distributed:
-        return map_leaves(lambda leaf: _alone(leaf, process, as_samples), data, is_leaf=_is_column)
-    columns = list(leaves(data, is_leaf=_is_column))
+        return map_leaves(lambda leaf: _alone(leaf, process, as_samples), data, is_leaf=is_column)
+    ragged: dict[str, Any] = {"pad_index": pad_index, "as_samples": as_samples}
+    columns = list(leaves(data, is_leaf=is_column))
     tensors = [column for column in columns if isinstance(column, Tensor)]
-    if is_ragged:
-        gathered = gather(tensors, process, pad_index=pad_index, as_samples=as_samples)
-    elif rows is None or rows.is_even:
-        gathered = gather(tensors, process, debug=debug)
+    if has_items and rows is not None and max(rows.sizes) == 1:
+        # A rank that was lent another's item has no rows of its own.
+        own_tensors = tensors if rows.rows[process.rank] else [_without_rows(tensor) for tensor in tensors]
+        gathered = gather_rows(own_tensors, process) if not is_ragged else gather(own_tensors, process, **ragged)
     else:
-        gathered = gather_ragged(tensors, rows.sizes, process, debug=debug)
-    merged = iter(_merge_columns(columns, iter(gathered), rows, process))
-    return map_leaves(lambda _: next(merged), data, is_leaf=_is_column)
+        if is_ragged:
+            gathered = gather(tensors, process, **ragged)
+        elif rows is None or rows.is_even:
+            gathered = gather(tensors, process, debug=debug)
+        else:
+            gathered = gather_ragged(tensors, rows.sizes, process, debug=debug)
+        gathered = gathered if rows is None else [_keep(column, rows.rows, rows.sizes) for column in gathered]
+    merged = iter(_merge_columns(columns, iter(gathered), rows, process, as_samples=as_samples))
+    return map_leaves(lambda _: next(merged), data, is_leaf=is_column)
+
+
+def _without_rows(tensor: Tensor) -> Tensor:
+    return (tensor if tensor.ndim else tensor[None])[:0]
 
 
 def _alone(leaf: Any, process: ProcessContext, as_samples: bool) -> Any:
     if isinstance(leaf, Tensor):
         return gather(leaf, process, as_samples=as_samples)
+    if _is_array(leaf):
+        return list(leaf) if as_samples else leaf
+    if isinstance(leaf, tuple):
+        return list(leaf)
     return leaf if leaf is None or isinstance(leaf, list) else [leaf]
 
 
 def _merge_columns(
-    columns: list[Any], gathered: Iterator[Any], rows: BatchRows | None, process: ProcessContext
+    columns: list[Any],
+    gathered: Iterator[Any],
+    rows: BatchRows | None,
+    process: ProcessContext,
+    *,
+    as_samples: bool,
 ) -> list[Any]:
-    """Return the valid rows of every column over all ranks. The tensors among them have been gathered."""
+    """Return every column over all ranks. The tensors among them have been gathered, and are in `gathered`."""
     others = [column for column in columns if not isinstance(column, Tensor) and column is not None]
     if rows is not None:
         others = [_keep_own(column, rows, process.rank) for column in others]
@@ -113,23 +143,40 @@ def _merge_columns(
     position = 0
     for column in columns:
         if isinstance(column, Tensor):
-            tensor = next(gathered)
-            results.append(tensor if rows is None else _keep(tensor, rows.rows, rows.sizes))
+            results.append(next(gathered))
         elif column is None:
             results.append(None)
         else:
             parts = [rank[position] for rank in by_rank]
-            is_list = all(isinstance(part, list) for part in parts)
-            results.append([entry for part in parts for entry in part] if is_list else parts)
+            results.append(_join(parts, as_samples))
             position += 1
     return results
 
 
+def _join(parts: list[Any], as_samples: bool) -> Any:
+    """Join what the ranks have of a column that is no tensor; what is no column is one entry for each rank."""
+    if all(map(_is_array, parts)):
+        return [row for part in parts for row in part] if as_samples else np.concatenate(parts)
+    is_column = all(isinstance(part, (list, tuple)) for part in parts)
+    return [entry for part in parts for entry in part] if is_column else parts
+
+
 def _is_column(node: Any) -> bool:
-    """A tensor, or a list without tensors: one value for each sample."""
-    return isinstance(node, Tensor) or (
-        type(node) is list and not any(isinstance(leaf, Tensor) for leaf in leaves(node))
+    """A tensor, an array, or a list without tensors: one value for each sample."""
+    return (
+        isinstance(node, Tensor)
+        or _is_array(node)
+        or (type(node) is list and not any(isinstance(leaf, Tensor) for leaf in leaves(node)))
     )
+
+
+def _is_array(node: Any) -> bool:
+    return isinstance(node, np.ndarray) and node.ndim > 0
+
+
+def _is_texts(node: Any, num_samples: int | None) -> bool:
+    """A tuple of strings, one for each sample, as `zip(*samples)` makes it; others are structures."""
+    return type(node) is tuple and len(node) == num_samples and all(isinstance(entry, (str, bytes)) for entry in node)
 
 
 def _keep_own(data: Any, rows: BatchRows, shard: int) -> Any:
@@ -141,9 +188,9 @@ def _keep_own(data: Any, rows: BatchRows, shard: int) -> Any:
 
 def _keep(column: Any, rows: Sequence[int], sizes: Sequence[int]) -> Any:
     """Of a column that is one block for each shard, keep the valid rows of each block."""
-    if not isinstance(column, (Tensor, list, tuple)) or rows == sizes:
+    if not isinstance(column, (Tensor, np.ndarray, list, tuple)) or rows == sizes:
         return column
-    length = len(column) if not isinstance(column, Tensor) or column.ndim else 0
+    length = len(column) if not isinstance(column, (Tensor, np.ndarray)) or column.ndim else 0
     total = sum(sizes)
     if length and length % total == 0:
         per_row = length // total
@@ -159,6 +206,7 @@ def _keep(column: Any, rows: Sequence[int], sizes: Sequence[int]) -> Any:
         if valid:
             parts.append(column[begin * per_row : (begin + valid) * per_row])
         begin += size
-    if isinstance(column, Tensor):
-        return column[:0] if not parts else parts[0] if len(parts) == 1 else cat(parts)
+    if isinstance(column, (Tensor, np.ndarray)):
+        join: Any = cat if isinstance(column, Tensor) else np.concatenate
+        return column[:0] if not parts else parts[0] if len(parts) == 1 else join(parts)
     return type(column)(entry for part in parts for entry in part)

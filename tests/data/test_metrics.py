@@ -4,6 +4,7 @@ from collections import namedtuple
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -201,6 +202,7 @@ def gather_kinds() -> dict[str, Any]:
     padded = BatchRows((2, 1), (2, 2), is_last=True)
     ragged = BatchRows((2, 1), (2, 1), is_last=True)
     size = ragged.sizes[rank]
+    item, lent = BatchRows((1, 1), (1, 1)), BatchRows((1, 0), (1, 1), is_last=True)
     results = {
         "dict": trim_gathered({"a": torch.full((2, 1), rank), "b": [f"{rank}x", f"{rank}y"]}, padded, process),
         "loss": trim_gathered(torch.tensor(float(rank)), ragged, process),
@@ -216,6 +218,13 @@ def gather_kinds() -> dict[str, Any]:
             (torch.full((size, 1 + rank), rank), ["x"] * size), ragged, process, pad_index=9
         ),
         "samples": trim_gathered({"a": torch.full((2, 1 + rank), rank)}, padded, process, as_samples=True),
+        "texts": trim_gathered({"text": (f"{rank}x", f"{rank}y"), "pair": ("p", "q", "r")}, padded, process),
+        "array": trim_gathered(np.full((2, 1), rank), padded, process).tolist(),
+        "array uneven": trim_gathered(np.full((size,), rank), ragged, process).tolist(),
+        "rows": list(trim_gathered(np.full((2, 1), rank), padded, process, as_samples=True)),
+        "items": trim_gathered(torch.full((2 + rank,), rank), item, process, has_items=True),
+        "items of one": trim_gathered((torch.ones(2 + rank, 0), torch.tensor(rank)), lent, process, has_items=True),
+        "items filled": trim_gathered(torch.full((2, 1 + rank), rank), lent, process, has_items=True, pad_index=7),
     }
     return {
         name: torch.utils._pytree.tree_map(lambda x: x.tolist() if isinstance(x, torch.Tensor) else x, value)
@@ -238,6 +247,14 @@ def test_d11_structures_strings_and_objects_are_gathered_whole() -> None:
         assert result["filled"] == [[0, -1], [0, -1], [1, 1]]
         assert result["filled uneven"] == ([[0, 9], [0, 9], [1, 1]], ["x"] * 3)
         assert result["samples"] == {"a": [[0], [0], [1, 1]]}
+        pair = (["p", "p"], ["q", "q"], ["r", "r"])
+        assert result["texts"] == {"text": ["0x", "0y", "1x"], "pair": pair}
+        assert result["array"] == [[0], [0], [1]]
+        assert result["array uneven"] == [0, 0, 1]
+        assert [row.tolist() for row in result["rows"]] == [[0], [0], [1]]
+        assert result["items"] == [0, 0, 1, 1, 1]
+        assert result["items of one"] == ([[], []], [0])
+        assert result["items filled"] == [[0, 7], [0, 7]]
 
 
 def test_ragged_tensors_of_one_process_come_as_on_many() -> None:
@@ -249,6 +266,8 @@ def test_ragged_tensors_of_one_process_come_as_on_many() -> None:
     assert [row.shape for row in samples["a"]] == [(3,), (3,)]
     assert samples["b"] == ["x", "y"]
     assert trim_gathered(torch.ones(2, 3), rows, process, pad_index=0).shape == (2, 3)
+    assert trim_gathered((("x", "y"), np.ones(2)), rows, process)[0] == ["x", "y"]
+    assert trim_gathered(np.ones((2, 3)), rows, process).shape == (2, 3)
 
 
 def test_what_is_sent_as_objects_is_not_filled() -> None:
