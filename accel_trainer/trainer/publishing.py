@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
@@ -77,7 +78,7 @@ def _publish(trainer: Any, run_dir: Path, target: Path) -> Publication:
         process,
         step=state.global_step,
         each_node=args.save_on_each_node,
-        need_bytes=0 if args.save_only_model else trainer.accelerator._state_bytes(),
+        need_bytes=_weight_bytes(trainer) if args.save_only_model else trainer.accelerator._state_bytes(),
         owns_name=True,
         is_locked=True,
     )
@@ -95,11 +96,27 @@ def _publish(trainer: Any, run_dir: Path, target: Path) -> Publication:
             if args.should_save:
                 _save_state(trainer, os.path.join(directory, TRAINER_STATE_NAME))
             staged.metadata |= {"trainer": describe_progress(trainer), "reserved_names": RESERVED_NAMES}
+            staged.metadata["tied"] = _tied_names(trainer.model)
         publication.commit()
     except BaseException:
         state.best_model_checkpoint = best
         raise
     return publication
+
+
+def _weight_bytes(trainer: Any) -> int:
+    """About how many bytes this rank writes where it saves weights alone: all of them, or none."""
+    if not trainer.args.should_save:
+        return 0
+    held = {id(value): value for value in trainer.model.state_dict(keep_vars=True).values()}
+    return sum(value.numel() * value.element_size() for value in held.values() if isinstance(value, Tensor))
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Return the names that tied parameters have beside their first one: files of weights hold one of them."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: kept for name, parameter in named if (kept := first.setdefault(id(parameter), name)) != name}
 
 
 @contextmanager

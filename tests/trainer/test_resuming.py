@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
+from accel_trainer.checkpoint import disk
 from accel_trainer.errors import (
     CheckpointLockedError,
     CheckpointNotFoundError,
@@ -296,6 +297,18 @@ def test_r13_a_full_disk_leaves_the_last_checkpoint_and_may_be_no_more_than_a_wa
     assert state.best_global_step == 4
     assert state.best_model_checkpoint == str(tmp_path / "warns" / "checkpoint-2")
     assert sorted(path.name for path in (tmp_path / "warns").iterdir()) == ["checkpoint-2", "checkpoint-6"]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_r13_a_save_that_will_not_fit_is_not_begun(tmp_path: Path, monkeypatch, alone: bool) -> None:
+    trainer = build_trainer(tmp_path, save_strategy="steps", save_steps=2, save_only_model=alone, max_steps=2)
+    weights = sum(parameter.nbytes for parameter in trainer.model.parameters())
+    monkeypatch.setattr(disk, "_free_bytes", lambda path: weights * (1 if alone else 2))
+
+    with pytest.raises(DiskFullError, match=r"free, and the save needs .*; nothing was written"):
+        trainer.train()
+
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_retention_keeps_the_best_and_the_newest_and_counts_numbers(tmp_path: Path) -> None:
