@@ -121,13 +121,14 @@ def _select_backend(device: torch.device) -> str:
 
 
 def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, timeout_seconds: float) -> None:
-    address = info.main_address
+    address, port = info.main_address, info.main_port if info.main_port is not None else DEFAULT_PORT
+    if address is None and info.world_size == 1:
+        address, port = "127.0.0.1", 0  # it meets nobody
     if address is None:
         raise ProcessGroupError(
             f"{info.launcher} started rank {info.rank} of {info.world_size} and MASTER_ADDR is not set; "
             "set MASTER_ADDR to the address of rank 0's node"
         )
-    port = info.main_port if info.main_port is not None else DEFAULT_PORT
     try:
         dist.init_process_group(
             backend,

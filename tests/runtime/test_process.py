@@ -250,6 +250,15 @@ def test_an_address_that_is_missing_is_named():
         init_process(environ, timeout_seconds=1)
 
 
+@pytest.mark.parametrize("environ", [{"PMI_RANK": "0", "PMI_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_a_job_of_one_process_needs_no_address(environ: dict[str, str]):
+    try:
+        process = init_process(environ, use_cpu=True)
+        assert (process.rank, process.world_size, process.backend) == (0, 1, "gloo")
+    finally:
+        process_module.destroy_process_group()
+
+
 def ask_for_backends() -> list[str]:
     """Make Accelerators that ask for backends in a job that has joined with gloo."""
     from accel_trainer import Accelerator, InitProcessGroupKwargs
