@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-__all__ = ["honor_type", "is_namedtuple", "leaves", "map_leaves"]
+__all__ = ["honor_type", "is_namedtuple", "leaves", "map_leaves", "rebuild_mapping"]
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ def map_leaves(function: Callable[[Any], Any], data: Any, *, is_leaf: Callable[[
         return honor_type(data, (map_leaves(function, item, is_leaf=is_leaf) for item in data))
     if isinstance(data, Mapping):
         mapped = {key: map_leaves(function, value, is_leaf=is_leaf) for key, value in data.items()}
-        return mapped if type(data) is dict else _rebuild_mapping(data, mapped)
+        return rebuild_mapping(data, mapped)
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         changes = {
             field.name: map_leaves(function, getattr(data, field.name), is_leaf=is_leaf)
@@ -50,8 +50,10 @@ def map_leaves(function: Callable[[Any], Any], data: Any, *, is_leaf: Callable[[
     return function(data)
 
 
-def _rebuild_mapping(original: Any, mapped: dict[Any, Any]) -> Any:
-    """Rebuild a mapping class. Model outputs and BatchEncoding take a dict; a class that does not becomes one."""
+def rebuild_mapping(original: Any, mapped: dict[Any, Any]) -> Any:
+    """Return a mapping of `original`'s class. Model outputs and BatchEncoding take a dict; what does not becomes one."""
+    if type(original) is dict:
+        return mapped
     try:
         return type(original)(mapped)
     except TypeError:

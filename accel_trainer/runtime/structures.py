@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.tree import leaves, map_leaves
+from accel_trainer.tree import leaves, map_leaves, rebuild_mapping
 
 __all__ = ["concatenate", "find_batch_size", "is_tensor", "recursively_apply", "send_to_device"]
 
@@ -20,16 +20,22 @@ def is_tensor(node: Any) -> bool:
 
 
 def send_to_device(
-    data: Any, device: torch.device | str, *, non_blocking: bool = False, skip_keys: Iterable[str] = ()
+    data: Any,
+    device: torch.device | str,
+    non_blocking: bool = False,
+    skip_keys: str | Iterable[str] | None = None,
 ) -> Any:
     """Move every tensor, and everything else that has a `.to(device)`, to a device.
 
     Args:
-        skip_keys: keys of mappings whose values stay where they are.
+        skip_keys: keys of mappings, at any depth, whose values stay where they are.
     """
-    skipped = frozenset((skip_keys,) if isinstance(skip_keys, str) else skip_keys)
+    skipped = frozenset((skip_keys,) if isinstance(skip_keys, str) else skip_keys or ())
 
     def move(leaf: Any) -> Any:
+        if skipped and isinstance(leaf, Mapping):
+            moved = {key: value if key in skipped else send(value) for key, value in leaf.items()}
+            return rebuild_mapping(leaf, moved)
         if not hasattr(leaf, "to"):
             return leaf
         try:
@@ -37,16 +43,12 @@ def send_to_device(
         except TypeError:  # a class of the user's own whose `to` knows no non_blocking
             return leaf.to(device)
 
-    if skipped and isinstance(data, dict):
-        return type(data)(
-            {
-                key: value
-                if key in skipped
-                else send_to_device(value, device, non_blocking=non_blocking, skip_keys=skipped)
-                for key, value in data.items()
-            }
+    def send(node: Any) -> Any:
+        return map_leaves(
+            move, node, is_leaf=lambda inner: hasattr(inner, "to") or bool(skipped and isinstance(inner, Mapping))
         )
-    return map_leaves(move, data, is_leaf=lambda node: hasattr(node, "to"))
+
+    return send(data)
 
 
 def find_batch_size(data: Any) -> int | None:

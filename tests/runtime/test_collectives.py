@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from typing import Any
 
 import pytest
@@ -146,6 +146,15 @@ def test_send_to_device_moves_everything_but_skipped_keys() -> None:
     assert moved["keep"].device.type == "cpu"
     assert moved["own"] == "moved to meta"
     assert moved["text"] == "t"
+    nested = [UserDict(keep=torch.ones(1), x=(torch.ones(1), {"keep": torch.ones(1)}))]
+    (deep,) = collectives.send_to_device(nested, "meta", False, "keep")
+    assert (deep["keep"].device.type, deep["x"][0].device.type, deep["x"][1]["keep"].device.type) == (
+        "cpu",
+        "meta",
+        "cpu",
+    )
+    assert type(deep) is UserDict
+    assert collectives.send_to_device(torch.ones(1), "meta", skip_keys=None).is_meta
 
 
 def test_recursively_apply_leaves_or_refuses_other_types() -> None:
