@@ -44,8 +44,9 @@ class SavePolicy:
             raise ConfigError(f"on_save_error={self.on_save_error!r}; expected one of {', '.join(known)}{hint}")
         for name in ("max_pause_s", "max_wait_s"):
             seconds = getattr(self, name)
-            if not (seconds is None and name == "max_wait_s" or isinstance(seconds, int | float) and seconds >= 0):
-                raise ConfigError(f"{name}={seconds!r}; expected a number of seconds, 0 or more")
+            is_time = isinstance(seconds, int | float) and 0 <= seconds <= 1e9
+            if not is_time and (seconds is not None or name != "max_wait_s"):
+                raise ConfigError(f"{name}={seconds!r}; expected a number of seconds from 0 to 1e9")
 
     @property
     def wait_s(self) -> float | None:
