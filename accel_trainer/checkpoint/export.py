@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +20,17 @@ from accel_trainer.checkpoint.weights import save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 
-__all__ = ["export_weights", "find_weights"]
+__all__ = ["ALONE", "LazyRead", "export_weights", "find_weights", "read_tied"]
 
 _SHARDED_NAMES = ("pytorch_model_fsdp_{}", "model_{}", "model")
 """Directories of shards below a checkpoint of Hugging Face accelerate or a Trainer."""
-_ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
+_WEIGHTS = ("model", "pytorch_model")
+"""What files of weights begin with there."""
+ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
+"""The process that converts a checkpoint."""
 
 
-class _Lazy:
+class LazyRead:
     """A stored tensor that is read when it is called."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[], Tensor]) -> None:
@@ -34,7 +38,12 @@ class _Lazy:
         self._read = read
 
     def __call__(self) -> Tensor:
+        """Return the tensor."""
         return self._read()
+
+    def numpy(self) -> Any:
+        """Return it as an array."""
+        return self._read().numpy()
 
 
 def find_weights(source: Path, unit: int = 0, verify: str = "full") -> Mapping[str, LazyTensor]:
@@ -44,7 +53,7 @@ def find_weights(source: Path, unit: int = 0, verify: str = "full") -> Mapping[s
         source: what `save_state` wrote; a directory of torch.distributed.checkpoint, or one that holds such shards of a
             model; or weights in one or several files.
         unit: which model, where there are several.
-        verify: how files of `save_state` are compared with their checksums: "full", "size" or "off".
+        verify: how files are compared with the checksums in their checkpoint: "full", "size" or "off".
 
     Raises:
         CheckpointNotFoundError: there are no weights.
@@ -55,6 +64,9 @@ def find_weights(source: Path, unit: int = 0, verify: str = "full") -> Mapping[s
         raise CheckpointNotFoundError(f"{source.absolute()} does not exist; give a checkpoint, or a file of weights")
     if (source / MANIFEST_NAME).is_file() and _has_units(source):
         return _of_state(source, unit, verify)
+    if (source / MANIFEST_NAME).is_file():
+        stored = open_checkpoint(source, ALONE, verify)
+        stored.check(name for name in stored.manifest.files if name.startswith(_WEIGHTS))
     shards = [source, *(source / name.format(unit) for name in _SHARDED_NAMES)]
     found = next((path for path in shards if (path / METADATA_NAME).is_file()), None)
     if found is not None and not (found != source and any(source.glob("model*.safetensors"))):
@@ -62,8 +74,18 @@ def find_weights(source: Path, unit: int = 0, verify: str = "full") -> Mapping[s
     files = WeightFiles(source)
     lazy: dict[str, LazyTensor] = {}
     for name in files.by_file():
-        lazy[name] = _Lazy(files.dtype(name), files.shape(name), partial(files.__getitem__, name))
+        lazy[name] = LazyRead(files.dtype(name), files.shape(name), partial(files.__getitem__, name))
     return lazy
+
+
+def read_tied(source: Path, unit: int = 0) -> dict[str, str]:
+    """Return the names of tied parameters that a checkpoint of this library leaves out, each with one that it has."""
+    if not (source / MANIFEST_NAME).is_file():
+        return {}
+    stored = open_checkpoint(source, ALONE, "size")
+    outline = f"unit_{unit}.json"
+    tied = stored.json(outline)["tied"] if outline in stored else stored.manifest.metadata.get("tied", {})
+    return {str(alias): str(name) for alias, name in tied.items()}
 
 
 def _has_units(source: Path) -> bool:
@@ -71,10 +93,12 @@ def _has_units(source: Path) -> bool:
 
 
 def _of_state(source: Path, unit: int, verify: str) -> Mapping[str, LazyTensor]:
-    stored = open_checkpoint(source, _ALONE, verify)
+    stored = open_checkpoint(source, ALONE, verify)
     if f"model_{unit}.safetensors" in stored:
         tensors = stored.tensors(f"model_{unit}.safetensors")
-        return {name: _Lazy(t.dtype, tuple(t.shape), partial(tensors.__getitem__, name)) for name, t in tensors.items()}
+        return {
+            name: LazyRead(t.dtype, tuple(t.shape), partial(tensors.__getitem__, name)) for name, t in tensors.items()
+        }
     prefix = f"unit_{unit}"
     if f"{prefix}.json" not in stored:
         raise ConfigError(f"{source.absolute()} has no model {unit}; it holds {stored.manifest.metadata.get('units')}")
@@ -89,7 +113,7 @@ def _of_state(source: Path, unit: int, verify: str) -> Mapping[str, LazyTensor]:
         parts.read(name, whole)
         return whole
 
-    return {name: _Lazy(parts.dtype(name), parts.shape(name), partial(read, name)) for name in parts}
+    return {name: LazyRead(parts.dtype(name), parts.shape(name), partial(read, name)) for name in parts}
 
 
 def _of_dcp(directory: Path) -> Mapping[str, LazyTensor]:
@@ -108,7 +132,7 @@ def _of_dcp(directory: Path) -> Mapping[str, LazyTensor]:
     lazy = {}
     for name, own in chosen.items():
         entry = stored.tensors[name]
-        lazy[own] = _Lazy(entry.dtype, entry.shape, partial(stored.read, name))
+        lazy[own] = LazyRead(entry.dtype, entry.shape, partial(stored.read, name))
     if not lazy:
         raise CheckpointNotFoundError(f"{directory} holds no tensors; give a directory with the weights of a model")
     return lazy

@@ -13,7 +13,7 @@ from accel_trainer.checkpoint.replacing import sweep
 from accel_trainer.checkpoint.retention import is_complete, numbered_checkpoints, retire
 from accel_trainer.checkpoint.verification import check_files, find_extra
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError
-from accel_trainer.launch.weights import add_export_options, run_export
+from accel_trainer.launch.weights import add_export_options, add_format_option, run_export
 
 __all__ = ["run_ckpt"]
 
@@ -33,9 +33,10 @@ def run_ckpt(words: Sequence[str]) -> int:
     for command in (listing, verifying, pruning):
         command.add_argument("directory", type=Path, help="of checkpoints, or one checkpoint")
     exporting = commands.add_parser(
-        "export", help="write a checkpoint's weights for from_pretrained", allow_abbrev=False
+        "export", help="write a checkpoint's weights, or all of it, for others", allow_abbrev=False
     )
     add_export_options(exporting)
+    add_format_option(exporting)
     arguments = parser.parse_args(words)
     if arguments.command == "export":
         return run_export(arguments)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["add_export_options", "run_export", "run_merge_weights"]
+__all__ = ["add_export_options", "add_format_option", "run_export", "run_merge_weights"]
 
 
 def add_export_options(parser: argparse.ArgumentParser) -> None:
@@ -28,18 +28,37 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_export(arguments: argparse.Namespace) -> int:
-    """Write the weights, and print what was written."""
-    from accel_trainer.checkpoint.export import export_weights
-
-    names = export_weights(
-        arguments.source,
-        arguments.target,
-        unit=arguments.unit,
-        max_shard_size=arguments.max_shard_size,
-        safe_serialization=not arguments.unsafe_serialization,
-        verify=arguments.verify,
+def add_format_option(parser: argparse.ArgumentParser) -> None:
+    """Add what only `ckpt export` takes."""
+    parser.add_argument(
+        "--format",
+        default="weights",
+        choices=("weights", "fsdp-full", "fsdp-sharded"),
+        help="weights for from_pretrained (the default), or all that transformers' own Trainer resumes from under FSDP "
+        "with FULL_STATE_DICT or SHARDED_STATE_DICT",
     )
+
+
+def run_export(arguments: argparse.Namespace) -> int:
+    """Write what was asked for, and print what was written."""
+    if getattr(arguments, "format", "weights") == "weights":
+        from accel_trainer.checkpoint.export import export_weights
+
+        names = export_weights(
+            arguments.source,
+            arguments.target,
+            unit=arguments.unit,
+            max_shard_size=arguments.max_shard_size,
+            safe_serialization=not arguments.unsafe_serialization,
+            verify=arguments.verify,
+        )
+    else:
+        from accel_trainer.checkpoint.stock import export_stock
+
+        is_sharded = arguments.format == "fsdp-sharded"
+        names = export_stock(
+            arguments.source, arguments.target, is_sharded=is_sharded, unit=arguments.unit, verify=arguments.verify
+        )
     size = sum((arguments.target / name).stat().st_size for name in names)
     print(f"{arguments.target}: {len(names)} file(s), {size / 2**20:,.1f} MiB")
     return 0

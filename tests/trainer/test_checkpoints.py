@@ -15,8 +15,10 @@ import torch
 from safetensors import safe_open
 from transformers import GPT2LMHeadModel, LlamaForCausalLM, TrainerCallback
 
+from accel_trainer.checkpoint.dcp import DcpDirectory
+from accel_trainer.checkpoint.stock import export_stock
 from accel_trainer.data.plan import permutation
-from accel_trainer.errors import CheckpointNotFoundError
+from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from tests.ranks import run_ranks
 from tests.trainer_jobs import TokenDataset, build_trainer, summary, train
 
@@ -46,6 +48,14 @@ class SaveAt(TrainerCallback):
         control.should_save = state.global_step in (3, 7)
 
 
+class LoseBest(TrainerCallback):
+    """Other ranks do not see the directory of the best checkpoint, as on a disk that shows it late."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            state.best_model_checkpoint = None
+
+
 def run(directory: Path, strategy: str, resume: Path | None = None, **options: Any) -> dict[str, Any]:
     size = 4 if strategy == "single" else 2
     trainer = build_trainer(directory, strategy=strategy, per_device_train_batch_size=size, **options)
@@ -67,7 +77,7 @@ def write(folder: Path, strategies: list[str]) -> dict[str, Any]:
             if name == "exact":
                 trainer.save_model(str(own / "saved"))
             found[strategy, name] = summary(trainer)
-        found[strategy, "best"] = run(own / "best", strategy, **BEST)
+        found[strategy, "best"] = run(own / "best", strategy, options={"callbacks": [LoseBest]}, **BEST)
         if strategy in ("single", "fsdp_sharded"):
             found[strategy, "alone"] = run(own / "alone", strategy, save_only_model=True, save_total_limit=1, **BEST)
     return found
@@ -242,8 +252,10 @@ def test_save_model_writes_tied_weights_once(folder, written, strategy):
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_best_model_is_loaded_at_the_end(folder, written, strategy):
+def test_the_best_model_is_loaded_at_the_end(folder, written, on_two, strategy):
     result = written[strategy, "best"]
+    if strategy != "single":
+        assert on_two[1][strategy, "best"]["best"] == result["best"]
 
     best = min(range(3), key=lambda epoch: result["eval_losses"][epoch])
     assert result["best"] == str(folder / strategy / "best" / f"checkpoint-{(best + 1) * 4}")
@@ -313,6 +325,36 @@ def stock_checkpoint(source: Path, target: Path, sharded: bool) -> None:
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_a_checkpoint_of_the_stock_trainer_is_read(written, resumed_on_two, form):
     assert resumed_on_two[0][f"stock-{form}"]["losses"] == written["fsdp", "plain"]["losses"]
+
+
+@pytest.mark.multirank
+def test_the_stock_trainer_is_given_what_it_resumes_from(folder, on_two, tmp_path):
+    source = folder / "fsdp" / "exact" / "checkpoint-3"
+    names = export_stock(source, tmp_path / "full", is_sharded=False)
+    assert {"pytorch_model_fsdp.bin", "optimizer.bin", "scheduler.pt", "trainer_state.json", "rng_state_1.pth"} <= {
+        *names
+    }
+    assert not {"model.safetensors", "manifest.json", "COMMITTED"} & {*names}
+    weights = torch.load(tmp_path / "full" / "pytorch_model_fsdp.bin", weights_only=True)
+    model = GPT2LMHeadModel.from_pretrained(source)
+    assert weights.keys() == model.state_dict().keys(), "tied weights under both names"
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    optimizer = torch.load(tmp_path / "full" / "optimizer.bin", weights_only=True)
+    saved = torch.load(source / "optimizer.bin", weights_only=True)
+    torch.testing.assert_close(optimizer["state"], saved["state"], rtol=0, atol=0)
+
+    # The form is that of the run which resumes, whatever the one that saved has written.
+    sharded = folder / "fsdp_sharded" / "exact" / "checkpoint-3"
+    export_stock(source, tmp_path / "from_full", is_sharded=True)
+    export_stock(sharded, tmp_path / "from_sharded", is_sharded=True)
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        found, same = (DcpDirectory(tmp_path / kind / name) for kind in ("from_full", "from_sharded"))
+        assert found.tensors.keys() == same.tensors.keys()
+        for key in found.tensors:
+            assert torch.equal(found.read(key), same.read(key)), key
+
+    with pytest.raises(IncompatibleCheckpointError, match="numbers its parameters, as on one process and with DDP"):
+        export_stock(folder / "ddp" / "exact" / "checkpoint-3", tmp_path / "ddp", is_sharded=True)
 
 
 def test_an_interrupted_run_resumes_from_the_last_checkpoint(tmp_path):
