@@ -10,13 +10,16 @@ import logging as std_logging
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_trainer import logging
 from accel_trainer.errors import ConfigError, MissingExtraError
 from accel_trainer.runtime.process import ProcessContext, read_environment
 
-__all__ = ["check_can_start", "import_deepspeed", "join_engine_group", "require_deepspeed"]
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["check_can_start", "forget_module", "import_deepspeed", "join_engine_group", "require_deepspeed"]
 
 logger = logging.get_logger(__name__)
 
@@ -161,3 +164,21 @@ def _check_device(process: ProcessContext) -> None:
             f"this job runs on {process.device.type}, and DeepSpeed has chosen {kind!r} (see DS_ACCELERATOR in the "
             "environment); take DS_ACCELERATOR out, or run on that device"
         )
+
+
+def forget_module(module: nn.Module) -> None:
+    """Take a module whose engine was destroyed out of what ZeRO-3 keeps as long as the process lives.
+
+    That is a stack of the modules in their forward, which has each engine's own at its bottom, and a cache of what to
+    release after each module, by module and engine; an engine that goes on computes again what it needs of it.
+    """
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+
+    stack: list[Any] = getattr(parameter_offload, "FWD_MODULE_STACK", [])
+    stack[:] = [held for held in stack if held is not module]
+    method = getattr(Coordinator, f"_{Coordinator.__name__}__params_to_release", None)
+    cells = getattr(method, "__closure__", None) or ()  # the cache is within a function that measures it
+    for cached in (method, *(cell.cell_contents for cell in cells)):
+        if hasattr(cached, "cache_clear"):
+            cached.cache_clear()

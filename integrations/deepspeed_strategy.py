@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from accel_trainer.config import MixedPrecision, OutputDtype, Resolved, RunConfig
 from accel_trainer.errors import ConfigError
@@ -111,9 +112,9 @@ class DeepSpeedStrategy:
         )
         if described is not None:
             described.adopt(engine.basic_optimizer)
-        _cast_around(job.model, config, job.config)
+        hooks = _cast_around(job.model, config, job.config)
         apply_compile(job.model, job.config.compile, job.compile_options)
-        return DeepSpeedUnit(engine, job.optimizers, groups)
+        return DeepSpeedUnit(engine, job.optimizers, groups, hooks)
 
 
 def _resolve_job(job: TrainJob, process: ProcessContext) -> EngineConfig:
@@ -205,11 +206,11 @@ def _group_names(model: nn.Module, optimizer: Optimizer | None) -> list[list[str
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
-def _cast_around(model: nn.Module, engine_config: EngineConfig, config: RunConfig) -> None:
-    """Cast what a model of 16-bit weights is given, and what it returns, as other strategies do."""
+def _cast_around(model: nn.Module, engine_config: EngineConfig, config: RunConfig) -> list[RemovableHandle]:
+    """Cast what a model of 16-bit weights is given, and what it returns, as other strategies do; return the hooks."""
     dtype = _DTYPES.get(engine_config.precision)
     if dtype is None:
-        return
+        return []
 
     def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         return _cast(args, dtype), _cast(kwargs, dtype)
@@ -217,9 +218,10 @@ def _cast_around(model: nn.Module, engine_config: EngineConfig, config: RunConfi
     def give(module: nn.Module, args: Any, output: Any) -> Any:
         return cast_floating(output, torch.float32)
 
-    model.register_forward_pre_hook(take, with_kwargs=True)
+    hooks = [model.register_forward_pre_hook(take, with_kwargs=True)]
     if config.output_dtype == OutputDtype.FP32:
-        model.register_forward_hook(give)
+        hooks.append(model.register_forward_hook(give))
+    return hooks
 
 
 def _cast(data: Any, dtype: torch.dtype) -> Any:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from accel_trainer.checkpoint.slices import Box
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed_checkpoint import DeepSpeedCheckpointIO
 from accel_trainer.integrations.deepspeed_partitions import flat_partitions
-from accel_trainer.integrations.deepspeed_runtime import forget_modules
+from accel_trainer.integrations.deepspeed_runtime import forget_module
 from accel_trainer.strategies.api import CheckpointIO, HeldGradients, StepOutcome
 from accel_trainer.strategies.native import NativeUnit
 
@@ -63,11 +64,19 @@ class DeepSpeedUnit:
     the norm, and the factor that makes a window's gradients the mean over what it held.
     """
 
-    def __init__(self, engine: Any, optimizers: Sequence[Optimizer], groups: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        optimizers: Sequence[Optimizer],
+        groups: Sequence[Sequence[str]],
+        hooks: Sequence[RemovableHandle] = (),
+    ) -> None:
         self.model: nn.Module = engine
         self.module: nn.Module = engine.module
         self.optimizers: Sequence[Optimizer] = list(optimizers)
         self._engine = engine
+        self._hooks = [*hooks, engine.module_forward_pre_hook, engine.module_forward_post_hook]
+        """Of the module, which is bare again when they and the engine's other ones are gone."""
         self._is_released = False
         self._zero = engine.optimizer
         self._groups = groups
@@ -328,14 +337,17 @@ class DeepSpeedUnit:
         """Take the engine off, so that model and optimizer can be prepared again: two engines would both act on them.
 
         The optimizer holds the module's parameters again, without any state; save that before. The parameters of ZeRO-3
-        stay partitioned, and hold on to the engine that partitioned them: its memory is free when they are gone, too.
-        Every rank calls it; a second call does nothing.
+        stay partitioned. Every rank calls it; a second call does nothing.
         """
         if self._is_released:
             return
         self._is_released = True
         self._engine.destroy()
-        forget_modules()
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self.module.parameters():
+            vars(parameter).pop("_z3_optimizer", None)
+        forget_module(self.module)
         named = {name.replace("_orig_mod.", ""): parameter for name, parameter in self.module.named_parameters()}
         for optimizer in self.optimizers:
             optimizer.state.clear()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader
 
 pytest.importorskip("deepspeed")
 
+from accel_trainer.integrations.deepspeed_partitions import flat_partitions
 from tests.ranks import preload
 from tests.scenarios import Outcome, Scenarios
 from tests.zero import accelerator, adamw, alone, batch, build, layout, own_rows, unit_of, whole
@@ -268,20 +271,32 @@ def prepared_again() -> Any:
         made = accelerator(stage, offload)
         model = build()
         optimizer = adamw(model)
-        engine, _ = made.prepare(model, optimizer)
-        engine(own_rows())
-        made.free_memory()
+        engine, prepared = made.prepare(model, optimizer)
+        made.backward(engine(own_rows()))
+        held = [weakref.ref(kept) for kept in (engine, engine.optimizer, *flat_partitions(engine.optimizer))]
+        engine, prepared = made.free_memory(engine, prepared)
+        gc.collect()
+        hooks = model._forward_hooks or model._forward_pre_hooks or model.stem._forward_pre_hooks
+        left = [kept() is not None for kept in held] + [bool(hooks)]
         engine, prepared = made.prepare(model, optimizer)
         for step in range(3):
             made.backward(engine(own_rows(step)))
             prepared.step()
-        return whole(made, engine)
+        values = whole(made, engine)
+        held = [weakref.ref(kept) for kept in (model, *model.parameters())]
+        engine, prepared, model, optimizer = made.clear(engine, prepared, model, optimizer)
+        gc.collect()
+        return values, left + [kept() is not None for kept in held]
 
     return for_each_variant(train)
 
 
-def test_after_free_memory_model_and_optimizer_can_be_prepared_again():
-    close(results("prepared_again")[0], alone())
+def test_free_memory_leaves_nothing_of_the_engine_and_model_and_optimizer_can_be_prepared_again():
+    for rank, found in enumerate(results("prepared_again")):
+        for name, (_, left) in found.items():
+            assert left
+            assert not any(left), (rank, name, left)
+    close({name: values for name, (values, _) in results("prepared_again")[0].items()}, alone())
 
 
 @SCENARIOS.add
