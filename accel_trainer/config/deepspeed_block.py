@@ -180,7 +180,7 @@ def read_block(block: Mapping[str, Any], *, places: Mapping[str, str] | None = N
     Raises:
         FileProblemsError: a `ConfigError` with all problems of the block, and of the file.
     """
-    reader = _Reader()
+    reader = _Reader(places or {})
     result = reader.read(block)
     for path in list(_paths(result.data, "")):
         named = [name for name in places or {} if _speaks_of(name, path)]
@@ -193,7 +193,8 @@ def read_block(block: Mapping[str, Any], *, places: Mapping[str, str] | None = N
 
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self.places = places
         self.folder: Path | None = None  # of the file that is read; else the working directory
         self.problems: list[str] = []
         self.num_files = 0
@@ -247,7 +248,7 @@ class _Reader:
         try:
             checked = "auto" if value == "auto" else _field_value(name, value)
         except ValueError as error:
-            self.problems.append(f"{name} is {show(value)}; expected {error}")
+            self.problems.append(f"{name}{self.at(name)} is {show(value)}; expected {error}")
             return
         self.put(name, path, checked, result)
 
@@ -267,9 +268,13 @@ class _Reader:
         elif value not in (known, "auto", None):
             where = f" ({result.origins[path]})" if path in result.origins else ""
             self.problems.append(
-                f"{name} is {show(value)}, and {path}{where} is {show(known)}: DeepSpeed would go by {show(known)}; "
-                "keep one of the two"
+                f"{name}{self.at(name)} is {show(value)}, and {path}{where} is {show(known)}: DeepSpeed would go by "
+                f"{show(known)}; keep one of the two"
             )
+
+    def at(self, name: str) -> str:
+        """Return where a key of the block came from, in brackets, where that is known."""
+        return f" ({self.places[name]})" if name in self.places else ""
 
 
 def located(file: str, folder: Path | None) -> str:

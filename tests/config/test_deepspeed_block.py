@@ -182,10 +182,10 @@ def test_a_field_that_contradicts_its_file_is_an_error(folder):
     path = folder / "ds.json"
     assert str(caught.value) == (
         "2 problems in the configuration:\n"
-        f"  - offload_optimizer_device is 'nvme', and zero_optimization.offload_optimizer.device ({path}:5) is 'cpu': "
-        "DeepSpeed would go by 'cpu'; keep one of the two\n"
-        f"  - zero_stage is 3, and zero_optimization.stage ({path}:3) is 2: DeepSpeed would go by 2; keep one of the "
-        "two"
+        f"  - offload_optimizer_device ({file}:3) is 'nvme', and zero_optimization.offload_optimizer.device ({path}:5) "
+        "is 'cpu': DeepSpeed would go by 'cpu'; keep one of the two\n"
+        f"  - zero_stage ({file}:4) is 3, and zero_optimization.stage ({path}:3) is 2: DeepSpeed would go by 2; keep one "
+        "of the two"
     )
 
 
@@ -204,7 +204,7 @@ def test_a_wrong_field_is_named(field, value, expected):
     shown = {True: "true"}.get(value, repr(value)) if isinstance(value, bool) else repr(value)
     with pytest.raises(ConfigError) as caught:
         resolve(file={"strategy": "deepspeed", "deepspeed": {field: value}})
-    assert str(caught.value) == f"{field} is {shown}; expected {expected}"
+    assert str(caught.value) == f"{field} (the config dict) is {shown}; expected {expected}"
 
 
 def test_keys_of_deepspeed_in_accelerates_block_are_honoured():
