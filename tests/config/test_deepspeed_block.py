@@ -184,8 +184,8 @@ def test_a_field_that_contradicts_its_file_is_an_error(folder):
         "2 problems in the configuration:\n"
         f"  - offload_optimizer_device ({file}:3) is 'nvme', and zero_optimization.offload_optimizer.device ({path}:5) "
         "is 'cpu': DeepSpeed would go by 'cpu'; keep one of the two\n"
-        f"  - zero_stage ({file}:4) is 3, and zero_optimization.stage ({path}:3) is 2: DeepSpeed would go by 2; keep one "
-        "of the two"
+        f"  - zero_stage ({file}:4) is 3, and zero_optimization.stage ({path}:3) is 2: DeepSpeed would go by 2; keep "
+        "one of the two"
     )
 
 
