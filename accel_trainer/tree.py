@@ -51,7 +51,7 @@ def map_leaves(function: Callable[[Any], Any], data: Any, *, is_leaf: Callable[[
 
 
 def rebuild_mapping(original: Any, mapped: dict[Any, Any]) -> Any:
-    """Return a mapping of `original`'s class. Model outputs and BatchEncoding take a dict; what does not becomes one."""
+    """Return a mapping of `original`'s class: model outputs and BatchEncoding take a dict; others become one."""
     if type(original) is dict:
         return mapped
     try:
