@@ -239,12 +239,13 @@ def test_r5_the_end_of_the_process_waits_for_the_writer(tmp_path: Path):
 
     code = (
         "import sys; from pathlib import Path; from tests.test_checkpointing import leave_at_once; "
+        "from accel_trainer.checkpoint import hashing; hashing._FLUSH_BYTES = 1; "  # as in large files
         "leave_at_once(Path(sys.argv[1]))"
     )
     environ = {
         **os.environ,
         "ACCEL_TRAINER_TEST_MODE": "1",
-        "ACCEL_TRAINER_FAULT": "sleep@save.before_vote:step=0:seconds=0.5",
+        "ACCEL_TRAINER_FAULT": "sleep@save.mid_shard:step=0:seconds=0.05",
     }
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environ, timeout=60)
     run = SavedRun(tmp_path)

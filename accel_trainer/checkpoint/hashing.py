@@ -12,8 +12,9 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,9 @@ class HashingFile(io.RawIOBase):
         self.entry: FileEntry | None = None
         self._on_chunk = on_chunk
         self._hasher = BlockHasher()
-        self._pool: ThreadPoolExecutor | None = None
-        self._flushing: Future[None] | None = None
+        # No executor: those take no work any more once the script is over, and its last save is still being written.
+        self._flushing: threading.Thread | None = None
+        self._flush_error: OSError | None = None
         self._unflushed_bytes = 0
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
@@ -129,26 +131,34 @@ class HashingFile(io.RawIOBase):
 
     def _flush_early(self) -> None:
         """Set the disk to work, unless it is still at what it was given before; what went wrong there is raised."""
-        if self._flushing is not None:
-            if not self._flushing.done():
-                return
-            self._flushing.result()
-        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoint-flush")
-        self._flushing = self._pool.submit(os.fdatasync, self._descriptor)
+        if self._flushing is not None and self._flushing.is_alive():
+            return
+        self._end_flush()
+        self._flushing = threading.Thread(target=self._flush, name="checkpoint-flush")
+        self._flushing.start()
         self._unflushed_bytes = 0
+
+    def _flush(self) -> None:
+        try:
+            os.fdatasync(self._descriptor)
+        except OSError as error:
+            self._flush_error = error
+
+    def _end_flush(self) -> None:
+        if self._flushing is not None:
+            self._flushing.join()
+        if self._flush_error is not None:
+            raise self._flush_error
 
     def close(self) -> None:
         """Bring the file to the disk, and close it."""
         if self.closed:
             return
         try:
-            if self._flushing is not None:
-                self._flushing.result()
+            self._end_flush()
             os.fsync(self._descriptor)
             self.entry = self._hasher.entry()
         finally:
-            if self._pool is not None:
-                self._pool.shutdown()
             os.close(self._descriptor)
             super().close()
 
