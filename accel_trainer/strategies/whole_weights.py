@@ -7,11 +7,15 @@ tensors that are no shards. Both do on a sharded module what they do on any othe
 from __future__ import annotations
 
 import inspect
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from accel_trainer.checkpoint.spool import spool
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.health import shared_fate
 from accel_trainer.runtime.process import ProcessContext
@@ -51,10 +55,14 @@ class SavePretrained:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Gather the weights, write them on rank 0, and return on every rank once they are written.
 
+        The model's own method wants all of them at once. It gets tensors that are mapped from a file without a name
+        beside its target, into which they are gathered one by one: no rank has to have memory for the model.
+
         A call that brings its own `state_dict` is passed on as it is, and gathers nothing.
 
         Raises:
             ConfigError: the model's own method has no argument for weights that were gathered.
+            DiskFullError: there is no room for the weights twice.
         """
         save = type(self.model).save_pretrained  # type: ignore[attr-defined]
         call = self.__signature__.bind(*args, **kwargs)
@@ -65,12 +73,25 @@ class SavePretrained:
                 f"{type(self.model).__name__} is sharded, and its save_pretrained() has no `state_dict` argument for "
                 "the gathered weights; use accelerator.save_model(model, directory)"
             )
-        call.arguments["state_dict"] = TorchCheckpointIO(self.model).full_model_state()
+        with shared_fate(self.process, "save_pretrained"):
+            call.arguments["state_dict"] = spool(
+                TorchCheckpointIO(self.model).lazy_model_state(),
+                _nearest_directory(next(iter(call.arguments.values()), None)),
+                writes=self.process.is_main,
+            )
         if "is_main_process" in self.__signature__.parameters:
             call.arguments["is_main_process"] = self.process.is_main and call.arguments.get("is_main_process", True)
         # Also the barrier behind which every rank may read what was written.
         with shared_fate(self.process, "save_pretrained"):
             return save(self.model, *call.args, **call.kwargs)
+
+
+def _nearest_directory(target: Any) -> Path:
+    """Return the directory that `target` is or will be in; that for temporary files where it is no path."""
+    if not isinstance(target, (str, os.PathLike)):
+        return Path(tempfile.gettempdir())
+    path = Path(target).absolute()
+    return next(each for each in (path, *path.parents) if each.is_dir())
 
 
 def exchange_whole_weights(model: nn.Module, process: ProcessContext) -> None:
