@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from transformers.utils import logging as transformers_logging
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.lock import LOCK_NAME, DirectoryLock
@@ -28,6 +29,8 @@ else:
     _Upstream = object
 
 logger = logging.get_logger(__name__)
+# Users set the verbosity of its lines with `log_level` and with the switches of transformers.
+upstream_logger = transformers_logging.get_logger("transformers.trainer")
 
 
 class CheckpointMethods(_Upstream):
@@ -156,7 +159,7 @@ class CheckpointMethods(_Upstream):
         if lost is not None:
             self._figures.add_loss(lost)
         if self.is_world_process_zero():
-            logger.info("%s", self._resumption.describe(self))
+            upstream_logger.info(self._resumption.describe(self))
         if self._resumption.epoch is None:
             self._resumption.check_by_updates(self, trained[0] + trained[1] / self._steps_in_epoch)
             return trained

@@ -109,13 +109,12 @@ def without_manifest(run_dir: Path) -> None:
             (checkpoint / name).unlink()
 
 
-def test_r18_the_line_of_a_resume_is_right(run_dir: Path, caplog):
-    caplog.set_level("INFO")
+def test_r18_the_line_of_a_resume_is_right(run_dir: Path, info_log):
 
     def line(given: Any = True, **changes: Any) -> str:
-        caplog.clear()
+        info_log.clear()
         resume(run_dir, given, num_train_epochs=2, max_steps=7, save_strategy="no", **changes)
-        (found,) = [record.message for record in caplog.records if record.message.startswith("resuming")]
+        (found,) = [record.message for record in info_log.records if record.message.startswith("resuming")]
         return found
 
     head = "written by 1 process(es), read by 1, contents verified; random streams restored; data "
@@ -142,11 +141,10 @@ def test_r18_the_line_of_a_resume_is_right(run_dir: Path, caplog):
     )
 
 
-def test_r18_weights_alone_are_said_to_be_alone(tmp_path: Path, caplog):
-    caplog.set_level("INFO")
+def test_r18_weights_alone_are_said_to_be_alone(tmp_path: Path, info_log):
     build_trainer(tmp_path, save_only_model=True, max_steps=1, **RUN).train()
 
     trainer, _, _ = resume(tmp_path, max_steps=2)
 
-    assert "contents verified; weights only: optimizer, schedule and random streams are new; data goes" in caplog.text
+    assert "contents verified; weights only: optimizer, schedule and random streams are new; data goes" in info_log.text
     assert "lost_steps" not in trainer.checkpoint_metrics

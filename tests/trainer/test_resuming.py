@@ -77,8 +77,7 @@ def on_two(directory: Path) -> dict[str, Any]:
 
 @pytest.mark.multirank
 @pytest.mark.timeout(120)
-def test_r7_samples_and_losses_go_on_on_another_number_of_processes(tmp_path: Path, caplog) -> None:
-    caplog.set_level("INFO")
+def test_r7_samples_and_losses_go_on_on_another_number_of_processes(tmp_path: Path, info_log) -> None:
     one = recorded(str(tmp_path / "one"), per_device_train_batch_size=4, gradient_accumulation_steps=2)
     two, other = run_ranks(on_two, 2, tmp_path, timeout=110)
     for step in (3, 7):
@@ -97,10 +96,10 @@ def test_r7_samples_and_losses_go_on_on_another_number_of_processes(tmp_path: Pa
     # Streams of two ranks differ, and are new where the ranks are not those that wrote.
     assert two["one-3"]["noise"] != other["one-3"]["noise"]
     reader = "written by 2 process(es), read by 1, contents verified; random streams new, from seed 42, update and rank"
-    assert f"checkpoint-7; {reader}; data goes on at the next sample" in caplog.text
+    assert f"checkpoint-7; {reader}; data goes on at the next sample" in info_log.text
 
     changed = recorded(str(tmp_path / "again"), str(tmp_path / "two" / "checkpoint-3"), ())
-    assert f"ends after update {3 + 7 + 13}" in caplog.text
+    assert f"ends after update {3 + 7 + 13}" in info_log.text
     rest = [row for number in range(4, UPDATES + 1) for row in one["ids"][number]]
     assert sorted(row for number in range(4, 11) for row in changed["ids"][number]) == sorted(rest)
     assert max(changed["ids"]) == changed["step"] == 23
@@ -132,8 +131,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_the_newest_good_checkpoint_is_taken_and_bad_ones_are_kept(tmp_path: Path, caplog) -> None:
-    caplog.set_level("INFO")
+def test_the_newest_good_checkpoint_is_taken_and_bad_ones_are_kept(tmp_path: Path, info_log) -> None:
     whole = recorded(str(tmp_path), steps=(2, 4, 6, 8), dropout=0.1)
     copy = shutil.copytree(tmp_path / "checkpoint-8", tmp_path / "copy")
     flip(tmp_path / "checkpoint-8" / "optimizer.pt")
@@ -148,8 +146,8 @@ def test_the_newest_good_checkpoint_is_taken_and_bad_ones_are_kept(tmp_path: Pat
     assert resumed["losses"] == whole["losses"]
     kept = sorted(path.name[: len("_bad-checkpoint-N")] for path in tmp_path.glob("_bad-*"))
     assert kept == ["_bad-checkpoint-4", "_bad-checkpoint-6", "_bad-checkpoint-8"]
-    assert "optimizer.pt was changed after the save" in caplog.text
-    line = next(record.message for record in caplog.records if record.message.startswith("resuming at update 2"))
+    assert "optimizer.pt was changed after the save" in info_log.text
+    line = next(record.message for record in info_log.records if record.message.startswith("resuming at update 2"))
     for step, reason in ((8, "was changed"), (6, "rng_state.pth is missing"), (4, "COMMITTED is missing")):
         assert f"passed over checkpoint-{step}: " in line
         assert reason in line
