@@ -158,10 +158,11 @@ def plan_hosts(resolved: Resolved) -> HostJob | None:
 def _read_hostfile(path: Path) -> dict[str, tuple[int, ...]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(
-            f"deepspeed_hostfile {str(path.absolute())!r} cannot be read: {error.strerror}; it holds a line "
-            "`name slots=N` for each machine"
+            f"deepspeed_hostfile {str(path.absolute())!r} cannot be read: {reason}; it holds a line `name slots=N` for "
+            "each machine"
         ) from error
     hosts: dict[str, tuple[int, ...]] = {}
     for number, line in enumerate(lines, start=1):

@@ -132,9 +132,12 @@ def test_what_cannot_be_started_is_refused(
         plan(tmp_path, hosts, **options)
 
 
-def test_a_hostfile_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no_such' cannot be read: No such file"):
         plan(tmp_path, None, block={"hostfile": str(tmp_path / "no_such")})
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"binary' cannot be read: it is no text; it holds a line"):
+        plan(tmp_path, None, block={"hostfile": str(tmp_path / "binary")})
 
 
 @pytest.mark.parametrize(
