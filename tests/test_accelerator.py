@@ -261,7 +261,7 @@ def test_unwrap_leaves_a_model_that_was_never_wrapped():
         ({"config": "no_such_config"}, r"no_such_config"),
         ({"config": {"mixed_precison": "bf16"}}, r"mixed_precison.*did you mean 'mixed_precision'"),
         ({"megatron_lm_plugin": object()}, r"asks for Megatron-LM, which this version does not offer; leave it out"),
-        ({"config": {"num_processes": 4}}, r"this job has 1 process.*accel-trainer launch --num_processes 4"),
+        ({"config": {"num_processes": 4}}, r"and 1 process\(es\) run this job.*accel-trainer launch --num_processes 4"),
     ],
 )
 def test_an_option_that_cannot_be_honoured_is_an_error(arguments: dict[str, Any], message: str):
