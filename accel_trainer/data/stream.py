@@ -255,10 +255,30 @@ class OwnShards(_EpochStream):
             yield Step([filled], BatchRows((count,), (len(filled),)))
 
 
+# Steps of `datasets` that sharding changes: other samples are taken, skipped or interleaved then, or all in each part.
+_WHOLE_ONLY = ("Cycling", "HorizontallyConcatenated", "RandomlyCycling", "Skip", "Step", "Take")
+
+
 def shards_of(dataset: Any) -> int:
-    """Return how many shards a stream offers through `num_shards` and `shard(num_shards, index)`, or 0."""
+    """Return how many shards a stream offers through `num_shards` and `shard(num_shards, index)`, or 0.
+
+    Also 0 where the shards of `datasets` together are not what the stream yields: after `take`, for one.
+    """
     count = getattr(dataset, "num_shards", 0)
+    for node in _nodes_of(dataset):
+        if type(node).__name__.startswith(_WHOLE_ONLY) or getattr(node, "drop_last_batch", False):
+            return 0
     return count if isinstance(count, int) and callable(getattr(dataset, "shard", None)) else 0
+
+
+def _nodes_of(dataset: Any) -> Iterator[Any]:
+    """Yield the steps that a stream of `datasets` is made of."""
+    waiting = [getattr(dataset, "_ex_iterable", None)]
+    while waiting:
+        node = waiting.pop()
+        if node is not None:
+            yield node
+            waiting += [*getattr(node, "ex_iterables", ()), getattr(node, "ex_iterable", None)]
 
 
 def reads_own_part(dataset: Any) -> bool:
@@ -305,12 +325,7 @@ def keeps_own_state(dataset: Any) -> bool:
     """
     if not all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")):
         return False
-    nodes = [getattr(dataset, "_ex_iterable", None)]
-    for node in nodes:
-        if "Shuffled" in type(node).__name__:
-            return False
-        nodes += [*getattr(node, "ex_iterables", ()), *filter(None, [getattr(node, "ex_iterable", None)])]
-    return True
+    return not any("Shuffled" in type(node).__name__ for node in _nodes_of(dataset))
 
 
 def set_dataset_epoch(dataset: Any, epoch: int) -> None:

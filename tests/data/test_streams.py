@@ -298,6 +298,27 @@ def test_a_shuffled_stream_of_datasets_follows_the_epoch() -> None:
     assert loader.epoch == loader.dataset.epoch == 2
 
 
+NOT_BY_SHARDS = {
+    "take": lambda stream: stream.take(5),
+    "skip": lambda stream: stream.skip(3),
+    "interleave": lambda stream: datasets.interleave_datasets([stream, hub_stream(12, 4)]),
+    "beside": lambda stream: datasets.concatenate_datasets([stream, stream.rename_column("id", "other")], axis=1),
+    "full batches": lambda stream: stream.map(lambda rows: rows, batched=True, batch_size=3, drop_last_batch=True),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_BY_SHARDS)
+def test_a_stream_whose_samples_sharding_would_change_is_read_whole(kind: str) -> None:
+    def build(rank: int, world_size: int) -> PreparedDataLoader:
+        stream = NOT_BY_SHARDS[kind](hub_stream(10, 4))
+        loader = DataLoader(stream, 2, collate_fn=lambda rows: torch.tensor([row["id"] for row in rows]))
+        return prepare(loader, rank, world_size)
+
+    alone = valid_ids([build(0, 1)])
+    assert alone
+    assert valid_ids([build(rank, 3) for rank in range(3)]) == alone
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_sharding_filter_is_not_cut_twice(workers: int, shuffle: bool) -> None:
