@@ -21,7 +21,7 @@ from accel_trainer.checkpoint.persistence import SavePolicy
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.options import check_num_processes
 from accel_trainer.runtime.process import hidden_variable, init_process, read_environment
-from accel_trainer.state import PartialState
+from accel_trainer.state import PartialState, stated_timeout
 from accel_trainer.trainer.deepspeed_arguments import settle_engine, whole_models
 from accel_trainer.trainer.fsdp_arguments import build_fsdp_dict, resolve_arguments
 
@@ -198,11 +198,10 @@ class TrainingArguments(transformers.TrainingArguments):
                 "Passing `'use_configured_state':True` to the AcceleratorConfig requires a pre-configured "
                 "`AcceleratorState` or `PartialState` to be defined before calling `TrainingArguments`. "
             )
-        config = self.resolved.config
         process = init_process(
             read_environment(),
-            use_cpu=config.use_cpu,
-            timeout_seconds=config.timeout_seconds,
+            use_cpu=self.resolved.config.use_cpu,
+            timeout_seconds=stated_timeout(self.resolved),
             backend=self.ddp_backend,
         )
         self.distributed_state = PartialState(process=process)

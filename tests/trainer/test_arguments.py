@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,9 @@ def test_a_file_for_another_number_of_processes(tmp_path, monkeypatch, name):
         build(tmp_path, fsdp=True, fsdp_config=name)
 
 
-def build_on_rank(output_dir: str, **options: Any) -> dict[str, Any]:
+def build_on_rank(output_dir: str, own_group_seconds: int | None = None, **options: Any) -> dict[str, Any]:
+    if own_group_seconds is not None:
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=own_group_seconds))
     args = TrainingArguments(output_dir=output_dir, **options)
     buffer = io.BytesIO()
     torch.save(args, buffer)
@@ -192,8 +195,10 @@ def test_three_ranks_with_a_file_for_two(tmp_path):
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("options", "seconds"), [({"use_cpu": True, "ddp_timeout": 17}, 17), ({}, 1800)])
-def test_the_timeout_reaches_the_group_on_the_cpu(tmp_path, options, seconds):
+@pytest.mark.parametrize(
+    ("options", "seconds"), [({"use_cpu": True, "ddp_timeout": 17}, 17), ({"own_group_seconds": 7200}, 7200)]
+)
+def test_a_timeout_that_was_asked_for_reaches_the_group_on_the_cpu(tmp_path, options, seconds):
     for rank, seen in enumerate(run_ranks(build_on_rank, 2, str(tmp_path), **options)):
         assert seen == {
             "timeout": seconds, "rank": rank, "world_size": 2, "mode": "ParallelMode.DISTRIBUTED",
