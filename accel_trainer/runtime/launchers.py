@@ -98,7 +98,7 @@ def _from_mpi(environ: Mapping[str, str], rank: str, size: str, local_rank: str,
     local_world_size = _integer(environ, local_size, world_size)
     address = environ.get("MASTER_ADDR")
     # Only where MPI says that all ranks are here: on two nodes, each would wait for the other on its own loopback.
-    if address is None and local_size in environ and local_world_size == world_size:
+    if address is None and 1 < world_size == local_world_size and local_size in environ:
         address = "127.0.0.1"
     index = _integer(environ, rank)
     return LaunchInfo(

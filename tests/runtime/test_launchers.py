@@ -119,6 +119,13 @@ def test_open_mpi_on_one_node_needs_no_address():
     assert info.main_address == "127.0.0.1"
 
 
+def test_an_mpi_of_one_process_gets_no_address_on_which_two_jobs_would_meet():
+    alone = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    info = find_launch_info(alone)
+    assert info is not None
+    assert (info.world_size, info.main_address) == (1, None)
+
+
 def test_pmi():
     assert find_launch_info(PMI) == LaunchInfo("MPI", 1, 1, 2, 2, "127.0.0.1", 29500)
 
