@@ -102,9 +102,11 @@ def _find_optimizer(source: Path, unit: int) -> Optimizer | None:
     """Return the optimizer's state by parameter name; None where weights alone were saved."""
     if (source / MANIFEST_NAME).is_file():
         stored = open_checkpoint(source, ALONE, "off")
-        if f"unit_{unit}.json" in stored:
-            outline = stored.json(f"unit_{unit}.json")["optimizer"]
-            return None if outline is None else decode(outline, _lazy(StoredParts(stored, f"unit_{unit}.optimizer")))
+        # Of `save_state`, or of a Trainer's checkpoint under DeepSpeed.
+        prefix = next((name for name in (f"unit_{unit}", "optimizer") if f"{name}.json" in stored), None)
+        if prefix is not None:
+            outline = stored.json(f"{prefix}.json")["optimizer"]
+            return None if outline is None else decode(outline, _lazy(StoredParts(stored, f"{prefix}.optimizer")))
     if (source / f"optimizer_{unit}" / METADATA_NAME).is_file():
         shards = DcpDirectory(source / f"optimizer_{unit}")
 

@@ -5,6 +5,7 @@ A sharded Trainer writes:
     model.safetensors, config.json, ...   always, in Hugging Face's format
     optimizer.bin                         state_dict_type full: the whole state by parameter name, one torch file
     optimizer_0/                          state_dict_type sharded: a torch.distributed.checkpoint directory
+    optimizer.json, optimizer.optimizer.* under DeepSpeed: each rank its part, as `save_state` writes it
     scheduler.pt  rng_state_R.pth  trainer_state.json  training_args.bin
 
 Read as well: what the stock Trainer writes (`optimizer.pt`; `pytorch_model_fsdp.bin`, `pytorch_model_fsdp_0/`; under
@@ -27,6 +28,8 @@ from transformers.trainer_pt_utils import reissue_pt_warnings
 from transformers.utils import logging
 
 from accel_trainer.checkpoint.dcp import DcpDirectory
+from accel_trainer.checkpoint.staged import StagedDirectory
+from accel_trainer.checkpoint.stored import open_checkpoint
 from accel_trainer.checkpoint.weights import INDEX_NAME, WEIGHTS_NAME, SafetensorsDirectory
 from accel_trainer.config import StateDictType
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
@@ -52,7 +55,9 @@ logger = logging.get_logger("transformers.trainer")
 FULL_OPTIMIZER_NAME = "optimizer.bin"
 SHARDED_OPTIMIZER_NAME = "optimizer_0"
 PLAIN_OPTIMIZER_NAME = "optimizer.pt"
-_OPTIMIZER_NAMES = (FULL_OPTIMIZER_NAME, SHARDED_OPTIMIZER_NAME, PLAIN_OPTIMIZER_NAME)
+PARTS_PREFIX = "optimizer"
+PARTS_NAME = f"{PARTS_PREFIX}.json"
+_OPTIMIZER_NAMES = (FULL_OPTIMIZER_NAME, SHARDED_OPTIMIZER_NAME, PLAIN_OPTIMIZER_NAME, PARTS_NAME)
 TRAINER_STATE_NAME = "trainer_state.json"
 SCHEDULER_NAME = "scheduler.pt"
 ENGINE_STATE_PATTERN = "global_step*"
@@ -65,11 +70,17 @@ def _io(trainer: Any) -> CheckpointIO:
     return io
 
 
+def _staged(trainer: Any, directory: Path) -> StagedDirectory | None:
+    """Return the checkpoint that is being written, where `directory` is it."""
+    staged: StagedDirectory | None = trainer._staged
+    return staged if staged is not None and staged.path == directory else None
+
+
 @contextmanager
 def _create(trainer: Any, directory: Path, name: str) -> Iterator[BinaryIO]:
     """Open a new file of a checkpoint, or of any other directory."""
-    staged = trainer._staged
-    if staged is not None and staged.path == directory:
+    staged = _staged(trainer, directory)
+    if staged is not None:
         with staged.open(name) as file:
             yield file
     else:
@@ -97,6 +108,8 @@ def save_optimizer(trainer: Any, output_dir: str) -> None:
     elif trainer.accelerator.config.fsdp.state_dict_type is StateDictType.SHARDED:
         _io(trainer).save_sharded_optimizer(directory / SHARDED_OPTIMIZER_NAME)
         _adopt_own_parts(trainer, directory)
+    elif trainer.is_deepspeed_enabled and (staged := _staged(trainer, directory)) is not None:
+        _io(trainer).save(staged, PARTS_PREFIX, weights=False)
     else:
         state = _io(trainer).full_optimizer_state()
         if state:
@@ -110,8 +123,8 @@ def save_optimizer(trainer: Any, output_dir: str) -> None:
 
 def _adopt_own_parts(trainer: Any, directory: Path) -> None:
     """Have each rank hash the parts that it has written, not one rank all of them."""
-    staged, rank = trainer._staged, trainer.accelerator.process_index
-    if staged is not None and staged.path == directory:
+    staged, rank = _staged(trainer, directory), trainer.accelerator.process_index
+    if staged is not None:
         for part in sorted((directory / SHARDED_OPTIMIZER_NAME).glob(f"__{rank}_*.distcp")):
             staged.adopt(f"{SHARDED_OPTIMIZER_NAME}/{part.name}")
 
@@ -242,6 +255,11 @@ def load_optimizer(trainer: Any, directory: Path) -> None:
     io = _io(trainer)
     if (directory / SHARDED_OPTIMIZER_NAME).is_dir():
         io.load_sharded_optimizer(directory / SHARDED_OPTIMIZER_NAME)
+        return
+    if (directory / PARTS_NAME).is_file():
+        # Contents were compared with their checksums when the checkpoint was chosen.
+        stored = open_checkpoint(directory, trainer.accelerator.process, verify="size")
+        io.load(stored, PARTS_PREFIX, weights=False)
         return
     state: Mapping[str, Any] = {}
     own = io.full_optimizer_state()

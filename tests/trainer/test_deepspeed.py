@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from accel_trainer.checkpoint.stock import export_stock
 from accel_trainer.errors import AccelTrainerError, ConfigError, IncompatibleCheckpointError, MissingExtraError
 from tests.ranks import preload, run_ranks
 from tests.trainer_jobs import arguments, build_model, build_trainer, summary, train
@@ -84,8 +85,8 @@ class EngineCheckpoint(TrainerCallback):
             self.trainer.deepspeed.save_checkpoint(self.path)
             if state.is_world_process_zero:
                 ours = Path(args.output_dir, "checkpoint-9")
-                names = {"optimizer.bin", "manifest.json", "COMMITTED"}
-                shutil.copytree(ours, self.path, ignore=lambda *_: names, dirs_exist_ok=True)
+                ignored = shutil.ignore_patterns("optimizer.*", "manifest.json", "COMMITTED")
+                shutil.copytree(ours, self.path, ignore=ignored, dirs_exist_ok=True)
 
 
 def best(output_dir: str, **options: Any) -> dict[str, Any]:
@@ -151,14 +152,18 @@ def test_the_numbers_are_those_of_one_process_and_a_resume_is_exact(tmp_path, al
         assert result["best"]["end"] == pytest.approx(min(result["best"]["eval_losses"][:3]), rel=1e-6)
         assert result["best"]["eval_losses"][0] < result["best"]["eval_losses"][2]
         assert "model.safetensors" in result["best"]["files"]
-        assert not {"optimizer.bin", "scheduler.pt"} & set(result["best"]["files"])
+        assert not {"optimizer.bin", "optimizer.json", "scheduler.pt"} & set(result["best"]["files"])
     for name, values in results[0]["weights"].items():
         np.testing.assert_allclose(values, alone["weights"][name], rtol=1e-4, atol=1e-6, err_msg=name)
         np.testing.assert_array_equal(values, results[0]["resumed"]["weights"][name], err_msg=name)
     assert_is_loadable(tmp_path / "model", results[0]["predictions"].shape)
+    assert_is_in_equal_parts(tmp_path / "checkpoint-6")
     if stage == 2:
         elsewhere = run_ranks(resumed, 1, str(tmp_path), "checkpoint-6", per_device_train_batch_size=4, timeout=100)[0]
         np.testing.assert_allclose(elsewhere["losses"], alone["losses"], rtol=1e-5)
+        export_stock(tmp_path / "checkpoint-6", tmp_path / "fsdp", is_sharded=False)
+        state = torch.load(tmp_path / "fsdp" / "optimizer.bin", weights_only=True)["state"]
+        assert state["model.embed_tokens.weight"]["exp_avg"].shape == build_model().model.embed_tokens.weight.shape
 
 
 def assert_is_scheduled(whole: list[float], resumed: list[float]) -> None:
@@ -167,6 +172,11 @@ def assert_is_scheduled(whole: list[float], resumed: list[float]) -> None:
     assert len(rates) == 8
     assert max(rates) == pytest.approx(1e-2)
     assert rates[-1] < rates[-2] < rates[-3]
+
+
+def assert_is_in_equal_parts(checkpoint: Path) -> None:
+    parts = [path.stat().st_size for path in sorted(checkpoint.glob("optimizer.optimizer.*.safetensors"))]
+    assert sum(parts[0::2]) == pytest.approx(sum(parts[1::2]), rel=0.2)
 
 
 def assert_is_loadable(path: Path, shape: tuple[int, ...]) -> None:
