@@ -1,5 +1,6 @@
 """finetune_classifier.py and native_loop.py: one result on every layout, and what they print and save."""
 
+import functools
 import importlib.util
 import re
 
@@ -19,14 +20,20 @@ def run(script, layout, folder, *options):
     return run_example(script, argv, num_processes=LAYOUTS[layout])
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What a script returns after 14 steps in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    return functools.cache(lambda script: run(script, "single", folder / script, "--max_steps", 14)[0].result)
+
+
 @pytest.mark.multirank
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_the_strategy_does_not_change_the_result(script, tmp_path):
-    results = {layout: run(script, layout, tmp_path / layout, "--max_steps", 14)[0].result for layout in LAYOUTS}
-
+def test_the_strategy_does_not_change_the_result(script, alone, tmp_path):
     for layout in ("ddp", "fsdp2"):
+        result = run(script, layout, tmp_path / layout, "--max_steps", 14)[0].result
         for metric in ("eval_loss", "eval_accuracy"):
-            assert results[layout][metric] == pytest.approx(results["single"][metric], abs=1e-4), layout
+            assert result[metric] == pytest.approx(alone(script)[metric], abs=1e-4), layout
 
 
 @pytest.mark.multirank
@@ -34,14 +41,13 @@ def test_the_strategy_does_not_change_the_result(script, tmp_path):
 @pytest.mark.parametrize(
     ("script", "option"), [("finetune_classifier", "--deepspeed"), ("native_loop", "--strategy_config")]
 )
-def test_deepspeed_gives_the_result_of_one_process(script, option, tmp_path):
-    alone = run(script, "single", tmp_path / "alone", "--max_steps", 14)[0].result
+def test_deepspeed_gives_the_result_of_one_process(script, option, alone, tmp_path):
     argv = [*TINY, *SNIPPETS, "--output_dir", tmp_path / "zero3", "--max_steps", 14, option, "zero3"]
 
     finished = run_example(script, argv, num_processes=2)[0]
 
     for metric in ("eval_loss", "eval_accuracy"):
-        assert finished.result[metric] == pytest.approx(alone[metric], abs=1e-4)
+        assert finished.result[metric] == pytest.approx(alone(script)[metric], abs=1e-4)
     assert finished.table["strategy"].strip() == "deepspeed (DEEPSPEED)"
     assert "predictions are the same" in finished.table["from_pretrained"]
 
