@@ -15,11 +15,16 @@ from accel_trainer.checkpoint.persistence import SavePolicy, save_persistently
 from accel_trainer.checkpoint.tensor_file import StagingMemory
 from accel_trainer.errors import SaveTimeoutError
 from accel_trainer.runtime.health import gather_votes
-from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.process import ProcessContext, group_timeout
 
 __all__ = ["BackgroundSaver"]
 
 logger = logging.get_logger(__name__)
+
+
+def _new_group(process: ProcessContext) -> dist.ProcessGroup | None:
+    # Without a timeout it would get gloo's 30 minutes, whatever the job waits.
+    return dist.new_group(backend="gloo", timeout=group_timeout()) if process.is_distributed else None
 
 
 class BackgroundSaver:
@@ -35,8 +40,7 @@ class BackgroundSaver:
         the main thread has the other, on the CPU whatever the job's backend.
         """
         self._process = process
-        groups = [dist.new_group(backend="gloo") for _ in range(2)] if process.is_distributed else [None, None]
-        self._thread_group, self._main_group = groups
+        self._thread_group, self._main_group = (_new_group(process), _new_group(process))
         self.memory = StagingMemory()
         self._thread: threading.Thread | None = None
         self._section = ""

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.runtime.process import ProcessContext, set_group_timeout
+from accel_trainer.runtime.process import ProcessContext, group_timeout, set_group_timeout
 
 __all__ = ["build_mesh_shape", "init_mesh"]
 
@@ -27,8 +27,8 @@ def build_mesh_shape(world_size: int, replicate_size: int) -> tuple[int, ...]:
     return (replicate_size, world_size // replicate_size)
 
 
-def init_mesh(process: ProcessContext, shape: tuple[int, ...], timeout_seconds: float) -> DeviceMesh:
-    """Create the mesh, with axes `shard` or `replicate` x `shard`.
+def init_mesh(process: ProcessContext, shape: tuple[int, ...]) -> DeviceMesh:
+    """Create the mesh, with axes `shard` or `replicate` x `shard`, whose collectives wait as long as the job's own.
 
     Collective: every rank calls it with the same shape.
     """
@@ -39,5 +39,5 @@ def init_mesh(process: ProcessContext, shape: tuple[int, ...], timeout_seconds: 
         # new_group() inside init_device_mesh falls back to the backend's default of 10 or 30 minutes. An axis over all
         # ranks is the job's own group, which has its timeout.
         if group is not dist.group.WORLD:
-            set_group_timeout(group, timeout_seconds)
+            set_group_timeout(group, group_timeout().total_seconds())
     return mesh

@@ -26,6 +26,7 @@ __all__ = [
     "current_process",
     "destroy_process_group",
     "find_rank",
+    "group_timeout",
     "hidden_variable",
     "init_process",
     "read_environment",
@@ -289,6 +290,16 @@ def set_group_timeout(group: dist.ProcessGroup, timeout_seconds: float) -> None:
         backend = group._get_backend(device)
         if hasattr(backend, "_set_default_timeout"):
             backend._set_default_timeout(timedelta(seconds=timeout_seconds))
+
+
+def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta:
+    """Return how long collectives of a group may wait; the job's own group when None."""
+    group = group or dist.distributed_c10d._get_default_group()
+    for device in group._device_types:
+        timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+        if timeout is not None:
+            return timeout
+    return timedelta(seconds=_DEFAULT_TIMEOUT_SECONDS)
 
 
 def _leave_at_exit() -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import gc
 import importlib
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from accel_trainer.errors import ProcessGroupError
+from accel_trainer.runtime.process import group_timeout
 
 __all__ = ["Ballot"]
 
@@ -33,7 +33,7 @@ class Ballot:
         self.world_size = dist.get_world_size()
         self._store = dist.distributed_c10d._get_default_store()
         group = dist.distributed_c10d._get_default_group()
-        self._timeout = _timeout_of(group)
+        self._timeout = group_timeout(group)
         self._recipe: dict[str, Any] = {"backend": dist.get_backend_config(), "device_id": group.bound_device_id}
         self._aborts = any(device.type != "cpu" for device in group._device_types)
         self._has_left = False
@@ -109,11 +109,3 @@ def _forget_meshes() -> None:
     ):
         if clear is not None:
             clear()
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    for device in group._device_types:
-        timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
-        if timeout is not None:
-            return timeout
-    return timedelta(minutes=30)

@@ -280,7 +280,7 @@ class FSDP2Strategy:
         """Return the mesh of all models of this shape: one optimizer may hold the parameters of several. Collective."""
         shape = build_mesh_shape(process.world_size, _count_replicas(job.config.fsdp, process))
         known = self._meshes.get(shape)
-        return known or self._meshes.setdefault(shape, init_mesh(process, shape, job.config.timeout_seconds))
+        return known or self._meshes.setdefault(shape, init_mesh(process, shape))
 
 
 def _bind(unit: NativeUnit, job: TrainJob) -> NativeUnit:

@@ -38,14 +38,14 @@ def test_replicas_that_leave_nothing_to_shard_are_refused(world_size: int, repli
 
 
 def test_one_axis_holds_every_rank(job_of_64: ProcessContext):
-    mesh = init_mesh(job_of_64, (64,), 60)
+    mesh = init_mesh(job_of_64, (64,))
     assert mesh.mesh_dim_names == ("shard",)
     assert dist.get_process_group_ranks(mesh.get_group("shard")) == list(range(64))
 
 
 def test_shards_of_a_replica_are_neighbours(job_of_64: ProcessContext):
     # 8 replicas of 8 shards on nodes of 8: parameters are gathered inside of a node, only gradients leave it.
-    mesh = init_mesh(job_of_64, build_mesh_shape(64, 8), 60)
+    mesh = init_mesh(job_of_64, build_mesh_shape(64, 8))
     assert mesh.mesh_dim_names == ("replicate", "shard")
     assert dist.get_process_group_ranks(mesh.get_group("shard")) == list(range(16, 24))
     assert dist.get_process_group_ranks(mesh.get_group("replicate")) == list(range(5, 64, 8))
@@ -57,4 +57,4 @@ def test_a_group_that_the_user_made_is_used(job_of_64: ProcessContext):
 
 
 def test_a_meshs_group_of_the_whole_job_is_the_jobs_own(job_of_64: ProcessContext):
-    assert init_mesh(job_of_64, (64,), 60).get_group("shard") is dist.group.WORLD
+    assert init_mesh(job_of_64, (64,)).get_group("shard") is dist.group.WORLD

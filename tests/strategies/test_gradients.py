@@ -126,7 +126,7 @@ def clip_on_meshes() -> dict[str, Any]:
     from accel_trainer.runtime.process import init_process, read_environment
 
     process = init_process(read_environment())
-    flat, hybrid = init_mesh(process, (4,), 60), init_mesh(process, (2, 2), 60)
+    flat, hybrid = init_mesh(process, (4,)), init_mesh(process, (2, 2))
     layouts = {
         "flat": ([flat], [[Shard(0)]]),
         "hybrid": ([hybrid], [[Replicate(), Shard(0)]]),
