@@ -182,6 +182,8 @@ class AcceleratorStepping:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate the gradients of `loss`; in `accumulate()` those of a window are the mean over what it holds.
 
+        Outside of it, in windows made by hand, each loss is divided by `gradient_accumulation_steps`.
+
         Where ranks hold unequally many samples of a step (`even_batches=False`), each loss counts by its samples; a
         rank without any takes part with weight zero. Collective on the last micro-batch of a window.
 
@@ -199,8 +201,9 @@ class AcceleratorStepping:
             if rows is not None and len(rows.rows) == self.process.world_size:
                 weight = rows.weight(self.process.rank)
                 loss = loss if weight == 1.0 else loss * weight
-            if in_window and leading.window.divisor != 1:
-                loss = loss / leading.window.divisor
+            divisor = leading.window.divisor if in_window else leading.window.num_steps
+            if divisor != 1:
+                loss = loss / divisor
         fault_point("train.backward")
         leading.unit.backward(loss, **kwargs)
         for prepared in units:

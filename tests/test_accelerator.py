@@ -82,6 +82,20 @@ def test_the_tutorial_loop_equals_plain_pytorch():
     assert scheduler.get_last_lr() == plain_scheduler.get_last_lr()
 
 
+def test_a_window_made_by_hand_is_divided_by_the_accumulation_steps():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model, alone = nn.Linear(2, 1), nn.Linear(2, 1)
+    alone.load_state_dict(model.state_dict())
+    model = accelerator.prepare(model)
+    micro_batches = [torch.randn(size, 2) for size in (1, 2, 3, 4)]
+    for rows in micro_batches:
+        with accelerator.no_sync(model):
+            # As guides for losses over items weigh them: the division that follows is undone.
+            accelerator.backward(model(rows).sum() * 4 / 10)
+    alone(torch.cat(micro_batches)).mean().backward()
+    assert model.weight.grad.flatten().tolist() == pytest.approx(alone.weight.grad.flatten().tolist(), abs=1e-6)
+
+
 def test_a_short_last_window_gets_the_mean_over_what_it_holds():
     # 6 batches, windows of 4: the second window's gradient is the mean of 2, not half of it.
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
