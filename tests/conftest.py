@@ -98,6 +98,13 @@ def own_temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     patch.undo()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def early_fork_server(own_temporary_files: None) -> None:
+    """Let the server of the ranks import what it will need while the first tests run."""
+    if "tests.ranks" in sys.modules:
+        sys.modules["tests.ranks"].start_fork_server()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Prepare once what tests would wait for."""
     # A full collection, which some code under test asks for, takes half a second with all that collecting imports.

@@ -29,7 +29,7 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RankFailure", "free_port", "preload", "run_ranks"]
+__all__ = ["RankFailure", "free_port", "preload", "run_ranks", "start_fork_server"]
 
 # Seconds that the other ranks get after one has failed: enough for them to report an error of their own.
 GRACE_SECONDS = 3.0
@@ -115,7 +115,7 @@ def run_ranks(
         raise TypeError(
             f"run_ranks needs a module-level function, and {function.__qualname__} cannot be imported by a rank"
         )
-    context = _fork_server()
+    context = start_fork_server()
     payload = pickle.dumps((args, kwargs))
     with _agent_store() as agent_port, tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks: list[_Rank] = []
@@ -201,8 +201,11 @@ def _describe_exit(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def _fork_server() -> Any:
-    """Start the server once, from the project's root: what it preloads must be found wherever the caller is."""
+def start_fork_server() -> Any:
+    """Start the server unless it runs, and return at once: it goes on importing. Return the context of its processes.
+
+    It starts in the project's root: what it preloads must be found wherever the caller is.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with contextlib.chdir(Path(__file__).resolve().parents[1]):
