@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -86,6 +87,7 @@ class DeepSpeedStrategy:
                 "write stage 1, 2 or 3, or use strategy 'ddp'"
             )
         _check_groups(job)
+        _check_numbers(job, config)
         _check_leaf_classes(job, config)
         check_can_start(process, config.data)
 
@@ -104,17 +106,37 @@ class DeepSpeedStrategy:
         optimizer = job.optimizers[0] if job.optimizers else None
         groups = _group_names(job.model, optimizer)
         described = optimizer if isinstance(optimizer, DescribedOptimizer) else None
-        engine, *_ = deepspeed.initialize(
-            model=job.model,
-            optimizer=optimizer if described is None else None,
-            model_parameters=None if described is None else described.given,
-            config=config.data,
-        )
+        with _numbers_sent(job.model):
+            engine, *_ = deepspeed.initialize(
+                model=job.model,
+                optimizer=optimizer if described is None else None,
+                model_parameters=None if described is None else described.given,
+                config=config.data,
+            )
         if described is not None:
             described.adopt(engine.basic_optimizer)
         hooks = _cast_around(job.model, config, job.config)
         apply_compile(job.model, job.config.compile, job.compile_options)
         return DeepSpeedUnit(engine, job.optimizers, groups, hooks)
+
+
+@contextmanager
+def _numbers_sent(model: nn.Module) -> Iterator[None]:
+    """Send rank 0's parameters of no dimension, such as CLIP's scale of logits, and keep the engine from doing so.
+
+    It would fail: it sends all parameters as bytes, and torch shows a number of no dimension not as bytes.
+    """
+    numbers: list[Any] = [p for p in model.parameters() if not p.ndim and not hasattr(p, "ds_id")]
+    for number in numbers:
+        dist.broadcast(number.data, src=0)
+        number.ds_optim_param = (
+            None  # as parameters have that are not the same on all ranks; it looks for the name only
+        )
+    try:
+        yield
+    finally:
+        for number in numbers:
+            del number.ds_optim_param
 
 
 def _resolve_job(job: TrainJob, process: ProcessContext) -> EngineConfig:
@@ -182,6 +204,17 @@ def _check_groups(job: TrainJob) -> None:
                 "so that a scheduler built on it no longer fits; leave the group out. (Parameters of a model that was "
                 "built in pieces under ZeRO-3 have one dimension: tell them apart by name, or by len(p.ds_shape).)"
             )
+
+
+def _check_numbers(job: TrainJob, config: EngineConfig) -> None:
+    """Refuse parameters of no dimension under ZeRO-3, whose first broadcast fails for them without a word of why."""
+    numbers = [name for name, p in job.model.named_parameters() if not p.ndim and not hasattr(p, "ds_id")]
+    if numbers and config.stage == 3:
+        raise ConfigError(
+            f"{numbers[0]!r} of {type(job.model).__name__} is a parameter of no dimension, which ZeRO-3 of DeepSpeed "
+            "cannot lay out; give it one (torch.ones(1) in place of torch.tensor(1.0)), or use stage 2 or strategy "
+            "'fsdp2'"
+        )
 
 
 def _check_leaf_classes(job: TrainJob, config: EngineConfig) -> None:

@@ -20,8 +20,8 @@ from accel_trainer.checkpoint.directory import open_checkpoint, publish_director
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.strategies.torch_state import TorchCheckpointIO
 from tests.ranks import preload
-from tests.scenarios import Outcome, Scenarios
-from tests.zero import accelerator, adamw, build, layout, own_rows
+from tests.scenarios import Outcome, Scenarios, refused
+from tests.zero import accelerator, adamw, batch, build, layout, own_rows
 
 preload("accel_trainer.accelerator", "deepspeed")
 
@@ -94,6 +94,18 @@ def contents(made: Any, model: Any) -> dict[str, Any]:
     return {"model": io.full_model_state(), "optimizer": io.full_optimizer_state()}
 
 
+class Scaled(nn.Module):
+    """Has a parameter of no dimension, as CLIP has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.inner(x)
+
+
 class Traffic(TorchDispatchMode):
     """Counts the bytes of all tensors that are handed to collectives."""
 
@@ -106,7 +118,8 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def shared_folder() -> Path:
+def shared_folder_of(made: Any) -> Path:
+    """Return a new folder, the same on all ranks, which an Accelerator has joined."""
     from accel_trainer.utils import broadcast_object_list
 
     return Path(broadcast_object_list([tempfile.mkdtemp()])[0])
@@ -114,8 +127,7 @@ def shared_folder() -> Path:
 
 def exchange(variants: dict[str, dict[str, Any]], **options: Any) -> dict[str, Any]:
     """Have each variant save, and the next one load what it has saved."""
-    accelerator(1)  # joins the other rank
-    folder = shared_folder()
+    folder = shared_folder_of(accelerator(1))
     saved, traffic = {}, {}
     for name, zero in variants.items():
         made, model, optimizer = prepare(zero, 2, **options)
@@ -218,7 +230,7 @@ def native(number: float) -> TorchCheckpointIO:
 def from_elsewhere() -> Any:
     """Load what a native unit, and an earlier version, wrote; and be refused what does not fit."""
     made, model, _ = layout(3, config={"zero_optimization": {"stage": 3, **PIECES}})
-    io, folder = made.unit_of(model).checkpoint_io(), shared_folder()
+    io, folder = made.unit_of(model).checkpoint_io(), shared_folder_of(made)
 
     def load(name: str) -> Any:
         try:
@@ -245,7 +257,7 @@ def from_elsewhere() -> Any:
 @SCENARIOS.add
 def from_before() -> Any:
     made, model, _ = prepare(VARIANTS["zero3"], 2)
-    io, folder = made.unit_of(model).checkpoint_io(), shared_folder()
+    io, folder = made.unit_of(model).checkpoint_io(), shared_folder_of(made)
     write_as_before(io, folder / "s", made.process)
     before = contents(made, model)
     found = {}
@@ -254,6 +266,43 @@ def from_before() -> Any:
         made.unit_of(model).checkpoint_io().load(open_checkpoint(folder / "s", made.process), "u")
         found[name] = contents(made, model)
     return before, found
+
+
+@SCENARIOS.add
+def numbers() -> Any:
+    def run(made: Any, shift: float) -> tuple[Any, Any, Any]:
+        model = Scaled()
+        model.scale.data += shift + made.process_index  # rank 0's counts
+        model, optimizer = made.prepare(model, adamw(model))
+        return made, model, optimizer
+
+    folder = shared_folder_of(accelerator(2))
+    message = refused(lambda: run(accelerator(3), 0.0))
+    made, model, optimizer = run(accelerator(2), 0.0)
+    losses = [update(made, model, optimizer, step) for step in range(2)]
+    made.save_state(folder / "s")
+    losses = [float(made.reduce(torch.tensor(loss), "mean")) for loss in losses]
+    saved = contents(made, model)
+    made, model, optimizer = run(accelerator(1), 1.0)
+    made.load_state(folder / "s")
+    return message, losses, saved, contents(made, model)
+
+
+def test_a_parameter_of_no_dimension_is_trained_and_saved_and_refused_by_zero3():
+    message, losses, saved, loaded = results("numbers")[0]
+    model = Scaled()
+    optimizer, expected = adamw(model), []
+    for step in range(2):
+        loss = model(batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert saved["model"]["scale"].shape == saved["optimizer"]["state"]["scale"]["exp_avg"].shape == ()
+    assert saved["optimizer"]["state"]["scale"]["exp_avg"] != 0
+    assert_same(loaded, saved)
+    assert "'scale' of Scaled is a parameter of no dimension, which ZeRO-3 of DeepSpeed cannot lay out" in message
 
 
 def test_a_state_of_a_native_unit_and_of_earlier_versions_is_loaded():
