@@ -141,16 +141,17 @@ class AcceleratorReporting:
         options: Mapping[str, Any],
         config: Mapping[str, Any] | None,
     ) -> None:
-        if isinstance(choice, type):
-            tracker = choice(project_name, self.project_configuration.logging_dir, **options)
-        else:
-            tracker = choice
         try:
+            # Trackers that are written for other libraries open their run when they are made.
+            if isinstance(choice, type):
+                tracker = choice(project_name, self.project_configuration.logging_dir, **options)
+            else:
+                tracker = choice
             tracker.start()
         except (TypeError, ValueError, ImportError):
             raise
         except Exception as error:
-            self._warn(tracker, "start", error)
+            self._warn(choice, "start", error)
             return
         self.trackers.append(tracker)
         if config is not None:
@@ -212,7 +213,7 @@ class AcceleratorReporting:
         except Exception as error:
             self._warn(tracker, method, error)
 
-    def _warn(self, tracker: GeneralTracker, method: str, error: Exception) -> None:
+    def _warn(self, tracker: GeneralTracker | type[GeneralTracker], method: str, error: Exception) -> None:
         if tracker.name not in self._failed:
             self._failed |= {tracker.name}
             logger.warning(

@@ -150,8 +150,18 @@ class Unreachable(Broken):
     fails_in = ("start",)
 
 
-def test_a_tracker_that_cannot_be_reached_leaves_its_place_empty(caplog: pytest.LogCaptureFixture):
-    accelerator = Accelerator(cpu=True, log_with=Unreachable)
+class UnreachableWhenMade(Notes):
+    """Opens its run when it is made."""
+
+    name = "broken"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("no route to host")
+
+
+@pytest.mark.parametrize("tracker", [Unreachable, UnreachableWhenMade])
+def test_a_tracker_that_cannot_be_reached_leaves_its_place_empty(caplog: pytest.LogCaptureFixture, tracker: type):
+    accelerator = Accelerator(cpu=True, log_with=tracker)
     accelerator.init_trackers("project")
     accelerator.log({"loss": 1.0})
     accelerator.get_tracker("broken").log_images({})
