@@ -24,6 +24,7 @@ from pathlib import Path
 from accel_trainer.config import Resolved, SourceKind, field_specs
 from accel_trainer.config.environment import LAUNCH_VARIABLE
 from accel_trainer.errors import ConfigError, MissingExtraError, did_you_mean
+from accel_trainer.runtime.launchers import DEFAULT_PORT
 
 __all__ = ["HostJob", "agent_options", "plan_hosts", "run_on_hosts"]
 
@@ -47,7 +48,6 @@ _KEYS = (
 )
 # What torch's agent does, beside its workers and nobody else.
 _OF_THE_AGENT = ("launch.max_restarts", "launch.log_dir", "launch.tee", "launch.enable_cpu_affinity")
-_DEFAULT_PORT = 29500
 # What the runner passes on by itself is little: PYTHONPATH and, with GPUs, variables of NCCL.
 _PASSED_ON = re.compile(
     r"(ACCEL_TRAINER|ACCELERATE|FSDP|DS|HF|TRANSFORMERS|TOKENIZERS|TORCH|NCCL|GLOO|OMP|CUDA|WANDB|MLFLOW)_"
@@ -149,7 +149,7 @@ def plan_hosts(resolved: Resolved) -> HostJob | None:
     num_per_host = _check_number(resolved, launcher, hosts, bool(include or exclude))
     job = HostJob(
         launcher, Path(hostfile), hosts, include, exclude, num_per_host, launch.machine_rank,
-        launch.main_process_ip, launch.main_process_port or _DEFAULT_PORT,
+        launch.main_process_ip, launch.main_process_port or DEFAULT_PORT,
     )  # fmt: skip
     _check_programs(job)
     return job

@@ -30,13 +30,14 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from accel_trainer.config import LaunchConfig
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.rendezvous import LOOPBACK, BoundRendezvous, parse_settings
+from accel_trainer.runtime.launchers import DEFAULT_PORT
+from accel_trainer.runtime.process import bracketed
 
 __all__ = ["AgentJob", "build_rendezvous", "log_destination", "run_workers", "shell_code"]
 
 # The workers may need this long to save after a signal; torchrun kills after 30 s, in the middle of a large checkpoint.
 _GRACE_SECONDS = 120
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
-_DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +229,7 @@ def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
     """
     settings = parse_settings(launch.rdzv_conf)
     is_alone = launch.num_machines == 1
-    port = launch.main_process_port or (0 if is_alone else _DEFAULT_PORT)
+    port = launch.main_process_port or (0 if is_alone else DEFAULT_PORT)
     address = launch.main_process_ip or (LOOPBACK if is_alone else None)
     if address is None:
         raise ConfigError(
@@ -247,7 +248,12 @@ def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
     try:
         return get_rendezvous_handler(
             RendezvousParameters(
-                launch.rdzv_backend, f"{address}:{port}", run_id, launch.num_machines, launch.num_machines, **settings
+                launch.rdzv_backend,
+                f"{bracketed(address)}:{port}",
+                run_id,
+                launch.num_machines,
+                launch.num_machines,
+                **settings,
             )
         )
     except (ValueError, TypeError, ImportError, RendezvousError) as error:

@@ -23,6 +23,7 @@ from accel_trainer.runtime.launchers import DEFAULT_PORT, LaunchInfo, find_launc
 
 __all__ = [
     "ProcessContext",
+    "bracketed",
     "current_process",
     "destroy_process_group",
     "find_rank",
@@ -121,6 +122,11 @@ def _select_backend(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
+def bracketed(address: str) -> str:
+    """Return an address as it stands before a port: one of IPv6 in brackets."""
+    return f"[{address}]" if ":" in address else address
+
+
 def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, timeout_seconds: float) -> None:
     address, port = info.main_address, info.main_port if info.main_port is not None else DEFAULT_PORT
     if address is None and info.world_size == 1:
@@ -133,7 +139,7 @@ def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, ti
     try:
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{address}:{port}",
+            init_method=f"tcp://{bracketed(address)}:{port}",
             rank=info.rank,
             world_size=info.world_size,
             timeout=timedelta(seconds=timeout_seconds),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import sys
 import time
 import warnings
@@ -258,6 +259,19 @@ def test_a_job_of_one_process_needs_no_address(environ: dict[str, str]):
     try:
         process = init_process(environ, use_cpu=True)
         assert (process.rank, process.world_size, process.backend) == (0, 1, "gloo")
+    finally:
+        process_module.destroy_process_group()
+
+
+def test_an_address_may_be_one_of_ipv6():
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
+            port = free.getsockname()[1]
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    try:
+        environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "::1", "MASTER_PORT": str(port)}
+        assert init_process(environ, use_cpu=True).backend == "gloo"
     finally:
         process_module.destroy_process_group()
 
