@@ -48,6 +48,8 @@ class CheckpointMethods(_Upstream):
     _lock: DirectoryLock | None = None
     _staged: StagedDirectory | None = None
     """The directory that a save is writing."""
+    _position: dict[str, Any] | None = None
+    """While an update is under way: where the data stood before its batches were read."""
     _note: UpdateNote | None = None
     """Where rank 0 notes the updates after the first checkpoint."""
 
@@ -55,6 +57,7 @@ class CheckpointMethods(_Upstream):
     def _resuming(self, given: Any) -> Iterator[str | None]:
         """Choose and verify a checkpoint for one train(), and return its path. Collective."""
         self._figures = RunFigures()
+        self._position = None
         if given is not None and given is not False:
             self._resumption = select_checkpoint(given, self, self._figures)
         is_over = False

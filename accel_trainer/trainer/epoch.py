@@ -17,6 +17,7 @@ from transformers.utils import logging
 from accel_trainer.runtime.faults import fault_point
 from accel_trainer.trainer.loss_scale import settle_loss_scale
 from accel_trainer.trainer.reading import WindowReader
+from accel_trainer.trainer.resuming import current_position
 
 __all__ = ["EpochRun", "run_training_step"]
 
@@ -85,6 +86,7 @@ class EpochRun:
     def _window(self, reader: WindowReader, num_batches: int, restore_rng_from: str | None) -> bool:
         """Train the micro-batches of one update; return whether there were any."""
         trainer = self.trainer
+        trainer._position = current_position(trainer)
         with trainer._figures.resuming("data") if self.is_resumed else nullcontext():
             batches, num_items = trainer.get_batch_samples(reader, num_batches, trainer.args.device)
         self.is_resumed = False
@@ -101,6 +103,8 @@ class EpochRun:
             if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
                 break
         reader.forget()
+        if not batches:
+            trainer._position = None
         return bool(batches)
 
     def _micro_batch(self, inputs: Any, num_items: Any, *, is_first: bool, is_last: bool) -> None:
@@ -146,6 +150,7 @@ class EpochRun:
             scheduler.step()
         self.model.zero_grad()
         trainer.state.global_step += 1
+        trainer._position = None
         if trainer._note is not None:
             trainer._note.write(trainer.state.global_step)
         trainer.state.epoch = self.epoch + (self.step + 1) / self.steps_in_epoch

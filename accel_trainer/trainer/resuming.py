@@ -37,7 +37,7 @@ from accel_trainer.runtime.health import gather_votes, shared_fate
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.trainer.figures import RunFigures, UpdateNote
 
-__all__ = ["PREFIX", "Resumption", "describe_progress", "open_named", "select_checkpoint"]
+__all__ = ["PREFIX", "Resumption", "current_position", "describe_progress", "open_named", "select_checkpoint"]
 
 logger = logging.get_logger(__name__)
 
@@ -203,11 +203,16 @@ def _length(loader: Any) -> int | None:
         return None
 
 
+def current_position(trainer: Any) -> dict[str, Any] | None:
+    """Return where the training loader stands; None for one that the Accelerator did not prepare."""
+    loader = trainer.callback_handler.train_dataloader
+    return loader.state_dict() if isinstance(loader, PreparedDataLoader) else None
+
+
 def describe_progress(trainer: Any) -> dict[str, Any]:
     """Return, as plain JSON, how far a run is: for the manifest of the checkpoint that it writes."""
     args = trainer.args
-    loader = trainer.callback_handler.train_dataloader
-    position = loader.state_dict() if isinstance(loader, PreparedDataLoader) else None
+    position = trainer._position or current_position(trainer)
     if position is not None:
         try:
             json.dumps(position)

@@ -105,6 +105,31 @@ def test_r7_samples_and_losses_go_on_on_another_number_of_processes(tmp_path: Pa
     assert max(changed["ids"]) == changed["step"] == 23
 
 
+class SaveWithin(TrainerCallback):
+    """Saves while an update is under way, as transformers' callback for SIGTERM does."""
+
+    def __init__(self, event: str) -> None:
+        self.trainer: Any = None
+        setattr(self, event, self.save)
+
+    def save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_substep_end", "on_pre_optimizer_step"])
+def test_a_save_within_an_update_goes_on_with_the_samples_of_that_update(tmp_path: Path, event: str) -> None:
+    callback = SaveWithin(event)
+    options = {**RUN, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    callback.trainer = build_trainer(tmp_path, options={"callbacks": [callback]}, **options)
+    callback.trainer.train()
+
+    resumed = recorded(str(tmp_path / "again"), str(tmp_path / "checkpoint-3"), (), **options)
+
+    assert min(resumed["ids"]) == 4
+    assert resumed["losses"] == summary(callback.trainer)["losses"]
+
+
 class Stream(IterableDataset):
     """Rows in a fixed order, of which a run with `max_steps` makes several passes."""
 
@@ -220,33 +245,35 @@ KILLED: dict[str, Any] = {
 }  # fmt: skip
 
 
+# Where, the checkpoint that is resumed from, and the last update that was done.
 KILLS = [
-    ("ddp", "save.mid_shard:rank=0", 2),
-    ("ddp", "save.before_vote:rank=1", 2),
-    ("fsdp", "save.before_rename", 2),
-    ("fsdp_sharded", "save.after_rename:rank=0", 4),
-    ("ddp", "save.retention_rm:rank=0", 4),
+    ("ddp", "save.mid_shard:rank=0:step=4", 2, 4),
+    ("ddp", "save.before_vote:rank=1:step=4", 2, 4),
+    ("fsdp", "save.before_rename:step=4", 2, 4),
+    ("fsdp_sharded", "save.after_rename:rank=0:step=4", 4, 4),
+    ("ddp", "save.retention_rm:rank=0:step=4", 4, 4),
+    ("ddp", "train.forward:rank=1:step=5", 4, 5),
 ]
 
 
 def resume_killed(folder: Path) -> list[dict[str, Any]]:
-    found = [chosen(str(folder / point), strategy, **KILLED) for strategy, point, _ in KILLS]
+    found = [chosen(str(folder / point), strategy, **KILLED) for strategy, point, *_ in KILLS]
     return [*found, train(str(folder / "whole"), strategy="fsdp", **KILLED)]
 
 
 @pytest.mark.multirank
 @pytest.mark.timeout(240)
-def test_r1_a_run_killed_while_it_saves_resumes_from_the_last_good_one(tmp_path: Path) -> None:
-    for strategy, point, _ in KILLS:
-        environ = {"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": f"kill9@{point}:step=4"}
+def test_r1_a_run_that_is_killed_resumes_from_the_last_good_one(tmp_path: Path) -> None:
+    for strategy, point, *_ in KILLS:
+        environ = {"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": f"kill9@{point}"}
         with pytest.raises(RankFailure, match="SIGKILL"):
             run_ranks(train, 2, str(tmp_path / point), strategy=strategy, env=environ, **KILLED)
 
     ranks = run_ranks(resume_killed, 2, tmp_path, timeout=150)
 
-    for (_, point, begun_at), *results in zip(KILLS, *(found[:-1] for found in ranks), strict=True):
+    for (_, point, begun_at, reached), *results in zip(KILLS, *(found[:-1] for found in ranks), strict=True):
         assert [result["begun_at"] for result in results] == [begun_at] * 2, point
-        assert [result["reached"] for result in results] == [4] * 2, point
+        assert [result["reached"] for result in results] == [reached] * 2, point
         assert [path.name for path in (tmp_path / point).iterdir()] == ["checkpoint-6"]
         state = json.loads((tmp_path / point / "checkpoint-6" / "trainer_state.json").read_text())
         assert state["global_step"] == 6
