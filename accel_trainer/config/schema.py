@@ -211,7 +211,7 @@ class LaunchConfig:
     gpu_ids: str = "all"
     """`all`, or the numbers of the GPUs to use: `0,2`."""
     enable_cpu_affinity: bool = False
-    """Bind each process to the CPU cores near its GPU."""
+    """Bind each process to the CPU cores near its GPU; on the CPU, to cores of its own."""
     num_cpu_threads_per_process: int | None = None
     """Threads of one process (OMP_NUM_THREADS); None shares the cores among the processes."""
     max_restarts: int = 0

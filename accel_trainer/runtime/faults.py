@@ -144,17 +144,22 @@ def install_faults(environ: Mapping[str, str], rank: int) -> None:
     """Take over the faults that the environment asks of this rank; none without the test mode.
 
     Raises:
-        ConfigError: a fault is not of the form `kind@point:rank=R:step=S:seconds=T`.
+        ConfigError: a fault is not of the form `kind@point:rank=R:step=S:seconds=T`, or one of two at a point.
     """
     global _installed
     text = environ.get(FAULT_VARIABLE, "") if environ.get(TEST_MODE_VARIABLE) == "1" else ""
     if (text, rank) == _installed:
         return
-    _faults.clear()
+    wanted: dict[str, _Fault] = {}
     for part in filter(None, (part.strip() for part in text.split(";"))):
         fault, at_rank = _parse(part)
-        if at_rank is None or at_rank == rank:
-            _faults[fault.point] = fault
+        if at_rank is not None and at_rank != rank:
+            continue
+        if fault.point in wanted:
+            raise ConfigError(f"{FAULT_VARIABLE} holds two faults at {fault.point} for rank {rank}; give one")
+        wanted[fault.point] = fault
+    _faults.clear()
+    _faults.update(wanted)
     _installed = (text, rank)
 
 

@@ -54,6 +54,12 @@ def test_a_point_without_a_step_counts_its_passes():
     fault_point("load.select")
 
 
+def test_a_second_fault_at_a_point_is_refused():
+    with pytest.raises(ConfigError, match=r"holds two faults at save\.begin for rank 1; give one"):
+        install("raise@save.begin:step=1; term@save.begin:rank=1:step=2", rank=1)
+    fault_point("save.begin", 1)
+
+
 def test_a_flipped_bit_keeps_the_length(tmp_path: Path):
     path = tmp_path / "file"
     path.write_bytes(bytes(100))
