@@ -228,7 +228,7 @@ def _check_gpu_ids(resolved: Resolved, environ: Mapping[str, str]) -> None:
             f"{resolved.describe('launch.gpu_ids')}, and this machine has no GPU; pass --cpu to train on the CPU, or "
             "leave gpu_ids out"
         )
-    if any(name in environ for name in _VISIBLE_DEVICES):
+    if any(name in environ for name in (*_VISIBLE_DEVICES, "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")):
         return  # the devices that can be counted are not all there are
     count = count_devices(False, "all")
     if max(map(int, ids.split(","))) >= count:

@@ -41,6 +41,7 @@ logger = logging.get_logger(__name__)
 # The context that init_process returned last, for functions that users call without naming a process.
 _current: ProcessContext | None = None
 _DEFAULT_TIMEOUT_SECONDS = 1800.0
+_CPU_WAYS = "--cpu to the launcher, Accelerator(cpu=True), TrainingArguments(use_cpu=True)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +104,15 @@ def select_device(local_rank: int, local_world_size: int, *, use_cpu: bool) -> t
         if local_world_size > 1:
             raise ConfigError(
                 f"{local_world_size} processes were started on this node, and its one mps device serves one process; "
-                "start one process, or pass --cpu (use_cpu=True) to run them on the CPU"
+                f"start one process, or run them on the CPU: {_CPU_WAYS}"
             )
         return torch.device("mps")
     count = torch.accelerator.device_count()
     if local_rank >= count:
         raise ConfigError(
             f"local rank {local_rank} has no device: {local_world_size} processes were started on this node, which has "
-            f"{count} {accelerator.type} device(s); start at most {count} per node, or pass --cpu (use_cpu=True)"
+            f"{count} {accelerator.type} device(s); start at most {count} per node, or run on the CPU: "
+            f"{_CPU_WAYS}"
         )
     return torch.device(accelerator.type, local_rank)
 
@@ -178,7 +180,7 @@ def _check_backend_carries(device: torch.device) -> None:
         raise ConfigError(
             f"the process group was initialised with backend {joined!r}, which cannot carry {device.type} tensors; "
             f"initialise it with {_select_backend(device)!r}"
-            + (", or pass use_cpu=True" if device.type != "cpu" else ", or run without use_cpu")
+            + (f", or run on the CPU: {_CPU_WAYS}" if device.type != "cpu" else ", or do not ask for the CPU")
         )
 
 

@@ -59,7 +59,10 @@ def test_a_machine_without_accelerator_runs_on_the_cpu(machine: Any):
 
 def test_more_ranks_than_devices_are_refused(machine: Any):
     machine("cuda", 2)
-    with pytest.raises(ConfigError, match=r"local rank 2 has no device: 3 processes .* 2 cuda device.*most 2.*--cpu"):
+    with pytest.raises(
+        ConfigError,
+        match=r"local rank 2 has no device: 3 processes .* 2 cuda device.*most 2.*--cpu.*Accelerator\(cpu=True\)",
+    ):
         select_device(2, 3, use_cpu=False)
 
 
