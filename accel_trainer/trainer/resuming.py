@@ -61,6 +61,8 @@ class Resumption:
     """The epoch that the run goes on in; None where only the number of updates is known."""
     steps_left: int = 0
     """Micro-batches of that epoch that are left to each rank."""
+    is_named: bool = False
+    """Whether it was given by its path, so that newer ones were not looked for."""
     noted_update: int | None = None
     """The last update that the run which was stopped has taken note of."""
 
@@ -174,7 +176,7 @@ class Resumption:
     def describe(self, trainer: Any) -> str:
         """Return one line: from where the run goes on, why not from a newer one, what is exact, and what is lost."""
         step, readers = trainer.state.global_step, trainer.accelerator.process.world_size
-        parts = [f"resuming at update {step} from {self.path}"]
+        parts = [f"resuming at update {step} from {self.path}{', as named' if self.is_named else ''}"]
         verified = "contents verified"
         if self.manifest is None:
             verified = "not written by accel_trainer, contents not verified"
@@ -249,6 +251,7 @@ def select_checkpoint(given: bool | str | os.PathLike[str], trainer: Any, figure
         resumption = _select_newest(run_dir, trainer, figures)
     else:
         resumption = _select_named(Path(str(given)), trainer, figures)
+        resumption.is_named = True
     is_own = resumption.path.absolute().parent == run_dir.absolute()
     note = UpdateNote.read(run_dir) if is_own else None
     resumption.noted_update = gather_votes(trainer.accelerator.process, f"load of {resumption.path}", None, note)[0]

@@ -46,6 +46,14 @@ def recorded(output_dir: Any, seen: list[str]) -> None:
     trainer.train()
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> list[str]:
+    """What a run without faults does."""
+    seen: list[str] = []
+    recorded(tmp_path_factory.mktemp("whole"), seen)
+    return seen
+
+
 @pytest.mark.parametrize(
     ("point", "missing"),
     [
@@ -57,9 +65,7 @@ def recorded(output_dir: Any, seen: list[str]) -> None:
         ("eval.gather", "metrics"),
     ],
 )
-def test_a_fault_strikes_a_trainer_at_its_point(tmp_path, monkeypatch, point: str, missing: str):
-    whole: list[str] = []
-    recorded(tmp_path, whole)
+def test_a_fault_strikes_a_trainer_at_its_point(tmp_path, monkeypatch, whole, point: str, missing: str):
     monkeypatch.setenv("ACCEL_TRAINER_TEST_MODE", "1")
     monkeypatch.setenv("ACCEL_TRAINER_FAULT", f"raise@{point}:step=1")
     seen: list[str] = []

@@ -124,8 +124,11 @@ def test_r18_the_line_of_a_resume_is_right(run_dir: Path, info_log):
     note = (run_dir / "_last_update").read_bytes()
     assert line() == f"resuming at update 6 from {run_dir / 'checkpoint-6'}; {sample}; 1 {lost}"
     assert not (run_dir / "_last_update").exists()
-    assert line(str(named)) == f"resuming at update 2 from {named}; {sample}"
-    assert line(str(named), ignore_data_skip=True) == f"resuming at update 2 from {named}; {head}begins its epoch again"
+    assert line(str(named)) == f"resuming at update 2 from {named}, as named; {sample}"
+    assert (
+        line(str(named), ignore_data_skip=True)
+        == f"resuming at update 2 from {named}, as named; {head}begins its epoch again"
+    )
 
     (run_dir / "_last_update").write_bytes(note)
     flip(run_dir / "checkpoint-6" / "optimizer.pt")

@@ -96,7 +96,7 @@ def test_r7_samples_and_losses_go_on_on_another_number_of_processes(tmp_path: Pa
     # Streams of two ranks differ, and are new where the ranks are not those that wrote.
     assert two["one-3"]["noise"] != other["one-3"]["noise"]
     reader = "written by 2 process(es), read by 1, contents verified; random streams new, from seed 42, update and rank"
-    assert f"checkpoint-7; {reader}; data goes on at the next sample" in info_log.text
+    assert f"checkpoint-7, as named; {reader}; data goes on at the next sample" in info_log.text
 
     changed = recorded(str(tmp_path / "again"), str(tmp_path / "two" / "checkpoint-3"), ())
     assert f"ends after update {3 + 7 + 13}" in info_log.text
