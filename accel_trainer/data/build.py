@@ -45,6 +45,11 @@ def build_source(
             f"dispatch_batches=True sends each of {process.world_size} ranks its own batch, and the data is cut into "
             f"{shards} parts; leave dispatch_batches off when ranks share their data"
         )
+    if dispatches and isinstance(loader.dataset, IterableDataset) and reads_own_part(loader.dataset):
+        raise ConfigError(
+            f"dispatch_batches=True has rank 0 read for all ranks, and this {type(loader.dataset).__name__} yields the "
+            "part of one rank; leave dispatch_batches off, or give the loader the whole stream"
+        )
     part = None if dispatches else shard
     source: IndexSource | SliceSource | ShardSource
     if not isinstance(loader.dataset, IterableDataset):

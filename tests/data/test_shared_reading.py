@@ -270,6 +270,13 @@ def test_dispatch_needs_one_part_for_each_rank() -> None:
         )
 
 
+def test_dispatch_refuses_a_stream_of_one_ranks_part() -> None:
+    process = ProcessContext(0, 0, 2, 2, torch.device("cpu"), None)
+    loader = DataLoader(Declared(0, 2), 2)
+    with pytest.raises(ConfigError, match="rank 0 read for all ranks, and this Declared yields the part of one"):
+        prepare_data_loader(loader, process=process, config=DataConfig(dispatch_batches=True), seed=1)
+
+
 def test_one_process_reads_for_itself() -> None:
     alone = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
     prepared = prepare_data_loader(
