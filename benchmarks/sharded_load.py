@@ -61,8 +61,14 @@ def _peak_mib(function: Callable[[], Any]) -> tuple[float, Any]:
     return max(0.0, peak - before), result
 
 
-def _ours(accelerator: Accelerator, directory: Path) -> Any:
+def _free(accelerator: Accelerator) -> None:
+    """Give back the memory of the last model: neither way of loading is to be charged with the other's."""
     accelerator.free_memory()
+    gc.collect()
+    dist.barrier()
+
+
+def _ours(accelerator: Accelerator, directory: Path) -> Any:
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(_config(), dtype=torch.float32)
     model = accelerator.prepare(model)
@@ -96,11 +102,13 @@ def main(rounds: int) -> None:
     try:
         if accelerator.is_main_process:
             AutoModelForCausalLM.from_config(_config(), dtype=torch.float32).save_pretrained(directory)
-        gc.collect()
         dist.barrier()
         seconds = interleave(
-            {"ours": lambda: _ours(accelerator, directory), "plain": lambda: _plain(directory)}, rounds
+            {"ours": lambda: _ours(accelerator, directory), "plain": lambda: _plain(directory)},
+            rounds,
+            between=lambda: _free(accelerator),
         )
+        _free(accelerator)
         peak, ours = _peak_mib(lambda: _ours(accelerator, directory))
         _check(ours, _plain(directory))
         shard = sum(parameter.to_local().nbytes for parameter in ours.parameters()) / 2**20

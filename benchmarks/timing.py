@@ -37,8 +37,14 @@ class Row:
         return asdict(self)
 
 
-def interleave(functions: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Call each function once unmeasured, then all of them in turn `rounds` times; return seconds by name."""
+def interleave(
+    functions: Mapping[str, Callable[[], object]], rounds: int, between: Callable[[], object] | None = None
+) -> dict[str, list[float]]:
+    """Call each function once unmeasured, then all of them in turn `rounds` times; return seconds by name.
+
+    Args:
+        between: called before each of them, unmeasured: frees what the last one has left.
+    """
     for function in functions.values():
         function()
     seconds: dict[str, list[float]] = {name: [] for name in functions}
@@ -46,6 +52,8 @@ def interleave(functions: Mapping[str, Callable[[], object]], rounds: int) -> di
         # The order is turned round every time: what comes second finds warmer caches.
         order = list(functions) if index % 2 == 0 else list(functions)[::-1]
         for name in order:
+            if between is not None:
+                between()
             begin = time.perf_counter()
             functions[name]()
             seconds[name].append(time.perf_counter() - begin)

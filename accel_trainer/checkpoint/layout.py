@@ -52,10 +52,9 @@ def laid_out_like(tensor: Tensor, local: Tensor) -> Tensor:
     """Return `local`, which is this rank's part of something, laid out as `tensor` is."""
     if not isinstance(tensor, DTensor):
         return local
-    laid_out: Tensor = DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-    return laid_out
+    # As FSDP2 makes its parameters. from_local() works the same layout out anew, in ten times the time: of a load of
+    # 419 MiB in 111 shards that was a tenth.
+    return DTensor(local, tensor._spec, requires_grad=False)
 
 
 def set_home(tensor: Tensor, device: torch.device) -> None:
