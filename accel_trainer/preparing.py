@@ -83,6 +83,10 @@ class AcceleratorPreparing:
             rows=self._micro_batch_size([item for item in objects if isinstance(item, DataLoader)]),
             schedules={id(optimizers.get(id(s.optimizer), s.optimizer)): s.numbers for s in schedules_of(objects)},
         )
+        # What is wrong with a loader is found before a model is laid out.
+        loaders = {
+            id(item): self._share_out(item, places[id(item)]) for item in objects if isinstance(item, DataLoader)
+        }
         results: dict[int, Any] = self._lay_out(models, list(optimizers.values()), places, hints=hints)
         for key, optimizer in optimizers.items():
             results[key] = self._wrap(optimizer)
@@ -90,7 +94,7 @@ class AcceleratorPreparing:
             results[id(schedule)] = self._prepare_described(schedule, results)
         for item in objects:
             if isinstance(item, DataLoader):
-                results[id(item)] = self.prepare_data_loader(item, device_placement=places[id(item)])
+                results[id(item)] = self._hold(loaders[id(item)])
             elif isinstance(item, LRScheduler):
                 results[id(item)] = self.prepare_scheduler(item)
         prepared = tuple(results.get(id(item), item) for item in objects)
@@ -148,8 +152,12 @@ class AcceleratorPreparing:
 
     def prepare_data_loader(self, data_loader: DataLoader, device_placement: bool | None = None) -> PreparedDataLoader:
         """Return a loader that yields this rank's share, on this rank's device. Collective for the first loader."""
-        place = self.device_placement if device_placement is None else device_placement
-        prepared = prepare_data_loader(
+        return self._hold(
+            self._share_out(data_loader, self.device_placement if device_placement is None else device_placement)
+        )
+
+    def _share_out(self, data_loader: DataLoader, place: bool) -> PreparedDataLoader:
+        return prepare_data_loader(
             data_loader,
             process=self.process,
             config=self.config.data,
@@ -158,6 +166,8 @@ class AcceleratorPreparing:
             on_begin=self._begin_pass,
             on_end=self.gradient_state.end,
         )
+
+    def _hold(self, prepared: PreparedDataLoader) -> PreparedDataLoader:
         if not any(prepared is known for known in self._dataloaders):
             self._dataloaders.append(prepared)
         return prepared

@@ -303,6 +303,17 @@ def test_an_optimizer_without_its_model_is_an_error():
         Accelerator(cpu=True).prepare(optimizer)
 
 
+def test_what_is_refused_changes_nothing():
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    loader = DataLoader(torch.ones(2, 1))
+    own, foreign = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model, nn.Linear(1, 1)))
+    for objects in ((model, own, DataLoader([])), (model, foreign, loader)):
+        with pytest.raises(ConfigError):
+            accelerator.prepare(*objects)
+        assert [*accelerator._models, *accelerator._optimizers, *accelerator._dataloaders] == []
+
+
 def test_an_optimizer_may_be_prepared_after_its_model():
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(3, 1))
