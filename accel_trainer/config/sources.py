@@ -233,7 +233,8 @@ def _named_layer(values: Mapping[str, Any], kind: SourceKind, name_of: Callable[
     layer = Layer(kind, lenient=kind is SourceKind.CLI)
     for path, value in values.items():
         if path.startswith(_BLOCK):
-            layer.settings[path] = Setting(path, value, Source(kind, name_of(path)))
+            if value is not None:
+                layer.settings[path] = Setting(path, value, Source(kind, name_of(path)))
         elif path not in field_specs():
             layer.problems.append(f"unknown option {path!r}{did_you_mean(path, field_specs())}")
         else:

@@ -57,7 +57,9 @@ def test_levels_are_merged_option_by_option(tmp_path):
     file.write_text('{"strategy": "fsdp2",\n "mixed_precision": "bf16",\n "use_cpu": true}', encoding="utf-8")
 
     resolved = resolve(
-        file=file, environ={"ACCEL_TRAINER_MIXED_PRECISION": "fp16"}, explicit={"use_cpu": False, "debug": None}
+        file=file,
+        environ={"ACCEL_TRAINER_MIXED_PRECISION": "fp16"},
+        explicit={"use_cpu": False, "debug": None, "deepspeed.zero_stage": None},
     )
 
     assert (resolved.config.strategy, resolved.config.mixed_precision, resolved.config.use_cpu) == (
@@ -67,6 +69,7 @@ def test_levels_are_merged_option_by_option(tmp_path):
     )
     assert resolved.source("strategy").where == f"{file}:1"
     assert resolved.source("debug").kind is SourceKind.DEFAULT  # None is "not given"
+    assert not resolved.config.deepspeed
 
 
 def test_describe_says_value_and_place(tmp_path, monkeypatch):
