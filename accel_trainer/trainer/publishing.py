@@ -62,6 +62,13 @@ def save_checkpoint(trainer: Any, trial: Any) -> None:
     trainer._figures.add_save(duration, time.perf_counter() - begin, num_bytes)
     trainer._note_saved(run_dir)
     if args.push_to_hub:
+        push = partial(_push, trainer, target)
+        save_persistently(push, trainer.accelerator.process, args.save_policy, f"push of {target}")
+
+
+def _push(trainer: Any, target: Path) -> None:
+    """Have a committed checkpoint uploaded, in the background; the main process copies it first. Collective."""
+    with shared_fate(trainer.accelerator.process, f"push of {target}"):
         trainer._disown()  # what is uploaded is the whole directory, and the lock is not for others
         trainer._push_from_checkpoint(str(target))
 

@@ -83,14 +83,6 @@ def write(folder: Path, strategies: list[str]) -> dict[str, Any]:
     return found
 
 
-def write_on_two(folder: Path) -> dict[str, Any]:
-    found = write(folder, TWO_RANKS)
-    found["failing"] = refusal(failing, folder / "failing")
-    for strategy in ("fsdp", "fsdp_sharded"):
-        found[strategy, "failing between"] = refusal(failing_between, folder / strategy / "failing", strategy)
-    return found
-
-
 def resume(folder: Path, strategies: list[str]) -> dict[str, Any]:
     return {
         (strategy, step): run(
@@ -123,8 +115,6 @@ def refusal(call: Any, *args: Any, **kwargs: Any) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints")
-    (directory / "failing" / "checkpoint-2").mkdir(parents=True)
-    (directory / "failing" / "checkpoint-2" / "of_an_earlier_run.txt").touch()
     return directory
 
 
@@ -137,7 +127,7 @@ def alone(folder) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def on_two(folder) -> list[dict[str, Any]]:
     """What two processes have written, by rank."""
-    return run_ranks(write_on_two, 2, folder, timeout=200)
+    return run_ranks(write, 2, folder, TWO_RANKS, timeout=200)
 
 
 @pytest.fixture(scope="module")
@@ -194,50 +184,6 @@ def test_the_files_are_upstreams_and_each_is_written_once(folder, written, strat
     }  # fmt: skip
     assert json.loads((checkpoint / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert_equal_weights(stored_weights(checkpoint), written[strategy, "plain"]["weights"])
-
-
-def fail(directory: str) -> None:
-    raise OSError("no space left for the random streams")
-
-
-def failing(directory: Path) -> None:
-    trainer = build_trainer(directory, strategy="ddp", save_strategy="steps", save_steps=2)
-    if trainer.args.process_index == 1:
-        trainer._save_rng_state = fail
-    trainer.train()
-
-
-def failing_between(directory: Path, strategy: str) -> None:
-    trainer = build_trainer(directory, strategy=strategy, save_strategy="steps", save_steps=2)
-    save_model = trainer.save_model
-
-    def save_and_more(directory: str, _internal_call: bool = False) -> None:
-        save_model(directory, _internal_call)
-        if trainer.is_world_process_zero():
-            fail(directory)
-
-    trainer.save_model = save_and_more
-    trainer.train()
-
-
-@pytest.mark.multirank
-def test_a_checkpoint_appears_when_every_rank_has_written_its_part(folder, on_two):
-    directory = folder / "failing"
-    assert all("no space left for the random streams" in found["failing"] for found in on_two)
-    assert os.listdir(directory) == ["checkpoint-2"]
-    assert os.listdir(directory / "checkpoint-2") == ["of_an_earlier_run.txt"]
-    train(directory, strategy="single", save_strategy="steps", save_steps=2)
-    assert "of_an_earlier_run.txt" not in os.listdir(directory / "checkpoint-2")
-
-
-@pytest.mark.multirank
-def test_no_rank_waits_for_one_that_could_not_write_the_model(folder, on_two):
-    for strategy in ("fsdp", "fsdp_sharded"):
-        own, told = (found[strategy, "failing between"] for found in on_two)
-        assert own == "OSError: no space left for the random streams"
-        assert told.startswith("ProcessGroupError: rank 0 failed in save of ")
-        assert "no space left for the random streams" in told
-        assert os.listdir(folder / strategy / "failing") == []
 
 
 @pytest.mark.multirank
