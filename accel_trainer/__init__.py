@@ -23,7 +23,7 @@ _EXPORTS = {
     "DistributedType": "accel_trainer.state",
     "DummyOptim": "accel_trainer.deepspeed_plugin",
     "DummyScheduler": "accel_trainer.deepspeed_plugin",
-    "FullyShardedDataParallelPlugin": "accel_trainer.plugins",
+    "FullyShardedDataParallelPlugin": "accel_trainer.fsdp_plugin",
     "GradScalerKwargs": "accel_trainer.plugins",
     "GradientAccumulationPlugin": "accel_trainer.plugins",
     "GradientState": "accel_trainer.state",

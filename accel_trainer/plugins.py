@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from torch import nn, profiler
+from torch import profiler
 
 from accel_trainer.checkpoint.persistence import SaveErrorAction, SavePolicy
 from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_trainer.strategies.comm_hooks import CommHook, DDPCommunicationHookType
 
 __all__ = [
@@ -261,66 +262,6 @@ class GradientAccumulationPlugin:
             f"accumulation.{f.name}": getattr(self, f.name) for f in fields(self) if f.name != "adjust_scheduler"
         }
         return {path: value for path, value in options.items() if value is not None}
-
-
-_STATE_DICT_TYPES = {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded"}
-_FSDP_OPTION = {"transformer_cls_names_to_wrap": "wrap_classes", "cpu_offload": "offload_params"}
-
-
-@dataclass
-class FullyShardedDataParallelPlugin:
-    """Shard the model with FSDP2: giving one chooses strategy "fsdp2". None leaves an option as configured."""
-
-    reshard_after_forward: bool | None = None
-    auto_wrap_policy: str | Callable[[nn.Module], bool] | None = None
-    """A name ("transformer_based_wrap", "size_based_wrap", "no_wrap"), or a callable, true for modules to be units."""
-    transformer_cls_names_to_wrap: Iterable[str] | None = None
-    min_num_params: int | None = None
-    cpu_offload: bool | None = None
-    activation_checkpointing: bool | None = None
-    cpu_ram_efficient_loading: bool | None = None
-    state_dict_type: str | None = None
-    """"full" or "sharded"; also "FULL_STATE_DICT" and "SHARDED_STATE_DICT"."""
-    ignored_modules: Iterable[str] | None = None
-    """Regular expressions for the whole names of the modules that are not sharded."""
-    backward_prefetch: bool | None = None
-    forward_prefetch: bool | None = None
-    replicate_size: int | None = None
-    replicate_per_node: bool | None = None
-    fsdp_version: int = 2
-
-    def __post_init__(self) -> None:
-        if str(self.fsdp_version) != "2":
-            raise ConfigError(
-                f"FullyShardedDataParallelPlugin(fsdp_version={self.fsdp_version!r}): only FSDP2 is offered; pass 2"
-            )
-
-    @property
-    def wrap_function(self) -> Callable[[nn.Module], bool] | None:
-        """The callable given as `auto_wrap_policy`, if one was."""
-        policy = self.auto_wrap_policy
-        return policy if callable(policy) else None
-
-    def options(self) -> dict[str, Any]:
-        """Return the options that were set, by dotted path."""
-        options: dict[str, Any] = {"strategy": "fsdp2"}
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if value is None or option.name == "fsdp_version" or option.name == "auto_wrap_policy":
-                continue
-            if option.name in ("transformer_cls_names_to_wrap", "ignored_modules"):
-                value = (value,) if isinstance(value, str) else tuple(value)
-            if option.name == "state_dict_type":
-                value = _STATE_DICT_TYPES.get(value, value)
-            options[f"fsdp.{_FSDP_OPTION.get(option.name, option.name)}"] = value
-        if isinstance(self.auto_wrap_policy, str):
-            options["fsdp.wrap_policy"] = _wrap_policy_name(self.auto_wrap_policy)
-        return options
-
-
-def _wrap_policy_name(name: str) -> str:
-    known = {"transformer_based_wrap": "transformer", "size_based_wrap": "size", "no_wrap": "none"}
-    return known.get(name.lower(), name.lower())
 
 
 @dataclass

@@ -12,6 +12,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
 
 from accel_trainer import Accelerator, DeepSpeedPlugin
 from accel_trainer.config import Resolved, resolve
@@ -266,7 +276,7 @@ FSDP_FIELDS: dict[str, tuple[Any, str, Any]] = {
 
 def test_every_field_of_the_fsdp_plugin_is_tried_here():
     fields = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
-    assert fields == {*FSDP_FIELDS, "fsdp_version"}
+    assert fields == {*FSDP_FIELDS, "fsdp_version", "sharding_strategy", *FSDP1_WITHOUT_EFFECT, *FSDP1_REFUSED}
     paths = {field.name for field in dataclasses.fields(resolve(environ={}).config.fsdp)}
     assert paths == {path for _, path, _ in FSDP_FIELDS.values()}
 
@@ -312,6 +322,61 @@ def test_a_callable_policy_is_kept_beside_the_configuration():
 def test_a_value_that_the_configuration_refuses_is_refused_in_a_plugin(given: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         configured(fsdp_plugin=FullyShardedDataParallelPlugin(**given))
+
+
+FSDP1_WITHOUT_EFFECT = {
+    "use_orig_params": True,
+    "sync_module_states": True,
+    "limit_all_gathers": False,
+    "state_dict_config": FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
+    "optim_state_dict_config": FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False),
+}
+FSDP1_REFUSED = {
+    "mixed_precision_policy": (MixedPrecision(), r"mixed_precision_policy=.*Accelerator\(mixed_precision=\.\.\.\)"),
+    "param_init_fn": (nn.Module.to_empty, r"param_init_fn=.*init_empty_weights\(\)"),
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"sharding_strategy": "FULL_SHARD"}, {"reshard_after_forward": True}),
+        ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, {"reshard_after_forward": False}),
+        ({"sharding_strategy": "hybrid_shard"}, {"reshard_after_forward": True, "replicate_per_node": True}),
+        ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": True}, {"reshard_after_forward": True}),
+        ({"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}, {"backward_prefetch": True}),
+        ({"backward_prefetch": "NO_PREFETCH"}, {"backward_prefetch": False}),
+        ({"state_dict_type": StateDictType.SHARDED_STATE_DICT}, {"state_dict_type": "sharded"}),
+        ({"cpu_offload": CPUOffload(offload_params=True)}, {"offload_params": True}),
+        (FSDP1_WITHOUT_EFFECT, {}),
+    ],
+)
+def test_what_scripts_for_fsdp1_pass_to_the_plugin_is_taken(given: dict[str, Any], expected: dict[str, Any]):
+    resolved = configured(fsdp_plugin=FullyShardedDataParallelPlugin(**given))
+    set_here = [path for path in resolved.sources if resolved.source(path).kind.value != "default"]
+    assert {path.removeprefix("fsdp.") for path in set_here if path.startswith("fsdp.")} == set(expected)
+    assert {name: getattr(resolved.config.fsdp, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        *(({name: value}, message) for name, (value, message) in FSDP1_REFUSED.items()),
+        ({"sharding_strategy": "NO_SHARD"}, r"'NO_SHARD'\) keeps the whole model.*strategy='ddp'"),
+        (
+            {"sharding_strategy": "FULL_SHART"},
+            r"'FULL_SHART'\); expected one of FULL_SHARD, .*did you mean 'FULL_SHARD'",
+        ),
+        (
+            {"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True},
+            r"'SHARD_GRAD_OP'\) means reshard_after_forward=False, and reshard_after_forward=True was given; keep one",
+        ),
+        ({"auto_wrap_policy": CustomPolicy(wrap_linear)}, r"auto_wrap_policy=.* cannot be called; pass the function"),
+    ],
+)
+def test_what_fsdp2_has_not_is_refused_in_the_plugin(given: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        FullyShardedDataParallelPlugin(**given).options()
 
 
 @pytest.mark.parametrize("version", [1, "1"])

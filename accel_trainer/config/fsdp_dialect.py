@@ -16,6 +16,10 @@ from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError, did_you_mean
 
 __all__ = [
+    "BACKWARD_PREFETCHES",
+    "SHARDING_STRATEGIES",
+    "STATE_DICT_TYPES",
+    "WRAP_POLICIES",
     "Entry",
     "fsdp_options",
     "is_known_key",
@@ -29,15 +33,22 @@ __all__ = [
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """FSDP1's strategies; their numbers in files and variables count from 1."""
 
-_POLICIES = {
+WRAP_POLICIES = {
     "TRANSFORMER_BASED_WRAP": "transformer", "SIZE_BASED_WRAP": "size", "NO_WRAP": "none",
     "TRANSFORMER": "transformer", "SIZE": "size", "NONE": "none",
 }  # fmt: skip
-_STATE_DICTS = {
+STATE_DICT_TYPES = {
     "FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded", "FULL": "full", "SHARDED": "sharded",
     "1": "full", "3": "sharded",
 }  # fmt: skip
-_PREFETCHES = {"BACKWARD_PRE": True, "1": True, "BACKWARD_POST": True, "2": True, "NO_PREFETCH": False, "3": False}
+BACKWARD_PREFETCHES = {
+    "BACKWARD_PRE": True,
+    "1": True,
+    "BACKWARD_POST": True,
+    "2": True,
+    "NO_PREFETCH": False,
+    "3": False,
+}
 
 _DIRECT = {
     "offload_params": "fsdp.offload_params",
@@ -52,10 +63,10 @@ _DIRECT = {
     "min_num_params": "fsdp.min_num_params",
 }
 _NAMED: dict[str, tuple[str, Mapping[str, str | bool]]] = {
-    "auto_wrap_policy": ("fsdp.wrap_policy", _POLICIES),
-    "state_dict_type": ("fsdp.state_dict_type", _STATE_DICTS),
-    "backward_prefetch": ("fsdp.backward_prefetch", _PREFETCHES),
-    "backward_prefetch_policy": ("fsdp.backward_prefetch", _PREFETCHES),
+    "auto_wrap_policy": ("fsdp.wrap_policy", WRAP_POLICIES),
+    "state_dict_type": ("fsdp.state_dict_type", STATE_DICT_TYPES),
+    "backward_prefetch": ("fsdp.backward_prefetch", BACKWARD_PREFETCHES),
+    "backward_prefetch_policy": ("fsdp.backward_prefetch", BACKWARD_PREFETCHES),
 }
 _SHARDING = ("sharding_strategy", "reshard_after_forward")
 _MAPPED_FSDP1 = ("sharding_strategy", "backward_prefetch", "backward_prefetch_policy", "forward_prefetch")
@@ -193,7 +204,7 @@ def _put(entry: Entry, layer: Layer, path: str, value: Any) -> None:
 
 def _put_direct(entry: Entry, layer: Layer, by_key: Mapping[str, Entry]) -> None:
     policy = by_key.get("auto_wrap_policy")
-    by_size = policy is not None and _POLICIES.get(str(policy.value).upper()) == "size"
+    by_size = policy is not None and WRAP_POLICIES.get(str(policy.value).upper()) == "size"
     # transformers writes 0 for "no bound"; only size-based wrapping needs one.
     if entry.key == "min_num_params" and str(entry.value) == "0" and not by_size:
         return

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import nn
 
@@ -61,6 +62,33 @@ def _blocks_by_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
     return chosen
 
 
+def _blocks_by_function(model: nn.Module, policy: WrapPolicyFunction) -> list[nn.Module]:
+    """Return the submodules for which `policy(module)` is true.
+
+    The policies of `torch.distributed.fsdp.wrap` are asked as FSDP1 asks them, deepest modules first: whether to go
+    into a module, and whether to make a unit of what its units have left of its parameters.
+    """
+    if "recurse" not in inspect.signature(policy).parameters:
+        return [module for module in model.modules() if policy(module)]
+    ask: Callable[..., bool] = policy
+    chosen: list[nn.Module] = []
+    taken: set[int] = set()
+
+    def num_left(module: nn.Module) -> int:
+        return sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in taken)
+
+    def visit(module: nn.Module) -> None:
+        if ask(module=module, recurse=True, nonwrapped_numel=num_left(module)):
+            for child in module.children():
+                visit(child)
+            if module is not model and ask(module=module, recurse=False, nonwrapped_numel=num_left(module)):
+                chosen.append(module)
+                taken.update(map(id, module.parameters()))
+
+    visit(model)
+    return chosen
+
+
 def find_blocks(model: nn.Module, resolved: Resolved, policy: WrapPolicyFunction | None) -> list[nn.Module]:
     """Return the submodules to shard as units of their own, in the order of `model.modules()`, without the root.
 
@@ -71,7 +99,7 @@ def find_blocks(model: nn.Module, resolved: Resolved, policy: WrapPolicyFunction
     """
     config = resolved.config.fsdp
     if policy is not None:
-        chosen = [module for module in model.modules() if policy(module)]
+        chosen = _blocks_by_function(model, policy)
     elif config.wrap_policy == WrapPolicy.NONE:
         chosen = []
     elif config.wrap_policy == WrapPolicy.SIZE:

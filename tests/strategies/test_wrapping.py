@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
 from torch import nn
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+    _recursive_wrap,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 from accel_trainer.config import Resolved, resolve
 from accel_trainer.errors import ConfigError
@@ -181,3 +189,31 @@ def test_a_pattern_that_matches_nothing_is_refused():
     message = r"fsdp.ignored_modules=.*: 'blocks.0.ml' matches the name of no submodule of Model"
     with pytest.raises(ConfigError, match=message):
         find_ignored_modules(Model(), configured(ignored_modules=("head", "blocks.0.ml")))
+
+
+# --- by a policy of torch's ----------------------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inner = module
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ModuleWrapPolicy({Block, nn.Embedding}),
+        partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Sequential)),
+        partial(size_based_auto_wrap_policy, min_num_params=450),
+        partial(size_based_auto_wrap_policy, min_num_params=850, force_leaf_modules={nn.ModuleList}),
+    ],
+)
+def test_policies_of_torch_choose_what_they_choose_for_fsdp1(policy: Any):
+    wrapped = Model()
+    ignored: tuple[set[nn.Module], set[nn.Parameter]] = (set(), set())
+    _recursive_wrap(wrapped, policy, Wrapped, *ignored, only_wrap_children=True)
+    chosen = [module.inner for module in wrapped.modules() if isinstance(module, Wrapped)]
+    names_of_chosen = [name.replace(".inner", "").removeprefix("inner.") for name in names(wrapped, chosen)]
+    assert blocks_of(Model(), policy) == names_of_chosen
