@@ -233,7 +233,7 @@ class AcceleratorPreparing:
         for known in replaced:
             self._prepared.remove(known)
             self._models = [model for model in self._models if model is not known.unit.model]
-        called = {key: known.unit.model for key, known in found.items() if known is not None}
+        called = {id(model): _called(model, found[id(model)]) for model in models}
         for key, job in jobs.items():
             called[key] = self._lay_out_one(job)
         return called
@@ -300,3 +300,8 @@ class AcceleratorPreparing:
 
 def _needs_layout(found: PreparedUnit | None, evaluation_mode: bool) -> bool:
     return found is None or (found.evaluation_only and not evaluation_mode)
+
+
+def _called(model: nn.Module, found: PreparedUnit | None) -> nn.Module:
+    """Return what to call in a model's place: its wrapper, or what was made of that."""
+    return found.unit.model if found is not None and model is found.unit.module else model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +68,11 @@ class PreparedUnit:
                 self.corrected = True
 
 
-def find_prepared(units: Iterable[PreparedUnit], item: Any) -> PreparedUnit | None:
-    """Return what was prepared from a model or optimizer: the wrapped object and the user's own both lead there."""
+def find_prepared(units: Sequence[PreparedUnit], item: Any) -> PreparedUnit | None:
+    """Return what was prepared from a model or optimizer: the wrapped object and the user's own both lead there.
+
+    So does the wrapped object compiled: `torch.compile(prepared)`.
+    """
     for prepared in units:
         unit = prepared.unit
         if item is unit.model or item is unit.module:
@@ -77,10 +80,11 @@ def find_prepared(units: Iterable[PreparedUnit], item: Any) -> PreparedUnit | No
         for optimizer in unit.optimizers:
             if item is optimizer:
                 return prepared
-    return None
+    compiled = getattr(item, "_orig_mod", None)
+    return next((prepared for prepared in units if prepared.unit.model is compiled), None)
 
 
-def prepared_of(units: Iterable[PreparedUnit], item: Any) -> PreparedUnit:
+def prepared_of(units: Sequence[PreparedUnit], item: Any) -> PreparedUnit:
     """Return what was prepared from a model or optimizer.
 
     Raises:

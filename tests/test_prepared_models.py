@@ -81,6 +81,13 @@ def compile_all(strategy: str) -> dict[str, Any]:
         is_own = accelerator.unwrap_model(prepared) is own and list(own.state_dict()) == list(Net().state_dict())
         found[name] = (losses(accelerator, prepared, optimizer), len(compiled), is_own)
     torch.compiler.reset()
+    compiled.clear()
+    accelerator, own, prepared, optimizer = prepare(strategy)
+    later = torch.compile(prepared, backend=BACKEND)
+    is_own = accelerator.unwrap_model(later) is own and accelerator.prepare(later) is later
+    with accelerator.accumulate(later):
+        found["afterwards"] = (losses(accelerator, later, optimizer), len(compiled), is_own)
+    torch.compiler.reset()
     return found
 
 
@@ -126,7 +133,7 @@ def train_alone() -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", WORLD_SIZES)
-@pytest.mark.parametrize("kind", ["whole", "regional"])
+@pytest.mark.parametrize("kind", ["whole", "regional", "afterwards"])
 def test_compiled_models_train_as_plain_ones(strategy: str, kind: str):
     for _, by_kind in results_of(strategy):
         found, num_graphs, is_own = by_kind[kind]
