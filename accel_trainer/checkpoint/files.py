@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ class WeightFiles(Mapping[str, Tensor]):
             raise CheckpointNotFoundError(f"no file {path.absolute()}; expected a directory or a file of weights")
         self.path = path
         self._opened: tuple[str, Any] | None = None
+        self._rows: _Rows | None = None
         if path.name.endswith(".index.json"):
             self._files = read_index(path)
         else:
@@ -54,6 +56,20 @@ class WeightFiles(Mapping[str, Tensor]):
         file = self._open(self._files[name])
         part: Tensor = (file[name] if isinstance(file, dict) else file.get_slice(name))[index]
         return part
+
+    @torch.no_grad()
+    def fill(self, name: str, index: Index, target: Tensor) -> None:
+        """Copy a part of a tensor into `target`, which has its shape, and any dtype and device.
+
+        Whole rows of a safetensors file are read straight into memory on the host, without mapping the file.
+
+        Raises:
+            IncompatibleCheckpointError: the file ends before the tensor does.
+        """
+        file = self._files[name]
+        self._open(file)
+        if not (self._rows is not None and self._rows.fill(name, index, target)):
+            target.copy_(self.read(name, index))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading its values."""
@@ -72,7 +88,9 @@ class WeightFiles(Mapping[str, Tensor]):
     def _open(self, file: str) -> Any:
         """Return a file's tensors: an open safetensors file, or a dict. One file is open at a time."""
         if self._opened is None or self._opened[0] != file:
-            self._opened = (file, _read(self.path.parent / file))
+            path = self.path.parent / file
+            self._opened = (file, _read(path))
+            self._rows = _Rows(path) if path.suffix == ".safetensors" else None
         return self._opened[1]
 
     def __iter__(self) -> Iterator[str]:
@@ -80,6 +98,39 @@ class WeightFiles(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._files)
+
+
+class _Rows:
+    """A safetensors file, whose header is known to be good, as plain bytes: the rows of a tensor lie together."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed with this object
+        header_bytes = int.from_bytes(self._file.read(8), "little")
+        self._begin = 8 + header_bytes
+        self._entries: dict[str, Any] = json.loads(self._file.read(header_bytes))
+
+    def __del__(self) -> None:
+        self._file.close()
+
+    def fill(self, name: str, index: Index, target: Tensor) -> bool:
+        """Read into `target`, and return whether that could be done: whole rows, of its dtype, on the host."""
+        entry = self._entries[name]
+        shape = entry["shape"]
+        whole_rows = all(
+            each.start == 0 and each.stop == length for each, length in zip(index[1:], shape[1:], strict=True)
+        )
+        on_host = target.device.type == "cpu" and target.is_contiguous()
+        if not (index and whole_rows and on_host and target.dtype == dtype_of(entry["dtype"]) and target.numel()):
+            return False
+        row_bytes = target.nbytes // target.shape[0]
+        rest = target.reshape(-1).view(torch.uint8).numpy().data
+        self._file.seek(self._begin + entry["data_offsets"][0] + index[0].start * row_bytes)
+        while rest:
+            count = self._file.readinto(rest)
+            if not count:
+                raise IncompatibleCheckpointError(f"{self._file.name} ends within {name!r}; is it being written?")
+            rest = rest[count:]
+        return True
 
 
 class BroadcastFiles(Mapping[str, Tensor]):
@@ -125,6 +176,11 @@ class BroadcastFiles(Mapping[str, Tensor]):
     def read(self, name: str, index: Index) -> Tensor:
         """Return a part of a tensor, of which all is sent."""
         return self[name][index]
+
+    @torch.no_grad()
+    def fill(self, name: str, index: Index, target: Tensor) -> None:
+        """Copy a part of a tensor, of which all is sent, into `target`."""
+        target.copy_(self.read(name, index))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""

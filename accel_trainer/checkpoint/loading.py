@@ -257,10 +257,7 @@ def _fill(
         tensor.dtype != dtype or (device is not None and tensor.device != device)
     ):
         tensor.data = torch.empty(tensor.shape, dtype=dtype, device=device or tensor.device)
-    box = box_of(tensor)
-    value = weights.read(stored, box.within(Box.whole(tensor.shape)))
-    with torch.no_grad():
-        local_of(tensor).copy_(value)
+    weights.fill(stored, box_of(tensor).within(Box.whole(tensor.shape)), local_of(tensor))
 
 
 def _fill_what_no_file_has(

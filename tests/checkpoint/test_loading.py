@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from accel_trainer.checkpoint.files import WeightFiles
 from accel_trainer.checkpoint.loading import LoadReport, load_checkpoint_in_model
 from accel_trainer.checkpoint.weights import save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
@@ -225,3 +227,34 @@ def load_sharded(folder: str, strategy: str) -> tuple[list[str], bool]:
 def test_prepared_models_are_loaded_on_every_rank(tmp_path: Path, strategy: str):
     save_weights(build(1).state_dict(), tmp_path, "150B")
     assert run_ranks(load_sharded, 2, str(tmp_path), strategy) == [([], True)] * 2
+
+
+def test_parts_of_any_form_are_read_into_any_memory(tmp_path: Path):
+    values = {"a": torch.randn(6, 4, 3), "b": torch.arange(5), "c": torch.tensor(2.0), "d": torch.randn(0, 3)}
+    save_weights(values, tmp_path)
+    files = WeightFiles(tmp_path)
+    whole = slice(0, 4), slice(0, 3)
+    for name, index, dtype in (
+        ("a", (slice(2, 5), *whole), torch.float32),
+        ("a", (slice(2, 5), *whole), torch.bfloat16),
+        ("a", (slice(0, 6), slice(1, 3), slice(0, 3)), torch.float32),
+        ("b", (slice(4, 5),), torch.int64),
+        ("c", (), torch.float32),
+        ("d", (slice(0, 0), slice(0, 3)), torch.float32),
+    ):
+        expected = values[name][index].to(dtype)
+        target = torch.full_like(expected, 7)
+        files.fill(name, index, target)
+        assert torch.equal(target, expected), (name, index)
+    turned = torch.empty(3, 4, 6).permute(2, 1, 0)
+    files.fill("a", (slice(0, 6), *whole), turned)
+    assert torch.equal(turned, values["a"])
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_an_error(tmp_path: Path):
+    save_weights({"a": torch.randn(64, 64)}, tmp_path)
+    files = WeightFiles(tmp_path)
+    path = tmp_path / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 4)
+    with pytest.raises(IncompatibleCheckpointError, match=r"model\.safetensors ends within 'a'; is it being written"):
+        files.fill("a", (slice(0, 64), slice(0, 64)), torch.empty(64, 64))

@@ -59,12 +59,12 @@ def load_from_files(folder: str) -> dict[str, Any]:
     model, optimizer = accelerator.prepare(model, adamw(model))
     found: dict[str, Any] = {"refused": refused(lambda: model(own_rows()))}
     read = []
-    original = WeightFiles.read
-    WeightFiles.read = lambda self, name, index: read.append((name, index)) or original(self, name, index)
+    original = WeightFiles.fill
+    WeightFiles.fill = lambda self, name, index, to: read.append((name, index)) or original(self, name, index, to)
     try:
         found["report"] = load_checkpoint_in_model(model, folder)
     finally:
-        WeightFiles.read = original
+        WeightFiles.fill = original
     found["rows"] = {name: index[0].stop - index[0].start for name, index in read}
     found["held"] = sum(p.to_local().numel() for p in model.parameters())
     found["losses"] = train(accelerator, model, optimizer)
