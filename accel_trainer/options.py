@@ -291,11 +291,6 @@ class AcceleratorSettings:
         return self.config.data.non_blocking
 
     @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per update."""
-        return self.config.accumulation.num_steps
-
-    @property
     def project_dir(self) -> str | Path | None:
         """Where states are saved."""
         return self.project_configuration.project_dir

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_trainer import logging
+from accel_trainer.config import RunConfig
 from accel_trainer.data.sampler import ShardedBatchSampler
 from accel_trainer.errors import ConfigError
 from accel_trainer.optimizer import AcceleratedOptimizer, describe_models
@@ -68,6 +69,7 @@ class AcceleratorStepping:
     """Steps, for the Accelerator to inherit; drives the units that the Accelerator prepared."""
 
     process: ProcessContext
+    config: RunConfig
     strategy: Strategy
     precision: PrecisionPolicy
     gradient_state: GradientState
@@ -85,6 +87,40 @@ class AcceleratorStepping:
             ConfigError: it was not prepared by this Accelerator.
         """
         return prepared_of(self._prepared, item).unit
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per update. What is set holds for the next windows; every rank sets the same.
+
+        Raises:
+            ConfigError: when set: it is no number from 1 on, a window is half full, or the engine has its own.
+        """
+        return self.config.accumulation.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, num_steps: int) -> None:
+        if num_steps == self.gradient_accumulation_steps:
+            return
+        setting = f"gradient_accumulation_steps = {num_steps!r}"
+        if not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 1:
+            raise ConfigError(f"{setting}: expected an integer, 1 or more")
+        if not self.strategy.capabilities.settable_accumulation:
+            raise ConfigError(
+                f"{setting}: strategy {self.strategy.name!r} has its number of micro-batches since the model was laid "
+                "out; pass it to the Accelerator"
+            )
+        half_full = [prepared for prepared in self._prepared if prepared.window.is_open]
+        if half_full:
+            window = half_full[0].window
+            raise ConfigError(
+                f"{setting} was set after {window.held} of {window.num_steps} micro-batches of an update; set it where "
+                "sync_gradients is true"
+            )
+        self.config = replace(self.config, accumulation=replace(self.config.accumulation, num_steps=num_steps))
+        self.gradient_state.num_steps = num_steps
+        self.gradient_state.plugin_kwargs["num_steps"] = num_steps
+        for prepared in self._prepared:
+            prepared.window.num_steps = num_steps
 
     @property
     def sync_gradients(self) -> bool:

@@ -47,6 +47,7 @@ class DeepSpeedStrategy:
     capabilities: ClassVar[Capabilities] = Capabilities(
         deferred_sync=False,
         shards_parameters=True,
+        settable_accumulation=False,
         joint_optimizers=False,
         describes_optimizers=True,
         distributed_type="DEEPSPEED",
@@ -106,6 +107,9 @@ class DeepSpeedStrategy:
         optimizer = job.optimizers[0] if job.optimizers else None
         groups = _group_names(job.model, optimizer)
         described = optimizer if isinstance(optimizer, DescribedOptimizer) else None
+        if config.precision not in _DTYPES and process.device.type == "cpu" and _parameters_on_disk(config):
+            # DeepSpeed 0.19.8 would keep them there in bf16; so called, it asks its configuration for the type.
+            deepspeed.zero.Init(module=job.model, config_dict_or_path=config.data)
         with _numbers_sent(job.model):
             engine, *_ = deepspeed.initialize(
                 model=job.model,
@@ -118,6 +122,11 @@ class DeepSpeedStrategy:
         hooks = _cast_around(job.model, config, job.config)
         apply_compile(job.model, job.config.compile, job.compile_options)
         return DeepSpeedUnit(engine, job.optimizers, groups, hooks)
+
+
+def _parameters_on_disk(config: EngineConfig) -> bool:
+    offload = config.data.get("zero_optimization", {}).get("offload_param") or {}
+    return bool(offload.get("device") == "nvme")
 
 
 @contextmanager

@@ -198,3 +198,45 @@ def test_a_save_asks_for_the_room_of_the_gradients_of_an_open_window(tmp_path: P
         assert written <= asked <= written + counters
     assert ddp[2] == [whole, whole], "not exchanged yet: each rank has its own"
     assert fsdp2[2] == [100, 64], "the mean of what its shards are"
+
+
+def mean_gradients(sizes: list[int]) -> list[float]:
+    """Train with windows of these sizes; return the gradient of each update."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=sizes[0])
+    weight = nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(weight, torch.optim.SGD(weight.parameters(), lr=0.0))
+    found, number = [], 0
+    for size in sizes:
+        accelerator.gradient_accumulation_steps = size
+        assert accelerator.gradient_accumulation_steps == accelerator.gradient_state.num_steps == size
+        for _ in range(size):
+            with accelerator.accumulate(model):
+                number += 1
+                accelerator.backward(model(torch.tensor([[float(number)]])).sum())
+                if accelerator.sync_gradients:
+                    found.append(weight.weight.grad.item())
+                optimizer.step()
+                optimizer.zero_grad()
+    return found
+
+
+def test_the_size_of_the_next_windows_can_be_set():
+    # Inputs 1, 2 | 3, 4, 5 | 6 | 7, 8 are the gradients whose means are taken.
+    assert mean_gradients([2, 3, 1, 2]) == pytest.approx([1.5, 4.0, 6.0, 7.5])
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, True, "2"])
+def test_a_size_of_windows_that_is_none_is_refused(size: Any):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    with pytest.raises(ConfigError, match=rf"gradient_accumulation_steps = {size!r}: expected an integer, 1 or more"):
+        accelerator.gradient_accumulation_steps = size
+
+
+def test_a_half_full_window_keeps_its_size():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+    with pytest.raises(ConfigError, match=r"= 2 was set after 1 of 3 micro-batches of an update.*sync_gradients"):
+        accelerator.gradient_accumulation_steps = 2
+    assert accelerator.gradient_accumulation_steps == 3

@@ -53,6 +53,8 @@ class Capabilities:
     """Whether `set_gradient_sync(False)` saves communication."""
     shards_parameters: bool = False
     """Whether a rank holds only its part of each parameter; a forward is then collective, in evaluation too."""
+    settable_accumulation: bool = True
+    """Whether windows may change their size after a model has been laid out."""
     joint_optimizers: bool = True
     """Whether a model may have several optimizers, and an optimizer the parameters of several models."""
     describes_optimizers: bool = False

@@ -341,6 +341,7 @@ def refusals() -> Any:
         "some": refused(lambda: made.clip_grad_norm_(parameters[:1], 1.0)),
         "closure": refused(lambda: optimizer.step(lambda: None)),
         "graph": refused(lambda: made.backward(model(own_rows()), create_graph=True)),
+        "accumulation": refused(lambda: setattr(made, "gradient_accumulation_steps", 4)),
         "later": refused(lambda: later.prepare(adamw(built))),
         "two": refused(
             lambda: accelerator(2).prepare(built, *(torch.optim.SGD([p], lr=1.0) for p in built.parameters()))
@@ -368,6 +369,7 @@ def refusals() -> Any:
         ("some", "was given parameters without 3 of the 4 that this engine trains.*pass model.parameters()"),
         ("closure", "AdamW.step(closure) cannot be combined with DeepSpeed.*or strategy 'fsdp2'"),
         ("graph", "backward() got create_graph, which DeepSpeed's engine cannot pass on; it knows retain_graph"),
+        ("accumulation", "gradient_accumulation_steps = 4: strategy 'deepspeed' has its number.*pass it to the Accel"),
         ("later", "AdamW was prepared after its model Net, and DeepSpeed builds its engine around model and optimizer"),
         ("two", "Net has several optimizers (SGD, SGD, SGD, SGD), and this strategy's engine takes one for each model"),
         ("untrained", "backward() was called for Net, which was prepared without an optimizer"),
