@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from accel_trainer import logging
 from accel_trainer.errors import ConfigError, MissingExtraError
 from accel_trainer.runtime.process import ProcessContext, read_environment
 
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["check_can_start", "forget_module", "import_deepspeed", "join_engine_group", "require_deepspeed"]
-
-logger = logging.get_logger(__name__)
 
 
 def require_deepspeed() -> None:
@@ -101,12 +98,6 @@ def _check_disk(engine_config: Mapping[str, Any]) -> None:
         raise ConfigError(
             "strategy 'deepspeed' offloads to NVMe through libaio, which is not on this machine; install it (for "
             "Debian: `apt-get install libaio-dev`), or offload to 'cpu'"
-        )
-    if "optimizer" not in engine_config:
-        # Seen with DeepSpeed 0.19.8 alone, too: `deepspeed.initialize` by hand gives the same weights.
-        logger.warning(
-            "offload to NVMe with torch's AdamW has given weights that differ from plain PyTorch, by 0.035 after 3 "
-            "steps at a rate of 1e-2, while offload to 'cpu' agrees; compare a few steps before you rely on it"
         )
 
 
