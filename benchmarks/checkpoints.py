@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from memory import peak_mib
 from timing import Row, interleave, ratio_row
 from torch import nn
 
@@ -21,28 +20,6 @@ __all__ = ["measure"]
 
 NUM_LAYERS, WIDTH = 24, 2048
 BUFFER_MIB = 256
-
-
-def _anonymous_mib() -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
-
-
-def _peak_mib(function: Callable[[], object]) -> float:
-    """Return how much anonymous memory `function` has at its peak beyond what there was before."""
-    before, peak, done = _anonymous_mib(), 0.0, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.002):
-            peak = max(peak, _anonymous_mib())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    function()
-    done.set()
-    thread.join()
-    return max(0.0, peak - before)
 
 
 def _fsync(path: Path) -> None:
@@ -117,7 +94,7 @@ def measure(rounds: int) -> list[Row]:
         job = _Job(Path(directory))
         saves = interleave({"plain": job.plain_save, "ours": job.save}, rounds)
         loads = interleave({"plain": job.plain_load, "ours": job.load, "unverified": job.load_unverified}, rounds)
-        peak = _peak_mib(job.save)
+        peak, _ = peak_mib(job.save)
         stalls, whole = _stalls(job, rounds)
     return [
         ratio_row("save_state (1.1 GiB, on the disk)", "torch.save and fsync", saves["ours"], saves["plain"], 1.25),

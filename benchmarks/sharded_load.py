@@ -1,26 +1,24 @@
 """Loading an 838 MiB llama onto two ranks: laid out empty and read in slices, beside from_pretrained on every rank.
 
-Started by run.py on two processes; rank 0 prints the rows.
+Run by run.py through the launcher.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import shutil
-import sys
 import tempfile
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from timing import interleave, ratio_row
+from memory import peak_mib
+from timing import Row, interleave, ratio_row
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig
+from two_ranks import print_measured
 
 from accel_trainer import Accelerator, init_empty_weights, load_checkpoint_in_model
 
@@ -37,28 +35,6 @@ def _config() -> LlamaConfig:
         num_key_value_heads=16,
         tie_word_embeddings=False,
     )
-
-
-def _anonymous_mib() -> float:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("RssAnon:")[2].split()[0]) / 1024
-
-
-def _peak_mib(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Return how much anonymous memory `function` has at its peak beyond what there was before, and its result."""
-    before, peak, done = _anonymous_mib(), 0.0, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.002):
-            peak = max(peak, _anonymous_mib())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    result = function()
-    done.set()
-    thread.join()
-    return max(0.0, peak - before), result
 
 
 def _free(accelerator: Accelerator) -> None:
@@ -93,9 +69,9 @@ def _check(ours: Any, plain: Any) -> None:
         assert torch.equal(parameter.to_local(), named[name].to_local()), name
 
 
-def main(rounds: int) -> None:
+def rows(rounds: int) -> list[Row]:
+    """Compare the time of both loads, and our memory with its bound. Collective."""
     accelerator = Accelerator(cpu=True, strategy="fsdp2")
-    torch.set_num_threads(1)
     box = [tempfile.mkdtemp(prefix="bench-", dir=Path.cwd()) if accelerator.is_main_process else ""]
     dist.broadcast_object_list(box, src=0)
     directory = Path(box[0])
@@ -109,7 +85,7 @@ def main(rounds: int) -> None:
             between=lambda: _free(accelerator),
         )
         _free(accelerator)
-        peak, ours = _peak_mib(lambda: _ours(accelerator, directory))
+        peak, ours = peak_mib(lambda: _ours(accelerator, directory))
         _check(ours, _plain(directory))
         shard = sum(parameter.to_local().nbytes for parameter in ours.parameters()) / 2**20
         peaks = torch.tensor([peak, shard], dtype=torch.float64)
@@ -119,7 +95,7 @@ def main(rounds: int) -> None:
         if accelerator.is_main_process:
             shutil.rmtree(directory, ignore_errors=True)
     peak, shard = peaks.tolist()
-    rows = [
+    return [
         ratio_row(
             "sharded load (838 MiB, 2 ranks)", "from_pretrained + fully_shard", seconds["ours"], seconds["plain"], 1.2
         ),
@@ -127,9 +103,8 @@ def main(rounds: int) -> None:
             "memory of a rank's sharded load", f"{shard:.0f} + {MARGIN_MIB} MiB", [peak], [shard + MARGIN_MIB], 1.0
         ),
     ]
-    if accelerator.is_main_process:
-        print(json.dumps([row.to_dict() for row in rows]))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    print_measured(rows)
+    dist.destroy_process_group()
