@@ -21,12 +21,13 @@ __all__ = ["spool"]
 _ALIGNMENT = 64
 
 
-def spool(tensors: Mapping[str, LazyTensor], directory: Path, *, writes: bool) -> dict[str, Tensor]:
-    """Make every tensor once, and return them mapped from a file in `directory` that has no name and goes with them.
+def spool(tensors: Mapping[str, LazyTensor], target: Path, *, writes: bool) -> dict[str, Tensor]:
+    """Make every tensor once, and return them mapped from a file beside `target` that has no name and goes with them.
 
     One of them is in memory at a time. Collective where they gather: every rank calls it with the same names.
 
     Args:
+        target: a directory, or where one will be.
         writes: False makes the tensors, and returns none.
 
     Raises:
@@ -37,6 +38,7 @@ def spool(tensors: Mapping[str, LazyTensor], directory: Path, *, writes: bool) -
         for tensor in distinct.values():
             tensor()
         return {}
+    directory = next(each for each in (target.absolute(), *target.absolute().parents) if each.is_dir())
     offsets: dict[int, int] = {}
     error: Exception | None = None
     with ExitStack() as stack:

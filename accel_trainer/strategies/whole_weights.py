@@ -76,7 +76,7 @@ class SavePretrained:
         with shared_fate(self.process, "save_pretrained"):
             call.arguments["state_dict"] = spool(
                 TorchCheckpointIO(self.model).lazy_model_state(),
-                _nearest_directory(next(iter(call.arguments.values()), None)),
+                _path_of(next(iter(call.arguments.values()), None)),
                 writes=self.process.is_main,
             )
         if "is_main_process" in self.__signature__.parameters:
@@ -86,12 +86,9 @@ class SavePretrained:
             return save(self.model, *call.args, **call.kwargs)
 
 
-def _nearest_directory(target: Any) -> Path:
-    """Return the directory that `target` is or will be in; that for temporary files where it is no path."""
-    if not isinstance(target, (str, os.PathLike)):
-        return Path(tempfile.gettempdir())
-    path = Path(target).absolute()
-    return next(each for each in (path, *path.parents) if each.is_dir())
+def _path_of(target: Any) -> Path:
+    """Return `target`; the directory for temporary files where it is no path."""
+    return Path(target if isinstance(target, (str, os.PathLike)) else tempfile.gettempdir())
 
 
 def exchange_whole_weights(model: nn.Module, process: ProcessContext) -> None:

@@ -28,6 +28,7 @@ from transformers.trainer_pt_utils import reissue_pt_warnings
 from transformers.utils import logging
 
 from accel_trainer.checkpoint.dcp import DcpDirectory
+from accel_trainer.checkpoint.spool import spool
 from accel_trainer.checkpoint.staged import StagedDirectory
 from accel_trainer.checkpoint.stored import open_checkpoint
 from accel_trainer.checkpoint.weights import INDEX_NAME, WEIGHTS_NAME, SafetensorsDirectory
@@ -90,11 +91,20 @@ def _create(trainer: Any, directory: Path, name: str) -> Iterator[BinaryIO]:
 
 
 def save_model(trainer: Any, output_dir: str) -> None:
-    """Write weights, configuration and processing class so that `from_pretrained` reads them. Collective."""
-    is_laid_out = bool(trainer.accelerator._models)
-    state = trainer.accelerator.get_state_dict(trainer.model) if is_laid_out else trainer.model.state_dict()
+    """Write weights, configuration and processing class so that `from_pretrained` reads them. Collective.
+
+    Sharded weights are gathered one by one into a file without a name: they take disk room twice, and no rank's memory.
+    """
+    writes = trainer.args.should_save and trainer.is_world_process_zero()
     with shared_fate(trainer.accelerator.process, "save_model"):
-        if trainer.args.should_save and trainer.is_world_process_zero():
+        if not trainer.accelerator._models:
+            state = trainer.model.state_dict()
+        elif trainer._is_sharded:
+            state = spool(_io(trainer).lazy_model_state(), Path(output_dir), writes=writes)
+        else:
+            state = trainer.accelerator.get_state_dict(trainer.model)
+    with shared_fate(trainer.accelerator.process, "save_model"):
+        if writes:
             trainer._save(output_dir, state_dict=state)
 
 

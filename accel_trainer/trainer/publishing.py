@@ -85,7 +85,7 @@ def _publish(trainer: Any, run_dir: Path, target: Path) -> Publication:
         process,
         step=state.global_step,
         each_node=args.save_on_each_node,
-        need_bytes=_weight_bytes(trainer) if args.save_only_model else trainer.accelerator._state_bytes(),
+        need_bytes=max(_weight_bytes(trainer), 0 if args.save_only_model else trainer.accelerator._state_bytes()),
         owns_name=True,
         is_locked=True,
     )
@@ -112,11 +112,12 @@ def _publish(trainer: Any, run_dir: Path, target: Path) -> Publication:
 
 
 def _weight_bytes(trainer: Any) -> int:
-    """About how many bytes this rank writes where it saves weights alone: all of them, or none."""
+    """About how many bytes this rank needs for the weights, twice what it gathers while it writes; or none."""
     if not trainer.args.should_save:
         return 0
     held = {id(value): value for value in trainer.model.state_dict(keep_vars=True).values()}
-    return sum(value.numel() * value.element_size() for value in held.values() if isinstance(value, Tensor))
+    num_bytes = sum(value.numel() * value.element_size() for value in held.values() if isinstance(value, Tensor))
+    return num_bytes * (2 if trainer._is_sharded else 1)
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
