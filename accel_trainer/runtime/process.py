@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ __all__ = [
     "current_process",
     "destroy_process_group",
     "find_rank",
+    "forget_default_groups",
     "group_timeout",
     "hidden_variable",
     "init_process",
@@ -41,6 +43,7 @@ logger = logging.get_logger(__name__)
 # The context that init_process returned last, for functions that users call without naming a process.
 _current: ProcessContext | None = None
 _DEFAULT_TIMEOUT_SECONDS = 1800.0
+_LAST_TURN_SECONDS = 0.02
 _CPU_WAYS = "--cpu to the launcher, Accelerator(cpu=True), TrainingArguments(use_cpu=True)"
 
 
@@ -318,6 +321,9 @@ def _leave_at_exit() -> None:
     """
     if getattr(sys, "last_value", None) is None:
         destroy_process_group()
+        # A model that still lives keeps gloo's threads. One of them that is about to drop a tensor waits for the
+        # interpreter, and would end the process with SIGABRT if that were gone: let it have its turn.
+        time.sleep(_LAST_TURN_SECONDS)
 
 
 def destroy_process_group() -> None:
@@ -325,4 +331,19 @@ def destroy_process_group() -> None:
     global _current
     _current = None
     if dist.is_available() and dist.is_initialized():
+        forget_default_groups()
         dist.destroy_process_group()
+
+
+def forget_default_groups() -> None:
+    """Take the group out of the functions that have it for a default argument, so that it is closed when it is left.
+
+    `torch.distributed.nn.functional`, which comes with FSDP, takes the group that is there when it is imported. One
+    that is never closed has threads until the end, and one of them that drops a tensor while the interpreter goes ends
+    the process with SIGABRT. None, which they have now, means the group of the time of the call.
+    """
+    functional = sys.modules.get("torch.distributed.nn.functional")
+    for function in vars(functional).values() if functional is not None else ():
+        defaults = getattr(function, "__defaults__", None) or ()
+        if any(isinstance(value, dist.ProcessGroup) for value in defaults):
+            function.__defaults__ = tuple(None if isinstance(value, dist.ProcessGroup) else value for value in defaults)

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from accel_trainer.errors import ProcessGroupError
-from accel_trainer.runtime.process import group_timeout
+from accel_trainer.runtime.process import forget_default_groups, group_timeout
 
 __all__ = ["Ballot"]
 
@@ -78,6 +78,7 @@ class Ballot:
         if self._aborts:
             # nccl's destructor waits for kernels that can no longer end.
             dist.distributed_c10d._get_default_group().abort()
+        forget_default_groups()
         dist.destroy_process_group()
         _forget_meshes()
         gc.collect()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from accel_trainer.checkpoint.layout import box_of, laid_out_like, local_of
@@ -30,6 +29,8 @@ def held_over_ranks(module: nn.Module) -> HeldGradients | None:
     precision they are elsewhere. Collective: every rank calls it, and gets the part of each that it has of the
     parameter; one gradient more than the window holds is whole at a time.
     """
+    from torch.distributed.fsdp import FSDPModule  # here: other strategies have no need of it
+
     sharded = {name: p for name, p in module.named_parameters() if p.requires_grad}
     local: dict[str, Tensor] = {}
     for prefix, part in module.named_modules():

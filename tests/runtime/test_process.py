@@ -343,6 +343,30 @@ def test_a_script_that_just_ends_leaves_the_group_without_a_warning(tmp_path: Pa
     assert errors.read_text() == ""
 
 
+def threads_of_the_group() -> tuple[int, int]:
+    """Import what keeps the group while there is one; return how many threads it has, and how many when it is left."""
+    import importlib
+
+    import torch.distributed.nn.functional as functional
+
+    def count() -> int:
+        names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
+        return sum(name.startswith("pt_gloo") for name in names)
+
+    init_process(read_environment(), use_cpu=True)
+    importlib.reload(functional)
+    before = count()
+    process_module.destroy_process_group()
+    return before, count()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+def test_a_group_that_is_left_is_closed_whoever_has_it_for_a_default():
+    for before, after in run_ranks(threads_of_the_group, 2):
+        assert before > 0
+        assert after == 0
+
+
 @pytest.mark.parametrize("error", [None, ValueError("boom")])
 def test_a_script_that_fails_does_not_wait_for_the_others(error: Exception | None, monkeypatch: pytest.MonkeyPatch):
     left = []
