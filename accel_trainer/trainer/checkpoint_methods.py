@@ -89,7 +89,7 @@ class CheckpointMethods(_Upstream):
         if "loss" in logs:
             figures = self._figures.take()
         elif "train_runtime" in logs:
-            figures = self._figures.finish(self.state.global_step - getattr(self, "_initial_global_step", 0))
+            figures = self._figures.finish(self.state.global_step)
         logs.update(figures)
         super().log(logs, start_time)
         for name in figures:

@@ -23,6 +23,8 @@ class RunFigures:
 
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
+        self.begun_at: int | None = None
+        """The update after which this train() goes on; None until it does."""
         self._waiting: list[str] = []
         self._begin = time.perf_counter()
         self._standstill = 0.0
@@ -63,16 +65,17 @@ class RunFigures:
         waiting, self._waiting = self._waiting, []
         return {name: round(self.values[name], 4) for name in dict.fromkeys(waiting)}
 
-    def finish(self, num_updates: int) -> dict[str, float]:
+    def finish(self, last_update: int) -> dict[str, float]:
         """Return all figures, with the share of the time that went into updates nobody had done before.
 
         Of a run that neither saved nor resumed there are none.
 
         Args:
-            num_updates: those of this train().
+            last_update: the one that this train() ends with.
         """
         if self.values:
             wall = max(time.perf_counter() - self._begin, 1e-9)
+            num_updates = last_update - (last_update if self.begun_at is None else self.begun_at)
             again = min(self.values.get("lost_steps", 0.0) / max(num_updates, 1), 1.0)
             self.values["goodput"] = max(wall - self._standstill, 0.0) * (1.0 - again) / wall
             self._waiting = list(self.values)

@@ -243,6 +243,8 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
         epochs_trained: int,
         steps_trained_in_current_epoch: int,
     ) -> None:
+        if self._figures.begun_at is None:
+            self._figures.begun_at = self.state.global_step
         is_resumed = epoch == epochs_trained and resume_from_checkpoint is not None
         trained = steps_trained_in_current_epoch if is_resumed and not self.args.ignore_data_skip else 0
         if trained and not self._loader_has_position:

@@ -93,8 +93,9 @@ def test_goodput_is_the_share_of_the_time_in_new_updates(monkeypatch):
     assert run.take() == {"resume/load_s": 3.0, "ckpt/stall_s": 2.0, "ckpt/duration_s": 1.0, "lost_steps": 2.0}
     assert run.take() == {}
     # 5 of 10 seconds were no training, and 2 of 10 updates nothing new.
-    assert run.finish(num_updates=10)["goodput"] == pytest.approx(0.4)
-    assert RunFigures().finish(num_updates=10) == {}
+    run.begun_at = 20
+    assert run.finish(last_update=30)["goodput"] == pytest.approx(0.4)
+    assert RunFigures().finish(last_update=10) == {}
 
 
 def flip(path: Path) -> None:
