@@ -354,6 +354,7 @@ def threads_of_the_group() -> tuple[int, int]:
         return sum(name.startswith("pt_gloo") for name in names)
 
     init_process(read_environment(), use_cpu=True)
+    dist.barrier()  # a thread gives itself its name before its first work
     importlib.reload(functional)
     before = count()
     process_module.destroy_process_group()
