@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -10,43 +10,15 @@ from typing import Any
 from torch import nn
 
 from accel_trainer import logging
-from accel_trainer.config.fsdp_dialect import (
-    BACKWARD_PREFETCHES,
-    SHARDING_STRATEGIES,
-    STATE_DICT_TYPES,
-    WRAP_POLICIES,
-    fsdp_options,
-)
+from accel_trainer.config.fsdp_dialect import DIRECT, NAMED, SHARDING_STRATEGIES, WITHOUT_EFFECT, fsdp_options
 from accel_trainer.errors import ConfigError, did_you_mean
 
 __all__ = ["FullyShardedDataParallelPlugin"]
 
 logger = logging.get_logger(__name__)
 
-_PATHS = {
-    "reshard_after_forward": "reshard_after_forward",
-    "transformer_cls_names_to_wrap": "wrap_classes",
-    "min_num_params": "min_num_params",
-    "cpu_offload": "offload_params",
-    "activation_checkpointing": "activation_checkpointing",
-    "cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
-    "ignored_modules": "ignored_modules",
-    "forward_prefetch": "forward_prefetch",
-    "replicate_size": "replicate_size",
-    "replicate_per_node": "replicate_per_node",
-}
-_NAMED: dict[str, tuple[str, Mapping[str, str | bool]]] = {
-    "auto_wrap_policy": ("wrap_policy", WRAP_POLICIES),
-    "state_dict_type": ("state_dict_type", STATE_DICT_TYPES),
-    "backward_prefetch": ("backward_prefetch", BACKWARD_PREFETCHES),
-}
-_WITHOUT_EFFECT = (
-    "limit_all_gathers",
-    "optim_state_dict_config",
-    "state_dict_config",
-    "sync_module_states",
-    "use_orig_params",
-)
+_OWN = {name: f"fsdp.{name}" for name in ("reshard_after_forward", "replicate_size", "replicate_per_node")}
+_WITHOUT_EFFECT = (*WITHOUT_EFFECT, "state_dict_config", "optim_state_dict_config")
 _REFUSED = {
     "mixed_precision_policy": "what is computed in which precision is Accelerator(mixed_precision=...)",
     "param_init_fn": "build the model in init_empty_weights(), and load its weights after prepare()",
@@ -126,24 +98,24 @@ class FullyShardedDataParallelPlugin:
             ConfigError: the sharding strategy is unknown, or contradicts another option.
         """
         options = {"strategy": "fsdp2", **self._sharding()}
-        for name, path in _PATHS.items():
-            value = getattr(self, name)
+        for name, path in {**DIRECT, **_OWN}.items():
+            value = getattr(self, name, None)  # some keys of files are other spellings
             if value is None:
                 continue
             if name in ("transformer_cls_names_to_wrap", "ignored_modules"):
                 value = (value,) if isinstance(value, str) else tuple(value)
             elif name == "cpu_offload":
                 value = getattr(value, "offload_params", value)
-            if options.setdefault(f"fsdp.{path}", value) != value:
+            if options.setdefault(path, value) != value:
                 raise ConfigError(
-                    f"{self._named('sharding_strategy')} means {path}={options[f'fsdp.{path}']!r}, and "
+                    f"{self._named('sharding_strategy')} means {path.removeprefix('fsdp.')}={options[path]!r}, and "
                     f"{name}={value!r} was given; keep one of the two"
                 )
-        for name, (path, values) in _NAMED.items():
-            value = _plain(getattr(self, name))
+        for name, (path, values) in NAMED.items():
+            value = _plain(getattr(self, name, None))
             if value is not None and not callable(value):
                 # An unknown name goes on as it is: the configuration refuses it, and says what there is.
-                options[f"fsdp.{path}"] = values.get(value.upper(), value) if isinstance(value, str) else value
+                options[path] = values.get(value.upper(), value) if isinstance(value, str) else value
         unused = [name for name in _WITHOUT_EFFECT if getattr(self, name) is not None]
         if unused:
             logger.info("FullyShardedDataParallelPlugin: %s have no effect with FSDP2", ", ".join(unused))

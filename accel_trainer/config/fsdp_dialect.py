@@ -16,10 +16,9 @@ from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError, did_you_mean
 
 __all__ = [
-    "BACKWARD_PREFETCHES",
+    "DIRECT",
+    "NAMED",
     "SHARDING_STRATEGIES",
-    "STATE_DICT_TYPES",
-    "WRAP_POLICIES",
     "Entry",
     "fsdp_options",
     "is_known_key",
@@ -33,15 +32,15 @@ __all__ = [
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """FSDP1's strategies; their numbers in files and variables count from 1."""
 
-WRAP_POLICIES = {
+_POLICIES = {
     "TRANSFORMER_BASED_WRAP": "transformer", "SIZE_BASED_WRAP": "size", "NO_WRAP": "none",
     "TRANSFORMER": "transformer", "SIZE": "size", "NONE": "none",
 }  # fmt: skip
-STATE_DICT_TYPES = {
+_STATE_DICTS = {
     "FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded", "FULL": "full", "SHARDED": "sharded",
     "1": "full", "3": "sharded",
 }  # fmt: skip
-BACKWARD_PREFETCHES = {
+_PREFETCHES = {
     "BACKWARD_PRE": True,
     "1": True,
     "BACKWARD_POST": True,
@@ -50,7 +49,7 @@ BACKWARD_PREFETCHES = {
     "3": False,
 }
 
-_DIRECT = {
+DIRECT = {
     "offload_params": "fsdp.offload_params",
     "cpu_offload": "fsdp.offload_params",
     "transformer_layer_cls_to_wrap": "fsdp.wrap_classes",
@@ -62,15 +61,16 @@ _DIRECT = {
     "forward_prefetch": "fsdp.forward_prefetch",
     "min_num_params": "fsdp.min_num_params",
 }
-_NAMED: dict[str, tuple[str, Mapping[str, str | bool]]] = {
-    "auto_wrap_policy": ("fsdp.wrap_policy", WRAP_POLICIES),
-    "state_dict_type": ("fsdp.state_dict_type", STATE_DICT_TYPES),
-    "backward_prefetch": ("fsdp.backward_prefetch", BACKWARD_PREFETCHES),
-    "backward_prefetch_policy": ("fsdp.backward_prefetch", BACKWARD_PREFETCHES),
+"""Keys whose values are taken as they are, with the option that each one is here."""
+NAMED: dict[str, tuple[str, Mapping[str, str | bool]]] = {
+    "auto_wrap_policy": ("fsdp.wrap_policy", _POLICIES),
+    "state_dict_type": ("fsdp.state_dict_type", _STATE_DICTS),
+    "backward_prefetch": ("fsdp.backward_prefetch", _PREFETCHES),
+    "backward_prefetch_policy": ("fsdp.backward_prefetch", _PREFETCHES),
 }
 _SHARDING = ("sharding_strategy", "reshard_after_forward")
 _MAPPED_FSDP1 = ("sharding_strategy", "backward_prefetch", "backward_prefetch_policy", "forward_prefetch")
-_WITHOUT_EFFECT = ("use_orig_params", "sync_module_states", "limit_all_gathers")
+WITHOUT_EFFECT = ("use_orig_params", "sync_module_states", "limit_all_gathers")
 _NOT_OFFERED = {
     "activation_checkpointing_offload": "activations are kept on the device or computed again; remove the key",
     "mixed_precision_policy": "set mixed_precision at the top level",
@@ -82,7 +82,7 @@ _NOT_OFFERED = {
     "xla_fsdp_settings": "there is no XLA strategy; remove the xla keys",
     "xla_fsdp_grad_ckpt": "there is no XLA strategy; use activation_checkpointing",
 }
-_KNOWN = ("version", *_SHARDING, *_DIRECT, *_NAMED, *_WITHOUT_EFFECT, *_NOT_OFFERED)
+_KNOWN = ("version", *_SHARDING, *DIRECT, *NAMED, *WITHOUT_EFFECT, *_NOT_OFFERED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def is_neutral(value: Any) -> bool:
 def own_name_hint(name: str) -> str:
     """Return a hint for a Hugging Face key that stands in our own `fsdp` section, or an empty string."""
     key = _bare(name)
-    path = _DIRECT.get(key) or (_NAMED[key][0] if key in _NAMED else None)
+    path = DIRECT.get(key) or (NAMED[key][0] if key in NAMED else None)
     if key in _SHARDING:
         path = "fsdp.reshard_after_forward"
     return f"; here it is called {path.removeprefix('fsdp.')!r}" if path else ""
@@ -189,9 +189,9 @@ def translate_entries(entries: Iterable[Entry], layer: Layer, *, source_name: st
                 layer.problems.append(
                     f"{entry.subject} is {show(entry.value)}, which is not offered: {_NOT_OFFERED[key]}"
                 )
-        elif key in _NAMED:
+        elif key in NAMED:
             _put_named(entry, layer)
-        elif key in _DIRECT:
+        elif key in DIRECT:
             _put_direct(entry, layer, by_key)
     version = _version(by_key.get("version"), layer, default_version)
     _put_sharding(by_key.get("sharding_strategy"), by_key.get("reshard_after_forward"), layer, version)
@@ -204,15 +204,15 @@ def _put(entry: Entry, layer: Layer, path: str, value: Any) -> None:
 
 def _put_direct(entry: Entry, layer: Layer, by_key: Mapping[str, Entry]) -> None:
     policy = by_key.get("auto_wrap_policy")
-    by_size = policy is not None and WRAP_POLICIES.get(str(policy.value).upper()) == "size"
+    by_size = policy is not None and _POLICIES.get(str(policy.value).upper()) == "size"
     # transformers writes 0 for "no bound"; only size-based wrapping needs one.
     if entry.key == "min_num_params" and str(entry.value) == "0" and not by_size:
         return
-    _put(entry, layer, _DIRECT[entry.key], entry.value)
+    _put(entry, layer, DIRECT[entry.key], entry.value)
 
 
 def _put_named(entry: Entry, layer: Layer) -> None:
-    path, values = _NAMED[entry.key]
+    path, values = NAMED[entry.key]
     word = str(entry.value).strip().upper()
     if word in values:
         _put(entry, layer, path, values[word])
@@ -281,7 +281,7 @@ def _put_strategy(entry: Entry, layer: Layer) -> None:
 
 def _put_note(by_key: Mapping[str, Entry], layer: Layer, source_name: str, version: int) -> None:
     mapped = [entry.name for key, entry in by_key.items() if key in _MAPPED_FSDP1]
-    unused = [entry.name for key, entry in by_key.items() if key in _WITHOUT_EFFECT]
+    unused = [entry.name for key, entry in by_key.items() if key in WITHOUT_EFFECT]
     if version == 2 and not mapped and not unused:
         return
     if version == 1:
