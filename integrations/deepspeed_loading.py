@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accel_trainer.checkpoint.codec import decode
 from accel_trainer.checkpoint.directory import StoredCheckpoint
-from accel_trainer.checkpoint.manifest import Manifest, TensorEntry
+from accel_trainer.checkpoint.manifest import Manifest
 from accel_trainer.checkpoint.parts import StoredParts
 from accel_trainer.checkpoint.slices import Box
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.integrations.deepspeed_partitions import Run, opened_partition, whole_shape
 from accel_trainer.runtime.health import shared_fate
-from accel_trainer.strategies.elastic_state import ENGINE, Pending, PendingTensors
-from accel_trainer.strategies.fitting import plan_model_load
+from accel_trainer.strategies.stored_unit import Pending, decode_optimizer, files_with, fit_model, read_outline
 from accel_trainer.strategies.torch_state import options_of, outline_optimizer
 from accel_trainer.tree import leaves, map_leaves
 
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
     from accel_trainer.integrations.deepspeed_checkpoint import DeepSpeedCheckpointIO
 
 __all__ = ["part_files", "plan_parts_load"]
-
-_STATE = "optimizer.state"
 
 Fill = Callable[[Tensor], None]
 """Fills the elements of one run, in a tensor of its flat partition's size."""
@@ -172,13 +168,7 @@ def plan_parts_load(
 ) -> Callable[[], None]:
     """Check what `save_parts`, or a native unit, wrote, and return what loads it; see `CheckpointIO.plan_load`."""
     with shared_fate(stored.process, f"load of {stored.path}"):
-        outline = stored.json(f"{prefix}.json")
-        if outline["engine"] != ENGINE:
-            raise IncompatibleCheckpointError(
-                f"{stored.path.absolute()} was saved by {outline['engine']!r}, whose state has a layout of its own, "
-                f"and this run trains {type(io.module).__name__} with DeepSpeed's engine; load it with the strategy "
-                f"that saved it, or load the weights that `accel-trainer ckpt export {stored.path} OUT` makes of it"
-            )
+        outline = read_outline(stored, prefix, io.module, "DeepSpeed's engine")
         plan = _Plan(io, stored, prefix)
         if weights:
             _plan_model(io, plan, outline["tied"], stored)
@@ -195,13 +185,7 @@ def plan_parts_load(
 
 def _plan_model(io: DeepSpeedCheckpointIO, plan: _Plan, tied: Mapping[str, str], stored: StoredCheckpoint) -> None:
     own, extra = dict(io.model_tensors()), io.with_extra_state()
-    known = {name: torch.empty(plan.weights.shape(name), device="meta") for name in plan.weights}
-    known |= {alias: known[name] for alias, name in tied.items()}
-    found = plan_model_load(io.module, own, known, True, whole_shape)
-    if isinstance(found, str):
-        raise IncompatibleCheckpointError(f"{stored.path.absolute()}: {found}")
-    for name, stored_name in found:
-        stored_name = tied.get(stored_name, stored_name)
+    for name, stored_name in fit_model(stored, plan.weights, tied, io.module, own, whole_shape):
         if name in extra:
             plan.add_extra_state(stored_name, extra[name].set_extra_state)
         else:
@@ -209,12 +193,7 @@ def _plan_model(io: DeepSpeedCheckpointIO, plan: _Plan, tied: Mapping[str, str],
 
 
 def _plan_optimizer(io: DeepSpeedCheckpointIO, plan: _Plan, outline: Any, stored: StoredCheckpoint) -> None:
-    if outline is None:
-        raise IncompatibleCheckpointError(
-            f"{stored.path.absolute()} holds no optimizer state for {type(io.module).__name__}, which has an "
-            "optimizer; an optimizer is never reset silently: load the weights alone to start it anew"
-        )
-    saved = decode(outline, PendingTensors(plan.held))
+    saved = decode_optimizer(stored, outline, plan.held, io.module)
     found = outline_optimizer(saved, [list(names) for names in io.groups])
     if isinstance(found, str):
         raise IncompatibleCheckpointError(f"{stored.path.absolute()}: {found}")
@@ -240,28 +219,12 @@ def _plan_optimizer(io: DeepSpeedCheckpointIO, plan: _Plan, outline: Any, stored
 
 def part_files(io: DeepSpeedCheckpointIO, manifest: Manifest, prefix: str) -> set[str]:
     """Return the files of a unit that hold something of what this rank holds; see `CheckpointIO.files`."""
-    kept: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
-    runs: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
+    weights: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
+    state: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
     for name, tensor in io.model_tensors():
         run = io.partitions.trained(tensor) or io.partitions.frozen(tensor)
         boxes = [] if run is None else [place.box for place in run.places()]
         shape = whole_shape(tensor)
-        runs[name] = shape, boxes
-        kept[name] = shape, [Box.whole(shape)] if tuple(tensor.shape) == shape else boxes
-    files = {f"{prefix}.json"} & manifest.files.keys()
-    for file, entries in manifest.tensors.items():
-        own = kept if file.startswith(f"{prefix}.model.") else runs
-        if file.startswith(f"{prefix}.") and any(_is_ours(name, entry, own) for name, entry in entries.items()):
-            files.add(file)
-    return files
-
-
-def _is_ours(stored_name: str, entry: TensorEntry, own: Mapping[str, tuple[tuple[int, ...], list[Box]]]) -> bool:
-    """Whether a rank that keeps the boxes `own` may need a part."""
-    name = stored_name
-    if name.startswith(f"{_STATE}."):
-        name = name.removeprefix(f"{_STATE}.").rpartition(".")[0]
-    if name not in own or own[name][0] != entry.shape:
-        return True
-    part = Box.whole(entry.shape) if entry.offsets is None else Box(entry.offsets, entry.sizes or ())
-    return any(box.intersect(part) is not None for box in own[name][1])
+        state[name] = shape, boxes
+        weights[name] = shape, [Box.whole(shape)] if tuple(tensor.shape) == shape else boxes
+    return files_with(manifest, prefix, weights, state)

@@ -20,7 +20,7 @@ from accel_trainer.checkpoint.directory import StagedDirectory
 from accel_trainer.checkpoint.slices import Box, share_out
 from accel_trainer.checkpoint.tensor_file import LazyTensor
 from accel_trainer.integrations.deepspeed_partitions import Place, Run, opened_partition
-from accel_trainer.strategies.elastic_state import ENGINE
+from accel_trainer.strategies.stored_unit import ENGINE
 
 if TYPE_CHECKING:
     from accel_trainer.integrations.deepspeed_checkpoint import DeepSpeedCheckpointIO

@@ -138,9 +138,8 @@ def _numbers_sent(model: nn.Module) -> Iterator[None]:
     numbers: list[Any] = [p for p in model.parameters() if not p.ndim and not hasattr(p, "ds_id")]
     for number in numbers:
         dist.broadcast(number.data, src=0)
-        number.ds_optim_param = (
-            None  # as parameters have that are not the same on all ranks; it looks for the name only
-        )
+        # As parameters have that are not the same on all ranks; it looks for the name only.
+        number.ds_optim_param = None
     try:
         yield
     finally:

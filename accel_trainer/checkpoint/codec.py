@@ -12,7 +12,10 @@ from torch import Tensor
 
 from accel_trainer.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
 
-__all__ = ["decode", "encode"]
+__all__ = ["OWN_STATE", "decode", "encode"]
+
+OWN_STATE = "own_state"
+"""With the first group of an optimizer's state: what that holds under names, and not of a parameter."""
 
 _PLAIN = (str, int, float, bool, type(None))
 

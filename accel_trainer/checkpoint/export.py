@@ -20,7 +20,7 @@ from accel_trainer.checkpoint.weights import save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 
-__all__ = ["ALONE", "LazyRead", "export_weights", "find_weights", "read_tied"]
+__all__ = ["ALONE", "LazyRead", "export_weights", "find_weights", "read_tied", "read_whole"]
 
 _SHARDED_NAMES = ("pytorch_model_fsdp_{}", "model_{}", "model")
 """Directories of shards below a checkpoint of Hugging Face accelerate or a Trainer."""
@@ -107,6 +107,12 @@ def _of_state(source: Path, unit: int, verify: str) -> Mapping[str, LazyTensor]:
         raise IncompatibleCheckpointError(
             f"{source.absolute()} holds no weights of model {unit}: a hook of its run saved them, where it says"
         )
+
+    return read_whole(parts)
+
+
+def read_whole(parts: StoredParts) -> dict[str, LazyRead]:
+    """Return what puts each tensor together from its parts when it is called."""
 
     def read(name: str) -> Tensor:
         whole = torch.empty(parts.shape(name), dtype=parts.dtype(name))

@@ -22,13 +22,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from accel_trainer.checkpoint.codec import decode
+from accel_trainer.checkpoint.codec import OWN_STATE, decode
 from accel_trainer.checkpoint.dcp import METADATA_NAME, DcpDirectory
 from accel_trainer.checkpoint.disk import explain_full_disk, fsync_path
-from accel_trainer.checkpoint.export import ALONE, LazyRead, find_weights, read_tied
+from accel_trainer.checkpoint.export import ALONE, LazyRead, find_weights, read_tied, read_whole
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME
 from accel_trainer.checkpoint.parts import StoredParts
-from accel_trainer.checkpoint.slices import Box
 from accel_trainer.checkpoint.stored import open_checkpoint
 from accel_trainer.checkpoint.tensor_file import LazyTensor
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
@@ -38,9 +37,6 @@ __all__ = ["export_stock"]
 
 _REPLACED = ("model*.safetensors*", "pytorch_model*", "optimizer*", MANIFEST_NAME, MARKER_NAME)
 """Files of a Trainer's checkpoint that are not copied: others say the same."""
-
-_OWN_STATE = "own_state"
-"""Where a group has what its optimizer keeps for no parameter; see `strategies.torch_state`."""
 
 Optimizer = Mapping[str, Any]
 """`{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], ...}]}`, its tensors lazy or mapped."""
@@ -106,7 +102,8 @@ def _find_optimizer(source: Path, unit: int) -> Optimizer | None:
         prefix = next((name for name in (f"unit_{unit}", "optimizer") if f"{name}.json" in stored), None)
         if prefix is not None:
             outline = stored.json(f"{prefix}.json")["optimizer"]
-            return None if outline is None else decode(outline, _lazy(StoredParts(stored, f"{prefix}.optimizer")))
+            lazy_state: Any = read_whole(StoredParts(stored, f"{prefix}.optimizer"))
+            return None if outline is None else decode(outline, lazy_state)
     if (source / f"optimizer_{unit}" / METADATA_NAME).is_file():
         shards = DcpDirectory(source / f"optimizer_{unit}")
 
@@ -119,15 +116,6 @@ def _find_optimizer(source: Path, unit: int) -> Optimizer | None:
         return None
     state: dict[str, Any] = torch.load(found, map_location="cpu", weights_only=True, mmap=True)
     return state
-
-
-def _lazy(parts: StoredParts) -> Any:
-    def read(name: str) -> Tensor:
-        whole = torch.empty(parts.shape(name), dtype=parts.dtype(name))
-        parts.read_box(name, Box.whole(whole.shape), whole)
-        return whole
-
-    return {name: LazyRead(parts.dtype(name), parts.shape(name), partial(read, name)) for name in parts}
 
 
 def _check_names(source: Path, weights: Mapping[str, Any], optimizer: Optimizer | None) -> None:
@@ -144,7 +132,7 @@ def _check_names(source: Path, weights: Mapping[str, Any], optimizer: Optimizer 
             f"{source.absolute()}: {len(strange)} parameter(s) of the optimizer are not among the weights (first: "
             f"{strange[0]!r}); were the weights written under other names than the model's own?"
         )
-    if any(_OWN_STATE in group for group in groups):
+    if any(OWN_STATE in group for group in groups):
         raise IncompatibleCheckpointError(
             f"{source.absolute()}: its optimizer keeps a state that belongs to no parameter, which the stock Trainer's "
             "files have no place for; resume with this library, or export the weights alone"

@@ -9,7 +9,7 @@ Everything is keyed by parameter name, and each rank reads only the parts that i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,25 +20,23 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.codec import decode, encode
+from accel_trainer.checkpoint.codec import OWN_STATE, encode
 from accel_trainer.checkpoint.dcp import DcpDirectory
 from accel_trainer.checkpoint.directory import StagedDirectory, StoredCheckpoint
 from accel_trainer.checkpoint.layout import box_of, is_cut
-from accel_trainer.checkpoint.manifest import Manifest, TensorEntry
+from accel_trainer.checkpoint.manifest import Manifest
 from accel_trainer.checkpoint.parts import StoredParts, write_parts
 from accel_trainer.checkpoint.slices import Box
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.runtime.health import shared_fate
+from accel_trainer.strategies.stored_unit import ENGINE, Pending, decode_optimizer, files_with, fit_model, read_outline
 
 if TYPE_CHECKING:
     from accel_trainer.strategies.torch_state import TorchCheckpointIO
 
-__all__ = ["Pending", "PendingTensors", "load_dcp_optimizer", "plan_unit_load", "save_unit", "unit_files"]
+__all__ = ["load_dcp_optimizer", "plan_unit_load", "save_unit", "unit_files"]
 
 logger = logging.get_logger(__name__)
-
-ENGINE = "torch"
-_STATE = "optimizer.state"
 
 
 def _writable(tensor: Tensor) -> Tensor:
@@ -98,36 +96,6 @@ def _optimizer_state(io: TorchCheckpointIO) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-class Pending:
-    """A tensor of the optimizer's state that is still in its file."""
-
-    def __init__(self, name: str, as_array: bool = False) -> None:
-        self.name = name
-        self.as_array = as_array
-
-    def numpy(self) -> Pending:
-        """Return what becomes an array."""
-        return Pending(self.name, as_array=True)
-
-
-class PendingTensors(Mapping[str, Any]):
-    """What stands for the tensors of an outline until they are read; see `codec.decode`."""
-
-    def __init__(self, parts: StoredParts) -> None:
-        self.parts = parts
-
-    def __getitem__(self, name: str) -> Pending:
-        if name not in self.parts:
-            raise KeyError(name)
-        return Pending(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.parts)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self.parts)
-
-
 class Parts(Protocol):
     """Stored tensors that can be read in part."""
 
@@ -174,13 +142,7 @@ def plan_unit_load(
     reads = _Reads()
     finish: Callable[[], None] | None = None
     with shared_fate(stored.process, f"load of {stored.path}"):
-        outline = stored.json(f"{prefix}.json")
-        if outline["engine"] != ENGINE:
-            raise IncompatibleCheckpointError(
-                f"{stored.path.absolute()} was saved by {outline['engine']!r}, whose state has a layout of its own, "
-                f"and this run trains {type(io.module).__name__} with torch's; load it with the strategy that saved "
-                f"it, or load the weights that `accel-trainer ckpt export {stored.path} OUT` makes of it"
-            )
+        outline = read_outline(stored, prefix, io.module, "torch's")
         if weights:
             _plan_model(io, stored, prefix, outline["tied"], reads)
         if io.optimizers:
@@ -198,37 +160,16 @@ def plan_unit_load(
 
 def unit_files(io: TorchCheckpointIO, manifest: Manifest, prefix: str) -> set[str]:
     """Return the files of a unit that hold something of what this rank holds; see `CheckpointIO.files`."""
-    shapes = {name: (tuple(tensor.shape), box_of(tensor)) for name, tensor in io.model_tensors()}
-    files = {f"{prefix}.json"} & manifest.files.keys()
-    for file, entries in manifest.tensors.items():
-        if file.startswith(f"{prefix}.") and any(_is_ours(name, entry, shapes) for name, entry in entries.items()):
-            files.add(file)
-    return files
-
-
-def _is_ours(stored_name: str, entry: TensorEntry, own: Mapping[str, tuple[tuple[int, ...], Box]]) -> bool:
-    """Whether a rank that holds the boxes `own` may need a part; state of a parameter is laid out as it is."""
-    name = stored_name
-    if name.startswith(f"{_STATE}."):
-        # optimizer.state.NAME.KEY, where a name has dots, and a key seldom
-        name = name.removeprefix(f"{_STATE}.").rpartition(".")[0]
-    if entry.offsets is None or entry.sizes is None or name not in own or own[name][0] != entry.shape:
-        return True
-    return own[name][1].intersect(Box(entry.offsets, entry.sizes)) is not None
+    held = {name: (tuple(tensor.shape), [box_of(tensor)]) for name, tensor in io.model_tensors()}
+    return files_with(manifest, prefix, held, held)
 
 
 def _plan_model(
     io: TorchCheckpointIO, stored: StoredCheckpoint, prefix: str, tied: Mapping[str, str], reads: _Reads
 ) -> None:
     parts = StoredParts(stored, f"{prefix}.model")
-    own = dict(io.model_tensors())
-    known = {name: torch.empty(parts.shape(name), device="meta") for name in parts}
-    plan = io.plan_model_load(own, {**known, **{alias: known[name] for alias, name in tied.items()}}, strict=True)
-    if isinstance(plan, str):
-        raise IncompatibleCheckpointError(f"{stored.path.absolute()}: {plan}")
-    extra = io.with_extra_state()
-    for name, found in plan:
-        stored_name = tied.get(found, found)
+    own, extra = dict(io.model_tensors()), io.with_extra_state()
+    for name, stored_name in fit_model(stored, parts, tied, io.module, own):
         if name in extra:
             state = torch.empty(parts.shape(stored_name), dtype=parts.dtype(stored_name))
             reads.add(parts, stored_name, state, partial(extra[name].set_extra_state, state))
@@ -240,19 +181,14 @@ def _plan_optimizer(
     io: TorchCheckpointIO, stored: StoredCheckpoint, prefix: str, outline: Any, reads: _Reads
 ) -> Callable[[], None]:
     """Make the targets of the optimizers' state, and return what puts them in place once they are filled."""
-    if outline is None:
-        raise IncompatibleCheckpointError(
-            f"{stored.path.absolute()} holds no optimizer state for {type(io.module).__name__}, which has an "
-            "optimizer; an optimizer is never reset silently: load the weights alone to start it anew"
-        )
     parts = StoredParts(stored, f"{prefix}.optimizer")
-    return _plan_groups(io, decode(outline, PendingTensors(parts)), parts, reads, stored.path)
+    return _plan_groups(io, decode_optimizer(stored, outline, parts, io.module), parts, reads, stored.path)
 
 
 def _plan_groups(
     io: TorchCheckpointIO, state: Mapping[str, Any], parts: Parts, reads: _Reads, source: Path
 ) -> Callable[[], None]:
-    from accel_trainer.strategies.torch_state import OWN_STATE, options_of, outline_optimizer
+    from accel_trainer.strategies.torch_state import options_of, outline_optimizer
 
     groups = io.named_groups()
     plan = outline_optimizer(state, [list(own) for _, own, _ in groups])

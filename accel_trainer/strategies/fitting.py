@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-__all__ = ["EXTRA_STATE", "describe_names", "plan_model_load"]
+__all__ = ["EXTRA_STATE", "describe_names", "plan_model_load", "shape_of"]
 
 EXTRA_STATE = "_extra_state"
 """What torch calls the state that a module makes itself, with get_extra_state(); of any shape."""
@@ -18,7 +18,8 @@ def describe_names(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - 10} more" if len(names) > 10 else shown
 
 
-def _shape(tensor: Tensor) -> tuple[int, ...]:
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of a tensor that is whole, or of a DTensor's whole."""
     return tuple(tensor.shape)
 
 
@@ -27,7 +28,7 @@ def plan_model_load(
     own: Mapping[str, Tensor],
     state: Mapping[str, Tensor],
     strict: bool,
-    shape_of: Callable[[Tensor], tuple[int, ...]] = _shape,
+    shape_of: Callable[[Tensor], tuple[int, ...]] = shape_of,
 ) -> list[tuple[str, str]] | str:
     """Return (own name, stored name) for each distinct tensor to load, or the message of what does not fit.
 
@@ -44,9 +45,9 @@ def plan_model_load(
     unexpected = [name for name in state if name not in own]
     plan = [(name, stored) for name, stored in found if stored is not None]
     problems = [
-        f"{name} is {_shape(state[stored])} in the checkpoint and {shape_of(own[name])} in the model"
+        f"{name} is {tuple(state[stored].shape)} in the checkpoint and {shape_of(own[name])} in the model"
         for name, stored in plan
-        if _shape(state[stored]) != shape_of(own[name]) and name.rpartition(".")[2] != EXTRA_STATE
+        if tuple(state[stored].shape) != shape_of(own[name]) and name.rpartition(".")[2] != EXTRA_STATE
     ][:10]
     if strict and missing:
         problems.append(f"missing in the checkpoint: {describe_names(missing)}")

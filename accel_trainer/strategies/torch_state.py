@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from accel_trainer.checkpoint.codec import OWN_STATE
 from accel_trainer.checkpoint.directory import StagedDirectory, StoredCheckpoint
 from accel_trainer.checkpoint.manifest import Manifest
 from accel_trainer.checkpoint.tensor_file import LazyTensor
@@ -19,10 +20,7 @@ from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.strategies.elastic_state import load_dcp_optimizer, plan_unit_load, save_unit, unit_files
 from accel_trainer.strategies.fitting import EXTRA_STATE, describe_names, plan_model_load
 
-__all__ = ["OWN_STATE", "TorchCheckpointIO", "options_of", "outline_optimizer", "own_states"]
-
-OWN_STATE = "own_state"
-"""With an optimizer's first group: what its state holds under names, and not of a parameter."""
+__all__ = ["TorchCheckpointIO", "options_of", "outline_optimizer", "own_states"]
 
 
 def _rank() -> int:
@@ -162,7 +160,7 @@ class TorchCheckpointIO:
     def plan_full_model_load(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Callable[[], None]:
         """Check a full state, and return what loads it; see `CheckpointIO.plan_full_model_load`."""
         own = dict(self.model_tensors())
-        plan = _broadcast_object(self.plan_model_load(own, state, strict) if _rank() == 0 else None)
+        plan = _broadcast_object(plan_model_load(self.module, own, state, strict) if _rank() == 0 else None)
         if isinstance(plan, str):
             raise IncompatibleCheckpointError(plan)
         extra = self.with_extra_state()
@@ -176,12 +174,6 @@ class TorchCheckpointIO:
                     _copy_from_rank_zero(own[name], source)
 
         return load
-
-    def plan_model_load(
-        self, own: Mapping[str, Tensor], state: Mapping[str, Tensor], strict: bool
-    ) -> list[tuple[str, str]] | str:
-        """Return (own name, stored name) for each distinct tensor to load, or the message of what does not fit."""
-        return plan_model_load(self.module, own, state, strict)
 
     def _require_optimizer(self) -> None:
         if not self.optimizers:

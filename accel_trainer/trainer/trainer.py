@@ -66,8 +66,9 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
     _loss_scale_is_settled = False
     _reader: WindowReader | None = None
     engine_unit: Any = None
-    engine_state: Any = None
     """Under DeepSpeed: what the model was last laid out as; its engine acts on the model until it is released."""
+    engine_state: Any = None
+    """Under DeepSpeed: the optimizer's state of an engine that was released, for the next one to take."""
     describes_optimizer = False
     """Under DeepSpeed: whether its configuration describes the optimizer, which the engine then builds."""
 
