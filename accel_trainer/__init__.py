@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from accel_trainer.moved import find_moved_modules
+
 __version__ = "0.1.0"
 
 _EXPORTS = {
@@ -18,12 +20,12 @@ _EXPORTS = {
     "AutocastKwargs": "accel_trainer.plugins",
     "DDPCommunicationHookType": "accel_trainer.plugins",
     "DataLoaderConfiguration": "accel_trainer.plugins",
-    "DeepSpeedPlugin": "accel_trainer.deepspeed_plugin",
+    "DeepSpeedPlugin": "accel_trainer.plugins",
     "DistributedDataParallelKwargs": "accel_trainer.plugins",
     "DistributedType": "accel_trainer.state",
-    "DummyOptim": "accel_trainer.deepspeed_plugin",
-    "DummyScheduler": "accel_trainer.deepspeed_plugin",
-    "FullyShardedDataParallelPlugin": "accel_trainer.fsdp_plugin",
+    "DummyOptim": "accel_trainer.plugins",
+    "DummyScheduler": "accel_trainer.plugins",
+    "FullyShardedDataParallelPlugin": "accel_trainer.plugins",
     "GradScalerKwargs": "accel_trainer.plugins",
     "GradientAccumulationPlugin": "accel_trainer.plugins",
     "GradientState": "accel_trainer.state",
@@ -50,6 +52,8 @@ _EXPORTS = {
 }
 
 __all__ = ["__version__", *_EXPORTS]
+
+find_moved_modules()
 
 
 def __getattr__(name: str) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_trainer.absent import explain_missing
-from accel_trainer.checkpoint.empty import init_empty_weights, init_on_device
-from accel_trainer.checkpoint.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
+from accel_trainer.checkpoint.weights.into_model import load_checkpoint_and_dispatch, load_checkpoint_in_model
+from accel_trainer.checkpoint.weights.meta_device import init_empty_weights, init_on_device
+from accel_trainer.unsupported import explain_missing
 
 __all__ = ["init_empty_weights", "init_on_device", "load_checkpoint_and_dispatch", "load_checkpoint_in_model"]
 

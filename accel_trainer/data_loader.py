@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_trainer.absent import explain_missing
 from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
 from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler
+from accel_trainer.unsupported import explain_missing
 
 __all__ = [
     "PreparedDataLoader",

@@ -1,4 +1,4 @@
-"""Rank-aware logging: one line per job unless a line asks for every rank.
+"""Rank-aware logging and progress bars: one line, and one bar, per job unless every rank is asked for.
 
 The rank is set once by `runtime.process` when it is known; before that, a process is taken for the main one.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from accel_trainer.errors import ConfigError
 
-__all__ = ["LEVEL_VARIABLE", "RankLogger", "current_rank", "get_logger", "set_level", "set_rank"]
+__all__ = ["LEVEL_VARIABLE", "RankLogger", "current_rank", "get_logger", "set_level", "set_rank", "tqdm"]
 
 LEVEL_VARIABLE = "ACCEL_TRAINER_LOG_LEVEL"
 
@@ -116,3 +116,16 @@ def get_logger(name: str, log_level: str | None = None) -> RankLogger:
     if log_level is not None:
         logger.setLevel(log_level.upper())
     return RankLogger(logger)
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """Return tqdm's bar, for a notebook or a terminal; on other ranks than 0 it iterates without showing anything.
+
+    Args:
+        main_process_only: False shows a bar on every rank.
+    """
+    from tqdm.auto import tqdm as bar
+
+    if main_process_only and current_rank() != 0:
+        kwargs["disable"] = True
+    return bar(*args, **kwargs)

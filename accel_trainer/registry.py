@@ -78,23 +78,23 @@ _STRATEGIES = _Catalogue(
     "strategy",
     ENTRY_POINT_GROUP,
     {
-        "single": "accel_trainer.strategies.native:SingleStrategy",
+        "single": "accel_trainer.strategies.single:SingleStrategy",
         "ddp": "accel_trainer.strategies.ddp:DDPStrategy",
-        "deepspeed": "accel_trainer.integrations.deepspeed_strategy:DeepSpeedStrategy",
-        "fsdp2": "accel_trainer.strategies.fsdp2:FSDP2Strategy",
+        "deepspeed": "accel_trainer.integrations.deepspeed.strategy:DeepSpeedStrategy",
+        "fsdp2": "accel_trainer.strategies.fsdp2.strategy:FSDP2Strategy",
     },
     reserved={"auto": "the choice by the number of processes"},
 )
 # What reads a Trainer's arguments for a strategy with a configuration in a format of its own.
-_ARGUMENTS_ADAPTERS = {"deepspeed": "accel_trainer.integrations.deepspeed_arguments"}
+_ARGUMENTS_ADAPTERS = {"deepspeed": "accel_trainer.integrations.deepspeed.trainer_arguments"}
 _TRACKERS = _Catalogue(
     "tracker",
     TRACKER_ENTRY_POINT_GROUP,
     {
-        "mlflow": "accel_trainer.integrations.mlflow_tracker:MLflowTracker",
-        "tensorboard": "accel_trainer.integrations.tensorboard_tracker:TensorBoardTracker",
-        "trackio": "accel_trainer.integrations.trackio_tracker:TrackioTracker",
-        "wandb": "accel_trainer.integrations.wandb_tracker:WandBTracker",
+        "mlflow": "accel_trainer.integrations.trackers.mlflow_tracker:MLflowTracker",
+        "tensorboard": "accel_trainer.integrations.trackers.tensorboard_tracker:TensorBoardTracker",
+        "trackio": "accel_trainer.integrations.trackers.trackio_tracker:TrackioTracker",
+        "wandb": "accel_trainer.integrations.trackers.wandb_tracker:WandBTracker",
     },
 )
 # Each of our trackers needs the package of its name, and the extra of that name installs it.

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_trainer.absent import explain_missing
-from accel_trainer.checkpoint.empty import init_empty_weights, init_on_device
-from accel_trainer.checkpoint.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
-from accel_trainer.deepspeed_plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler, HfDeepSpeedConfig
-from accel_trainer.gathering import GatheredParameters
-from accel_trainer.operations import (
+from accel_trainer.accelerator.gathered_parameters import GatheredParameters
+from accel_trainer.accelerator.operations import (
     broadcast,
     broadcast_object_list,
     gather,
@@ -19,7 +15,12 @@ from accel_trainer.operations import (
     synchronize_rng_states,
     wait_for_everyone,
 )
-from accel_trainer.plugins import (
+from accel_trainer.accelerator.shared_state import DistributedType
+from accel_trainer.checkpoint.weights.into_model import load_checkpoint_and_dispatch, load_checkpoint_in_model
+from accel_trainer.checkpoint.weights.meta_device import init_empty_weights, init_on_device
+from accel_trainer.logging import tqdm
+from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler, HfDeepSpeedConfig
+from accel_trainer.plugins.kwargs import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DDPCommunicationHookType,
@@ -33,7 +34,6 @@ from accel_trainer.plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accel_trainer.progress import tqdm
 from accel_trainer.runtime.collectives import (
     ReduceOp,
     concatenate,
@@ -43,8 +43,8 @@ from accel_trainer.runtime.collectives import (
 )
 from accel_trainer.runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
 from accel_trainer.runtime.rng import set_seed
-from accel_trainer.state import DistributedType
 from accel_trainer.tree import honor_type
+from accel_trainer.unsupported import explain_missing
 
 __all__ = [
     "AutocastKwargs",

@@ -61,7 +61,7 @@ def prepare(model: nn.Module, precision: str = "no", scaler: Any = None, train: 
     from accel_trainer.precision import build_precision
     from accel_trainer.runtime.process import init_process, read_environment
     from accel_trainer.strategies.api import TrainJob
-    from accel_trainer.strategies.fsdp2 import FSDP2Strategy
+    from accel_trainer.strategies.fsdp2.strategy import FSDP2Strategy
 
     process = init_process(read_environment(), timeout_seconds=60)
     policy = options.pop("policy", None)

@@ -13,7 +13,7 @@ import accel_trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("accel_trainer", "integrations", "fsdp_configs", "examples")
-FOUNDATIONS = ("errors", "logging", "progress", "registry", "tree")
+FOUNDATIONS = ("errors", "logging", "registry", "tree")
 OPTIONAL = ("deepspeed", "torch_xla")
 
 # Imports the core, then everything. Prints what the core brought in, which of our modules asked for accelerate, what

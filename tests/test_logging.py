@@ -10,8 +10,7 @@ import pytest
 
 from accel_trainer import PartialState
 from accel_trainer.errors import ConfigError
-from accel_trainer.logging import current_rank, get_logger
-from accel_trainer.progress import tqdm
+from accel_trainer.logging import current_rank, get_logger, tqdm
 from accel_trainer.runtime.process import init_process
 from tests.ranks import preload, run_ranks
 

@@ -64,7 +64,7 @@ def layout(stage: int, offload: bool = False, config: Any = None, **options: Any
 def unit_of(stage: int, config: Any) -> Any:
     """Return a unit, laid out without the facade: what it refuses on the CPU, the engine can do."""
     from accel_trainer.config import resolve
-    from accel_trainer.integrations.deepspeed_strategy import DeepSpeedStrategy
+    from accel_trainer.integrations.deepspeed.strategy import DeepSpeedStrategy
     from accel_trainer.precision import build_precision
     from accel_trainer.runtime.process import init_process, read_environment
     from accel_trainer.strategies.api import TrainJob

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
-from accel_trainer.checkpoint.replacing import recover_target
-from accel_trainer.checkpoint.retention import numbered_checkpoints, quarantine
-from accel_trainer.checkpoint.stored import StoredCheckpoint, Verify, open_checkpoint
-from accel_trainer.checkpoint.verification import check_files, find_extra
+from accel_trainer.checkpoint.commit.rename import recover_target
+from accel_trainer.checkpoint.commit.retention import numbered_checkpoints, quarantine
+from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, Manifest
+from accel_trainer.checkpoint.format.verification import check_files, find_extra
+from accel_trainer.checkpoint.reader import StoredCheckpoint, Verify, open_checkpoint
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError, CorruptCheckpointError
-from accel_trainer.runtime.faults import fault_point
-from accel_trainer.runtime.health import gather_votes, shared_fate
+from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.shared_errors import gather_votes, shared_fate
 
 __all__ = ["Selection", "select_named", "select_newest"]
 

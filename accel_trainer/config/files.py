@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_trainer.config.dialects import Dialect, read_document
-from accel_trainer.config.loading import ConfigSource, FileProblemsError, load_document
-from accel_trainer.config.settings import Setting
+from accel_trainer.config.dialects.own import Dialect, read_document
+from accel_trainer.config.layer import Setting
+from accel_trainer.config.readers.config_source import ConfigSource, FileProblemsError, load_document
 
 __all__ = ["FileConfig", "read_file"]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
+from accel_trainer.config.readers.yaml_reader import dump_yaml
 from accel_trainer.config.schema import RunConfig, field_specs, get_value
-from accel_trainer.config.yaml_reader import dump_yaml
 
 __all__ = ["to_file_dict", "to_yaml"]
 

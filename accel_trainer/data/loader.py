@@ -10,14 +10,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_trainer.config.schema import DataConfig
-from accel_trainer.data.build import build_source
+from accel_trainer.data.index_source import Source
 from accel_trainer.data.plan import BatchRows
 from accel_trainer.data.position import Pass, Position
-from accel_trainer.data.sources import Source
+from accel_trainer.data.source_choice import build_source
 from accel_trainer.errors import ConfigError
 from accel_trainer.logging import get_logger
 from accel_trainer.runtime.collectives import send_to_device
-from accel_trainer.runtime.faults import passing
+from accel_trainer.runtime.fault_injection import passing
 from accel_trainer.runtime.process import ProcessContext
 
 __all__ = ["PreparedDataLoader", "SavedPosition", "prepare_data_loader", "skip_first_batches"]

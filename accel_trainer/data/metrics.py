@@ -12,7 +12,7 @@ from accel_trainer.data.plan import BatchRows
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.collectives import gather, gather_object, gather_ragged
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.ragged import check_ragged, gather_rows
+from accel_trainer.runtime.uneven_gather import check_ragged, gather_rows
 from accel_trainer.tree import leaves, map_leaves
 
 __all__ = ["drop_padding", "keep_valid", "trim_gathered"]

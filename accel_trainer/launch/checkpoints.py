@@ -7,11 +7,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from accel_trainer.checkpoint.lock import LOCK_NAME, DirectoryLock
-from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
-from accel_trainer.checkpoint.replacing import sweep
-from accel_trainer.checkpoint.retention import is_complete, numbered_checkpoints, retire
-from accel_trainer.checkpoint.verification import check_files, find_extra
+from accel_trainer.checkpoint.commit.lock import LOCK_NAME, DirectoryLock
+from accel_trainer.checkpoint.commit.rename import sweep
+from accel_trainer.checkpoint.commit.retention import is_complete, numbered_checkpoints, retire
+from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, Manifest
+from accel_trainer.checkpoint.format.verification import check_files, find_extra
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError
 from accel_trainer.launch.weights import add_export_options, add_format_option, run_export
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accel_trainer.config import resolve, to_file_dict
-from accel_trainer.config.deepspeed_fsdp import to_deepspeed, to_fsdp
-from accel_trainer.config.yaml_reader import dump_yaml
+from accel_trainer.config.deepspeed.to_fsdp import to_deepspeed, to_fsdp
+from accel_trainer.config.readers.yaml_reader import dump_yaml
 from accel_trainer.errors import ConfigError
 
 __all__ = ["convert_config"]

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from accel_trainer.config import FieldSpec, field_specs, flag_name, fsdp_dialect, schema
-from accel_trainer.config.settings import Layer, SourceKind
+from accel_trainer.config import FieldSpec, field_specs, flag_name, schema
+from accel_trainer.config.dialects import fsdp as fsdp_dialect
+from accel_trainer.config.layer import Layer, SourceKind
 from accel_trainer.config.validation import WrongValueError, coerce
 from accel_trainer.errors import ConfigError, did_you_mean
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_trainer.config import Resolved, SourceKind, resolve
-from accel_trainer.config.environment import LAUNCH_VARIABLE
+from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.flags import Options
 from accel_trainer.launch.hosts import HostJob, agent_options, plan_hosts, run_on_hosts

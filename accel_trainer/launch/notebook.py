@@ -26,13 +26,13 @@ from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from accel_trainer.accelerator.shared_state import is_initialized
 from accel_trainer.config import LaunchConfig, resolve
-from accel_trainer.config.environment import LAUNCH_VARIABLE
+from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.launch.job import refuse_nesting, worker_environment
 from accel_trainer.launch.torchrun import build_rendezvous, log_destination
 from accel_trainer.runtime.process import destroy_process_group
-from accel_trainer.state import is_initialized
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 

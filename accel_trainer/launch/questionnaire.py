@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_trainer.config import field_specs, resolve
+from accel_trainer.config.readers.yaml_reader import dump_yaml
 from accel_trainer.config.validation import WrongValueError, coerce
-from accel_trainer.config.yaml_reader import dump_yaml
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.launch.job import count_devices, default_config_path
 

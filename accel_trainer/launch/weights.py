@@ -42,7 +42,7 @@ def add_format_option(parser: argparse.ArgumentParser) -> None:
 def run_export(arguments: argparse.Namespace) -> int:
     """Write what was asked for, and print what was written."""
     if getattr(arguments, "format", "weights") == "weights":
-        from accel_trainer.checkpoint.export import export_weights
+        from accel_trainer.checkpoint.interop.export import export_weights
 
         names = export_weights(
             arguments.source,
@@ -53,7 +53,7 @@ def run_export(arguments: argparse.Namespace) -> int:
             verify=arguments.verify,
         )
     else:
-        from accel_trainer.checkpoint.stock import export_stock
+        from accel_trainer.checkpoint.interop.hf_fsdp_export import export_stock
 
         is_sharded = arguments.format == "fsdp-sharded"
         names = export_stock(

@@ -15,16 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel_trainer.errors import ConfigError, did_you_mean
-from accel_trainer.runtime.agreement import RAGGED_WAY_OUT, agree, describe, describe_rows
+from accel_trainer.runtime.collective_checks import RAGGED_WAY_OUT, agree, describe, describe_rows
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.ragged import check_fits, check_ragged, gather_ragged, gather_unequal
-from accel_trainer.runtime.structures import (
+from accel_trainer.runtime.tensor_trees import (
     concatenate,
     find_batch_size,
     recursively_apply,
     send_to_device,
 )
-from accel_trainer.runtime.wire import (
+from accel_trainer.runtime.transport import (
     CARRIED,
     all_gather,
     as_carried,
@@ -34,6 +33,7 @@ from accel_trainer.runtime.wire import (
     tensors_of,
     to_wire,
 )
+from accel_trainer.runtime.uneven_gather import check_fits, check_ragged, gather_ragged, gather_unequal
 
 __all__ = [
     "ReduceOp",

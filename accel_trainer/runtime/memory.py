@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from accel_trainer import logging
 from accel_trainer.errors import ConfigError, ProcessGroupError
-from accel_trainer.runtime.regroup import Ballot
+from accel_trainer.runtime.restart_group import Ballot
 
 __all__ = [
     "Holder",

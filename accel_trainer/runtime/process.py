@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from accel_trainer import logging
 from accel_trainer.errors import ConfigError, ProcessGroupError
-from accel_trainer.runtime.faults import install_faults
+from accel_trainer.runtime.fault_injection import install_faults
 from accel_trainer.runtime.launchers import DEFAULT_PORT, LaunchInfo, find_launch_info
 
 __all__ = [

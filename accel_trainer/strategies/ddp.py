@@ -16,9 +16,9 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Capabilities, TrainJob
+from accel_trainer.strategies.broadcast_values import broadcast_module_states
 from accel_trainer.strategies.compile import apply_compile
-from accel_trainer.strategies.native import NativeUnit, check_optimizers, place, require_values
-from accel_trainer.strategies.sync import broadcast_module_states
+from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, require_values
 
 __all__ = ["DDPStrategy", "DDPUnit"]
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from accel_trainer.checkpoint.layout import box_of, laid_out_like, local_of
-from accel_trainer.checkpoint.slices import Box
+from accel_trainer.checkpoint.format.boxes import Box
+from accel_trainer.checkpoint.format.placement import box_of, laid_out_like, local_of
 from accel_trainer.strategies.api import HeldGradients
 
 __all__ = ["held_by_rank", "held_over_ranks", "put_gradients"]

@@ -14,7 +14,7 @@ from accel_trainer.strategies.gradients import scale_gradients
 from accel_trainer.strategies.ownership import parameters_of
 
 if TYPE_CHECKING:
-    from accel_trainer.strategies.native import NativeUnit
+    from accel_trainer.strategies.single import NativeUnit
 
 __all__ = ["LossScale", "settle"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from accel_trainer.accelerator import Accelerator
+from accel_trainer.accelerator.accelerator import Accelerator
 from accel_trainer.config import Resolved
 from accel_trainer.errors import ConfigError
-from accel_trainer.trainer.arguments import TrainingArguments
-from accel_trainer.trainer.deepspeed_arguments import complete_block
+from accel_trainer.trainer.arguments.deepspeed_arguments import complete_block
+from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
 
 __all__ = ["build_accelerator", "complete_configuration"]
 

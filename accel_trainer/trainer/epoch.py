@@ -14,10 +14,10 @@ from transformers.optimization import GreedyLR
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
-from accel_trainer.runtime.faults import fault_point
-from accel_trainer.trainer.loss_scale import settle_loss_scale
-from accel_trainer.trainer.reading import WindowReader
-from accel_trainer.trainer.resuming import current_position
+from accel_trainer.runtime.fault_injection import fault_point
+from accel_trainer.trainer.checkpoint.resuming import current_position
+from accel_trainer.trainer.loss_normalization import settle_loss_scale
+from accel_trainer.trainer.window import WindowReader
 
 __all__ = ["EpochRun", "run_training_step"]
 

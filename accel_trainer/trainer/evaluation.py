@@ -21,9 +21,9 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
 from transformers.utils import logging
 
-from accel_trainer.trainer.gathering import Gatherer, to_numpy, trim_rows
 from accel_trainer.trainer.inputs import fill_empty
-from accel_trainer.trainer.layout import keep_engine
+from accel_trainer.trainer.model_preparation import keep_engine
+from accel_trainer.trainer.predictions import Gatherer, to_numpy, trim_rows
 from accel_trainer.tree import map_leaves
 
 __all__ = ["run_evaluation"]

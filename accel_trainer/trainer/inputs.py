@@ -13,13 +13,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
-from accel_trainer.checkpoint.empty import init_empty_weights
-from accel_trainer.checkpoint.loading import WeightFiles, load_checkpoint_in_model
-from accel_trainer.checkpoint.weights import INDEX_NAME, WEIGHTS_NAME
+from accel_trainer.checkpoint.weights.into_model import WeightFiles, load_checkpoint_in_model
+from accel_trainer.checkpoint.weights.meta_device import init_empty_weights
+from accel_trainer.checkpoint.weights.writing import INDEX_NAME, WEIGHTS_NAME
 from accel_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from accel_trainer.trainer.arguments import TrainingArguments
+    from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
 
 __all__ = ["ColumnFilter", "ShiftingLabelSmoother", "check_dataset", "fill_empty", "load_model", "shifts_labels"]
 

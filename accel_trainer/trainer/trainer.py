@@ -16,25 +16,25 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput, RemoveColumnsCollator, TrainOutput
 
+from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.data.loader import skip_first_batches
 from accel_trainer.errors import ConfigError, MissingExtraError
-from accel_trainer.optimizer import AcceleratedOptimizer
-from accel_trainer.trainer import checkpointing
 from accel_trainer.trainer.accelerator_setup import build_accelerator
-from accel_trainer.trainer.arguments import Seq2SeqTrainingArguments, TrainingArguments
+from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
 from accel_trainer.trainer.batch_size_search import (
     EvaluationOutOfMemoryError,
     find_executable_batch_size,
     is_out_of_memory,
 )
-from accel_trainer.trainer.best import keeping_best
-from accel_trainer.trainer.checkpoint_methods import CheckpointMethods
+from accel_trainer.trainer.checkpoint import upstream_files
+from accel_trainer.trainer.checkpoint.best_model import keeping_best
+from accel_trainer.trainer.checkpoint.methods import CheckpointMethods
+from accel_trainer.trainer.checkpoint.run_metrics import RunFigures
 from accel_trainer.trainer.epoch import EpochRun, run_training_step
 from accel_trainer.trainer.evaluation import run_evaluation
-from accel_trainer.trainer.figures import RunFigures
 from accel_trainer.trainer.inputs import ColumnFilter, ShiftingLabelSmoother, check_dataset, load_model, shifts_labels
-from accel_trainer.trainer.layout import lay_out_engine, lay_out_shards, release_engine
-from accel_trainer.trainer.reading import WindowReader
+from accel_trainer.trainer.model_preparation import lay_out_engine, lay_out_shards, release_engine
+from accel_trainer.trainer.window import WindowReader
 
 __all__ = ["CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
 
@@ -194,7 +194,7 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
         args.auto_find_batch_size = True
         start = self._train_batch_size
         if resume_from_checkpoint is not None:
-            start = checkpointing.read_train_batch_size(resume_from_checkpoint) or start
+            start = upstream_files.read_train_batch_size(resume_from_checkpoint) or start
         return find_executable_batch_size(run, start)
 
     def _update_auto_batch_size(self, batch_size: int) -> None:

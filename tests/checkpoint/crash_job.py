@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from accel_trainer import Accelerator, ProjectConfiguration
-from accel_trainer.checkpoint.manifest import Manifest
-from accel_trainer.checkpoint.retention import numbered_checkpoints
-from accel_trainer.checkpoint.verification import check_files, find_extra
+from accel_trainer.checkpoint.commit.retention import numbered_checkpoints
+from accel_trainer.checkpoint.format.manifest import Manifest
+from accel_trainer.checkpoint.format.verification import check_files, find_extra
 from accel_trainer.errors import CheckpointNotFoundError
 from tests.ranks import RankFailure, preload, run_ranks
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 import xxhash
 
-from accel_trainer.checkpoint.directory import open_checkpoint, publish_directory
-from accel_trainer.checkpoint.hashing import BLOCK_BYTES
-from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, check_name
-from accel_trainer.checkpoint.retention import retire
+from accel_trainer.checkpoint.commit.publication import open_checkpoint, publish_directory
+from accel_trainer.checkpoint.commit.retention import retire
+from accel_trainer.checkpoint.format.checksums import BLOCK_BYTES
+from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, check_name
 from accel_trainer.errors import (
     CheckpointNotFoundError,
     ConfigError,

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel_trainer import Accelerator
-from accel_trainer.checkpoint.codec import encode
-from accel_trainer.checkpoint.directory import Publication
-from accel_trainer.checkpoint.state import TrainState, save_train_state
+from accel_trainer.checkpoint.commit.publication import Publication
+from accel_trainer.checkpoint.format.json_codec import encode
+from accel_trainer.checkpoint.train_state import TrainState, save_train_state
 from accel_trainer.errors import IncompatibleCheckpointError
 
 

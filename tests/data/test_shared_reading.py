@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_trainer.config.schema import DataConfig
 from accel_trainer.data import prepare_data_loader, skip_first_batches, trim_gathered
-from accel_trainer.data.sources import DispatchSource
-from accel_trainer.data.streaming import ShardSource, SliceSource
+from accel_trainer.data.index_source import DispatchSource
+from accel_trainer.data.iterable_source import ShardSource, SliceSource
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
 from tests.ranks import run_ranks

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_trainer.checkpoint.directory import publish_directory
-from accel_trainer.checkpoint.lock import DirectoryLock
+from accel_trainer.checkpoint.commit.lock import DirectoryLock
+from accel_trainer.checkpoint.commit.publication import publish_directory
 from accel_trainer.launch.cli import main
 from accel_trainer.runtime.process import ProcessContext
 

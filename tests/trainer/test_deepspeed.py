@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from accel_trainer.checkpoint.stock import export_stock
+from accel_trainer.checkpoint.interop.hf_fsdp_export import export_stock
 from accel_trainer.errors import AccelTrainerError, ConfigError, IncompatibleCheckpointError, MissingExtraError
 from tests.ranks import preload, run_ranks
 from tests.trainer_jobs import arguments, build_model, build_trainer, summary, train
@@ -287,7 +287,7 @@ def test_a_process_without_a_launcher_is_told_how_to_start(tmp_path):
 
 
 def test_without_deepspeed_the_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("accel_trainer.integrations.deepspeed_runtime.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("accel_trainer.integrations.deepspeed.runtime.importlib.util.find_spec", lambda name: None)
 
     with pytest.raises(MissingExtraError, match=r"pip install 'accel-trainer\[deepspeed\]'"):
         arguments(tmp_path, deepspeed=STAGE_2)

@@ -86,7 +86,7 @@ def test_no_arguments_are_ours(tmp_path, monkeypatch):
 
     trainer = Trainer(build_model(), train_dataset=TokenDataset(4))
 
-    assert type(trainer.args).__module__ == "accel_trainer.trainer.arguments"
+    assert type(trainer.args).__module__ == "accel_trainer.trainer.arguments.training_arguments"
     assert trainer.args.output_dir == "tmp_trainer"
 
 

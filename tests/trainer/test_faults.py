@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from accel_trainer.runtime.faults import install_faults
+from accel_trainer.runtime.fault_injection import install_faults
 from tests.trainer_jobs import build_trainer
 
 

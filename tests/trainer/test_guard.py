@@ -178,8 +178,8 @@ def super_calls(module: Any) -> set[str]:
 
 
 def test_an_override_that_calls_what_needs_accelerate_is_excused():
-    import accel_trainer.trainer.arguments as arguments_module
-    import accel_trainer.trainer.checkpoint_methods as checkpoint_module
+    import accel_trainer.trainer.arguments.training_arguments as arguments_module
+    import accel_trainer.trainer.checkpoint.methods as checkpoint_module
     import accel_trainer.trainer.trainer as trainer_module
 
     for module, upstream in (

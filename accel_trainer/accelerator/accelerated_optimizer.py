@@ -1,0 +1,161 @@
+"""The optimizer that a training loop holds: a real torch Optimizer that steps when its accumulation window ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.fault_injection import fault_point
+
+if TYPE_CHECKING:
+    from accel_trainer.accelerator.prepared import PreparedUnit
+
+__all__ = ["AcceleratedOptimizer", "describe_models"]
+
+
+def describe_models(prepared: Sequence[PreparedUnit]) -> str:
+    """Return the class names of the units' models."""
+    return " and ".join(type(each.unit.module).__name__ for each in prepared)
+
+
+class AcceleratedOptimizer(Optimizer):
+    """Wraps the user's optimizer; `step` and `zero_grad` may be called on every micro-batch.
+
+    Inside `accumulate()` they act on the last micro-batch of the window only. State, groups and hooks are those of the
+    wrapped optimizer, found under `.optimizer`. It may hold parameters of several models, whose windows are one then.
+    """
+
+    def __init__(self, optimizer: Optimizer, prepared: Sequence[PreparedUnit]) -> None:
+        # Optimizer.__init__ is not called: the wrapped optimizer holds the groups and the state.
+        self.optimizer = optimizer
+        self.prepared = tuple(prepared)
+        self._step_was_skipped = False
+
+    @property
+    def state(self) -> Any:
+        """State by parameter."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups with their options."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Default options of new groups."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step left the parameters as they were, because fp16 gradients overflowed."""
+        return self._step_was_skipped
+
+    @property
+    def ends_window(self) -> bool:
+        """Whether `step` acts now: the current micro-batch is the last of its accumulation window."""
+        for prepared in self.prepared:  # noqa: SIM110 - a generator costs more, and every step asks several times
+            if not prepared.window.is_last:
+                return False
+        return True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters at the end of an accumulation window; do nothing before it. See the unit's `step`.
+
+        Returns:
+            What the first call of `closure` returned, as torch's own optimizers do; None without one.
+
+        Raises:
+            ConfigError: it holds parameters of several models, and only some of their windows end.
+        """
+        if not self.ends_window:
+            self._require_one_window()
+            return None
+        fault_point("train.opt")
+        for prepared in self.prepared:
+            prepared.finish_window()
+        # One step, whichever of the units it is asked of.
+        unit = self.prepared[0].unit
+        if closure is None:
+            self._step_was_skipped = not unit.step(optimizer=self.optimizer).applied
+            return None
+        returned: list[Any] = []
+
+        def recorded() -> Any:
+            returned.append(closure())
+            return returned[-1]
+
+        self._step_was_skipped = not unit.step(recorded, optimizer=self.optimizer).applied
+        return returned[0] if returned else None
+
+    def _require_one_window(self) -> None:
+        if any(prepared.window.is_last for prepared in self.prepared):
+            raise ConfigError(
+                f"{type(self.optimizer).__name__} steps {describe_models(self.prepared)} together, and the "
+                "accumulation window of some ends here while that of others goes on; pass all of them to accumulate(), "
+                "or each to set_gradient_sync()"
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients before a window's first backward or after its last; keep them in between."""
+        for prepared in self.prepared:
+            if not prepared.may_drop_gradients:
+                return
+        for prepared in self.prepared:
+            prepared.drop_tokens()
+        self.prepared[0].unit.zero_grad(set_to_none, optimizer=self.optimizer)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters of the prepared models."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the wrapped optimizer's state."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> None:
+        """Put a schedule-free optimizer into training mode; nothing for others."""
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()  # type: ignore[attr-defined]
+
+    def eval(self) -> None:
+        """Put a schedule-free optimizer into evaluation mode; nothing for others."""
+        if callable(getattr(self.optimizer, "eval", None)):
+            self.optimizer.eval()  # type: ignore[attr-defined]
+
+    def register_step_pre_hook(self, hook: Any) -> torch.utils.hooks.RemovableHandle:
+        """Register a hook on the wrapped optimizer's step."""
+        return self.optimizer.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> torch.utils.hooks.RemovableHandle:
+        """Register a hook on the wrapped optimizer's step."""
+        return self.optimizer.register_step_post_hook(hook)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)

@@ -1,0 +1,259 @@
+"""The facade that a training loop drives. Composes the rooms below it, and holds no engine's code."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accel_trainer import logging
+from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
+from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
+from accel_trainer.accelerator.checkpointing import AcceleratorCheckpointing
+from accel_trainer.accelerator.engine_plugins import EnginePlugins
+from accel_trainer.accelerator.gathering import AcceleratorExchange
+from accel_trainer.accelerator.options import AcceleratorOptions, AcceleratorSettings, build_strategy, resolve_options
+from accel_trainer.accelerator.prepared import PreparedUnit, find_prepared
+from accel_trainer.accelerator.preparing import AcceleratorPreparing
+from accel_trainer.accelerator.saving import AcceleratorSaving
+from accel_trainer.accelerator.shared_state import (
+    AcceleratorState,
+    DistributedType,
+    GradientState,
+    ProcessView,
+    stated_timeout,
+)
+from accel_trainer.accelerator.stepping import AcceleratorStepping
+from accel_trainer.accelerator.trackers import AcceleratorReporting, TrackerChoice, choose_trackers
+from accel_trainer.checkpoint.checkpointer import CheckpointRegistry
+from accel_trainer.config import Resolved
+from accel_trainer.plugins.kwargs import ProjectConfiguration, TorchDynamoPlugin
+from accel_trainer.precision import build_precision, remove_autocast
+from accel_trainer.runtime.memory import register_holder
+from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
+from accel_trainer.runtime.rng import check_rng_types
+from accel_trainer.tracking import GeneralTracker
+from accel_trainer.unsupported import refuse_options
+
+__all__ = ["Accelerator"]
+
+logger = logging.get_logger(__name__)
+
+
+class Accelerator(
+    AcceleratorPreparing,
+    AcceleratorStepping,
+    AcceleratorExchange,
+    AcceleratorCheckpointing,
+    AcceleratorSaving,
+    AcceleratorReporting,
+    AcceleratorSettings,
+    ProcessView,
+):
+    """Runs a plain PyTorch loop on one process or many, laid out as the configuration says.
+
+    Make one as early as possible, on every rank; it joins the job that a launcher started. Two Accelerators share
+    nothing but the process group.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool | None = None,
+        dataloader_config: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        gradient_accumulation_plugin: Any = None,
+        project_dir: str | Path | None = None,
+        project_config: ProjectConfiguration | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        rng_types: Sequence[str] | None = None,
+        log_with: TrackerChoice | Sequence[TrackerChoice] | None = None,
+        kwargs_handlers: Sequence[Any] | None = None,
+        dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Mapping[str, Any] | None = None,
+        strategy: str | None = None,
+        config: str | Path | Mapping[str, Any] | Resolved | None = None,
+        **others: Any,
+    ) -> None:
+        """Resolve the options, join the job, and choose the strategy. Collective.
+
+        Every option: an argument given here wins over a launcher's flag, over the environment, over a file, over the
+        default.
+
+        Args:
+            device_placement: whether models and batches are moved to this rank's device.
+            mixed_precision: "no", "bf16" or "fp16".
+            gradient_accumulation_steps: micro-batches per update.
+            cpu: run on the CPU although an accelerator is there.
+            deepspeed_plugin: a DeepSpeedPlugin; several by name: `deepspeed_plugins`, the first is in use.
+            project_dir: where states are saved; also a field of `project_config`.
+            rng_types: streams of random numbers that are set to rank 0's whenever a pass over a prepared loader begins:
+                "torch" (the CPU's) or a kind of device, "cuda" for instance. The order of samples needs none of them.
+            log_with: trackers for `init_trackers` to open: names ("tensorboard", "wandb", "mlflow", "trackio"), "all"
+                for those that are installed, or objects of one's own.
+            strategy: "auto", "single", "ddp", "fsdp2" or another registered name.
+            config: a configuration file (YAML or JSON), the name of a packaged one, a dict, or a resolved one.
+            **others: options of similar libraries for what is not offered here; None is taken.
+
+        Raises:
+            ConfigError: an option is wrong, or cannot be honoured on this device or number of processes.
+            ProcessGroupError: the job cannot be joined.
+        """
+        refuse_options(others, inspect.signature(Accelerator).parameters)
+        environ = read_environment()
+        plugins = EnginePlugins.of(deepspeed_plugin, deepspeed_plugins)
+        options_with = functools.partial(
+            AcceleratorOptions.build,
+            split_batches=split_batches,
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            cpu=cpu,
+            dataloader_config=dataloader_config,
+            fsdp_plugin=fsdp_plugin,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+            kwargs_handlers=kwargs_handlers or (),
+            dynamo_backend=dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
+            strategy=strategy,
+        )
+        options = options_with(plugins.first)
+        self.resolved = resolve_options(options, environ, config)
+        self.process: ProcessContext = init_process(
+            environ,
+            use_cpu=self.resolved.config.use_cpu,
+            timeout_seconds=stated_timeout(self.resolved),
+            backend=options.backend,
+        )
+        self._options = options
+        self.strategy = build_strategy(self.resolved, self.process)
+        options.check(self.resolved, self.strategy.capabilities)
+        plugins.resolve(self.resolved, self.strategy.capabilities, options_with, environ, config)
+        self._engine_plugins = plugins
+        self._take_plugin(next(iter(plugins.plugins), None))
+        self.precision = build_precision(
+            self.config.mixed_precision,
+            self.process.device,
+            origin=self.resolved.describe("mixed_precision"),
+            output_dtype=self.config.output_dtype,
+            autocast=options.autocast,
+        )
+        self.scaler = options.build_scaler(self.process.device) if self.precision.loss_scaling else None
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.rng_types = check_rng_types(rng_types or (), self.process.device)
+        self.project_configuration = project_config or ProjectConfiguration()
+        self.project_configuration.set_directories(project_dir)
+        self.log_with = choose_trackers(log_with, self.logging_dir)
+        self.trackers: list[GeneralTracker] = []
+        self.state = AcceleratorState(
+            process=self.process,
+            distributed_type=DistributedType.of(self.strategy.capabilities.distributed_type, self.process.device),
+            mixed_precision=str(self.config.mixed_precision),
+            fsdp_plugin=options.describe_fsdp(self.resolved, self.strategy.capabilities),
+            engine_plugins=plugins,
+            take_plugin=self._take_plugin,
+        )
+        self.gradient_state = GradientState(options.plugin_kwargs, self.config.accumulation.num_steps)
+        self._prepared: list[PreparedUnit] = []
+        self._current: list[PreparedUnit] = []
+        self._models: list[nn.Module] = []
+        self._optimizers: list[AcceleratedOptimizer] = []
+        self._schedulers: list[AcceleratedScheduler] = []
+        self._dataloaders: list[DataLoader] = []
+        self._checkpoints = CheckpointRegistry()
+        self._last_grad_norm = torch.tensor(float("nan"))
+        self._data_seed: int | None = None
+        register_holder(self)
+        for note in self.resolved.notes:
+            logger.info(note)
+        if self.strategy.capabilities.shards_parameters and self.process.device.type == "cpu":
+            # A warning, so that it is seen: users who asked for FSDP usually expect GPUs.
+            logger.warning("no accelerator is used: the model is sharded over %d CPU processes", self.num_processes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        """Return itself: a copy of what holds an Accelerator takes part in the same job."""
+        return self
+
+    def _take_plugin(self, name: str | None) -> None:
+        """Start the strategy as a plugin says, or as the configuration does, and lay out models by that from now on."""
+        resolved = self.resolved if name is None else self._engine_plugins.resolved[name]
+        started = self.strategy.start(resolved, self.process)
+        self.resolved = self._engine_plugins.use(name, started, self.strategy)
+        self.config = self.resolved.config
+
+    # --- where this process stands ---------------------------------------------------------------------------------
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Kind of distributed setup; FSDP stays FSDP on the CPU."""
+        return self.state.distributed_type
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether fp16 overflow skipped the last step of any optimizer."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    def whole_models(self) -> AbstractContextManager[None]:
+        """Context in which models of transformers are built whole, under ZeRO-3 too. Not collective.
+
+        For a rank that loads one alone: what is built in pieces is built by all ranks together.
+        """
+        return self.strategy.building(in_pieces=False)
+
+    # --- the way out -----------------------------------------------------------------------------------------------
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the user's own model. A model that was never wrapped comes back as it is.
+
+        Args:
+            keep_fp32_wrapper: false also takes off mixed precision.
+        """
+        found = find_prepared(self._prepared, model)
+        wrapped = isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+        module: Any = found.unit.module if found is not None else model.module if wrapped else model
+        if not keep_torch_compile:
+            module = getattr(module, "_orig_mod", module)
+        if not keep_fp32_wrapper:
+            remove_autocast(module)
+        unwrapped: nn.Module = module
+        return unwrapped
+
+    def free_memory(self, *objects: Any) -> tuple[None, ...]:
+        """Let go of everything prepared; return as many None as objects were given, to assign over them.
+
+        An engine that holds on to its model by itself (DeepSpeed's) is taken off it. Every rank calls this.
+        """
+        for prepared in self._prepared:
+            if callable(release := getattr(prepared.unit, "release", None)):
+                release()
+        for held in (
+            self._prepared,
+            self._current,
+            self._models,
+            self._optimizers,
+            self._schedulers,
+            self._dataloaders,
+        ):
+            held.clear()
+        self._current = []
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
+        return tuple(None for _ in objects)
+
+    def clear(self, *objects: Any) -> tuple[None, ...]:
+        """Same as `free_memory`."""
+        return self.free_memory(*objects)

@@ -1,0 +1,120 @@
+"""The part of the Accelerator in which ranks exchange tensors and objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accel_trainer.accelerator.shared_state import GradientState
+from accel_trainer.config import RunConfig
+from accel_trainer.data.metrics import trim_gathered
+from accel_trainer.runtime import collectives
+from accel_trainer.runtime.collectives import ReduceOp
+from accel_trainer.runtime.fault_injection import fault_point
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.uneven_gather import gather_rows
+
+__all__ = ["AcceleratorExchange"]
+
+
+class AcceleratorExchange:
+    """Collectives over what a loop computed, for the Accelerator to inherit."""
+
+    process: ProcessContext
+    config: RunConfig
+    gradient_state: GradientState
+    _is_triggered = False
+
+    def gather(self, tensor: Any, *, pad_index: float | None = None, as_samples: bool = False) -> Any:
+        """Concatenate the tensors of all ranks along dim 0, in a structure of the same shape. Collective.
+
+        Args:
+            pad_index: fill other dimensions than the first with this value, up to the largest size over the ranks.
+            as_samples: return a list in the place of each tensor: its rows over all ranks, each in the shape it had.
+
+        Raises:
+            ConfigError: both are given, or a leaf is no tensor.
+            ProcessGroupError: with `debug`, or where ranks hold unequally many samples of a step, the ranks' shapes do
+                not fit together and neither is given.
+        """
+        loader, rows = self.gradient_state.active_dataloader, self.gradient_state.rows
+        is_uneven = rows is not None and len(rows.rows) == self.process.world_size
+        is_uneven = is_uneven and (not rows.is_even or loader.yields_items)
+        if is_uneven and pad_index is None and not as_samples:
+            # What a rank computed from its batch has as many rows as that batch.
+            return gather_rows(tensor, self.process)
+        return collectives.gather(
+            tensor, self.process, debug=self.config.debug, pad_index=pad_index, as_samples=as_samples
+        )
+
+    def gather_object(self, item: Any) -> Any:
+        """Collect any picklable object from all ranks. Collective."""
+        return collectives.gather_object(item, self.process)
+
+    def gather_for_metrics(
+        self,
+        input_data: Any,
+        use_gather_object: bool = False,
+        *,
+        pad_index: float | None = None,
+        as_samples: bool = False,
+    ) -> Any:
+        """Collect what all ranks computed for their current batch, every sample exactly once. Collective.
+
+        Which rows are padding is known to the prepared loader that is being iterated; outside of a loop everything is
+        kept. Tensors of unequal shapes, logits of sequences of different lengths for instance, have to be declared by
+        one of the last two arguments; it costs an exchange of shapes.
+
+        Args:
+            use_gather_object: take lists and mappings of any picklable values, one for each sample.
+            pad_index: fill other dimensions than the first with this value, up to the largest size over the ranks.
+            as_samples: return a list in the place of each tensor: one tensor for each sample, in the shape it had.
+
+        Raises:
+            ConfigError: arguments that exclude each other, or a tensor without the rows of an uneven step.
+            ProcessGroupError: with `debug`, the ranks' shapes differ and nothing declares that they may.
+        """
+        fault_point("eval.gather")
+        loader = self.gradient_state.active_dataloader
+        return trim_gathered(
+            input_data,
+            loader.rows if loader is not None else None,
+            self.process,
+            use_objects=use_gather_object,
+            debug=self.config.debug,
+            pad_index=pad_index,
+            as_samples=as_samples,
+            has_items=loader is not None and loader.yields_items,
+        )
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Pad the tensors of all ranks to the largest size along `dim`. Collective."""
+        return collectives.pad_across_processes(
+            tensor, self.process, dim=dim, pad_index=pad_index, pad_first=pad_first, debug=self.config.debug
+        )
+
+    def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
+        """Return the tensors of one rank on every rank. Collective."""
+        return collectives.broadcast(tensor, self.process, from_process, debug=self.config.debug)
+
+    def broadcast_object_list(self, object_list: list[Any], from_process: int = 0) -> list[Any]:
+        """Replace the entries of a list by those of one rank, in place, and return the list. Collective."""
+        return collectives.broadcast_object_list(object_list, self.process, from_process)
+
+    def reduce(self, tensor: Any, reduction: ReduceOp | str = ReduceOp.SUM, scale: float = 1.0) -> Any:
+        """Combine the tensors of all ranks: "sum", "mean", "min", "max", "prod" or "none". Collective."""
+        return collectives.reduce(tensor, self.process, reduction=reduction, scale=scale, debug=self.config.debug)
+
+    def set_trigger(self) -> None:
+        """Raise this rank's flag; every rank learns of it at its next `check_trigger`. Ranks do not communicate."""
+        self._is_triggered = True
+
+    def check_trigger(self) -> bool:
+        """Return whether any rank has raised its flag since the last check, and lower all flags.
+
+        Collective: every rank calls it. It costs one all-reduce of a number, so that ranks stop a loop at one step.
+        """
+        flag = torch.tensor(int(self._is_triggered), dtype=torch.int32, device=self.process.device)
+        self._is_triggered = False
+        return bool(collectives.reduce(flag, self.process, reduction=ReduceOp.MAX).item())

@@ -1,0 +1,400 @@
+"""Where this process stands, under the names that scripts compare with: PartialState and its relatives."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from accel_trainer.config import Resolved, SourceKind, resolve
+from accel_trainer.data.splitting import split_evenly
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.process import ProcessContext, destroy_process_group, init_process, read_environment
+
+if TYPE_CHECKING:
+    from accel_trainer.accelerator.engine_plugins import EnginePlugins
+    from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin
+
+__all__ = [
+    "AcceleratorState",
+    "DistributedType",
+    "GradientState",
+    "PartialState",
+    "ProcessView",
+    "is_initialized",
+    "stated_timeout",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class DistributedType(str, Enum):  # noqa: UP042  # str() must give 'DistributedType.FSDP', as users compare it
+    """Kind of distributed setup. A str, so that it compares equal to the names that other libraries use."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    TPU = "XLA"  # noqa: PIE796  # an alias, on purpose
+    MEGATRON_LM = "MEGATRON_LM"
+
+    @classmethod
+    def of(cls, kind: str, device: torch.device) -> DistributedType:
+        """Return the member for a strategy's kind; `MULTI` is completed by the kind of device."""
+        if kind != "MULTI":
+            return cls(kind)
+        suffix = {"cpu": "CPU", "cuda": "GPU"}.get(device.type, device.type.upper())
+        return cls(f"MULTI_{suffix}")
+
+
+class ProcessView:
+    """What PartialState and Accelerator both tell of this process; whoever has a `process` has these."""
+
+    process: ProcessContext
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self.process.device
+
+    @property
+    def backend(self) -> str | None:
+        """Backend of the process group; None without one."""
+        return self.process.backend
+
+    @property
+    def num_processes(self) -> int:
+        """World size."""
+        return self.process.world_size
+
+    @property
+    def process_index(self) -> int:
+        """Rank in the job."""
+        return self.process.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank on this node."""
+        return self.process.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.process.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self.process.is_local_main
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the highest rank."""
+        return self.process.rank == self.process.world_size - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.process.is_distributed
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every rank is here. Collective; returns at once on one process."""
+        if self.process.is_distributed:
+            dist.barrier()
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Yield this rank's part of a list, tuple, range, tensor, array, `datasets.Dataset` or a dict of those.
+
+        Parts are contiguous, of the same kind as `inputs`, and together every sample once: with fewer samples than
+        ranks, the last ranks get empty ones. Ranks do not communicate; `inputs` is not changed.
+
+        Args:
+            apply_padding: repeat the last sample until all parts are equally long, so that results can be gathered.
+
+        Raises:
+            ConfigError: `inputs` cannot be cut, or the values of a dict differ in length.
+        """
+        yield split_evenly(inputs, self.num_processes, self.process_index, apply_padding=apply_padding)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per node."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+    @contextmanager
+    def _goes_first(self, is_first: bool) -> Iterator[None]:
+        # The others wait at the first barrier until the block is done; it is reached when the block raises, too.
+        if not is_first:
+            self.wait_for_everyone()
+            yield
+            return
+        try:
+            yield
+        finally:
+            self.wait_for_everyone()
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Run a block on rank 0, then on the others. Collective: every rank enters it."""
+        with self._goes_first(self.is_main_process):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Run a block on the first rank of each node, then on the others. Collective: every rank enters it."""
+        with self._goes_first(self.is_local_main_process):
+            yield
+
+    def _only_if(self, wanted: bool, function: F) -> F:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if wanted else None
+
+        return run  # type: ignore[return-value]
+
+    def on_main_process(self, function: F) -> F:
+        """Decorate a function so that it runs on rank 0 and returns None elsewhere."""
+        return self._only_if(self.is_main_process, function)
+
+    def on_local_main_process(self, function: F) -> F:
+        """Decorate a function so that it runs on the first rank of each node."""
+        return self._only_if(self.is_local_main_process, function)
+
+    def on_last_process(self, function: F) -> F:
+        """Decorate a function so that it runs on the highest rank."""
+        return self._only_if(self.is_last_process, function)
+
+    def on_process(self, function: F | None = None, process_index: int = 0) -> Any:
+        """Decorate a function so that it runs on one rank."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return self._only_if(self.process_index == process_index, function)
+
+    def on_local_process(self, function: F | None = None, local_process_index: int = 0) -> Any:
+        """Decorate a function so that it runs on one rank of each node."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        return self._only_if(self.local_process_index == local_process_index, function)
+
+
+def stated_timeout(resolved: Resolved) -> float | None:
+    """Return the collectives' timeout if anybody has stated one; None leaves a group that exists as it is."""
+    is_stated = resolved.source("timeout_seconds").kind is not SourceKind.DEFAULT
+    return resolved.config.timeout_seconds if is_stated else None
+
+
+class PartialState(ProcessView):
+    """This process's rank and device, and the calls that only need those.
+
+    Joins the job when it is made, unless a context is given. Picklable: holds values only.
+    """
+
+    def __init__(
+        self,
+        cpu: bool | None = None,
+        *,
+        process: ProcessContext | None = None,
+        distributed_type: DistributedType | None = None,
+        timeout_seconds: float | None = None,
+    ) -> None:
+        """Collective when a launcher started several processes and none has joined yet.
+
+        Args:
+            cpu: run on the CPU; when None, `ACCELERATE_USE_CPU` and the launcher's options decide.
+            timeout_seconds: how long a collective may wait; when None, the launcher's options decide.
+        """
+        if process is None:
+            environ = read_environment()
+            given = {"use_cpu": cpu, "timeout_seconds": timeout_seconds}
+            explicit = {path: value for path, value in given.items() if value is not None}
+            resolved = resolve(explicit=explicit, environ=environ, explicit_name="PartialState")
+            process = init_process(environ, use_cpu=resolved.config.use_cpu, timeout_seconds=stated_timeout(resolved))
+        self.process = process
+        if distributed_type is None:
+            distributed_type = DistributedType.of("MULTI" if process.is_distributed else "NO", process.device)
+        self.distributed_type = distributed_type
+
+    def __repr__(self) -> str:
+        context = self.process
+        backend = f"  Backend: {context.backend}" if context.backend else ""
+        return (
+            f"Distributed environment: {self.distributed_type}{backend}\n"
+            f"Num processes: {context.world_size}\nProcess index: {context.rank}\n"
+            f"Local process index: {context.local_rank}\nDevice: {context.device}\n"
+        )
+
+    @property
+    def initialized(self) -> bool:
+        """True: a state exists only once it is known."""
+        return True
+
+    def destroy_process_group(self) -> None:
+        """Leave the process group."""
+        sys.stdout.flush()
+        destroy_process_group()
+
+
+# The states of the Accelerator made last in this process, for code that asks for them without having the Accelerator.
+_made_last: weakref.WeakValueDictionary[type, Any] = weakref.WeakValueDictionary()
+
+
+def _look_at_last(state: Any) -> None:
+    """Make `state` a view of its kind's state in the Accelerator made last: what changes there changes here.
+
+    Raises:
+        ConfigError: there is no Accelerator.
+    """
+    found = _made_last.get(type(state))
+    if found is None:
+        raise ConfigError(
+            f"{type(state).__name__}() was asked for, and this process has no Accelerator that could tell; make one "
+            "first, and keep it"
+        )
+    state.__dict__ = found.__dict__
+
+
+def is_initialized() -> bool:
+    """Return whether there is an Accelerator, for `AcceleratorState()` to show."""
+    return AcceleratorState in _made_last
+
+
+class AcceleratorState(PartialState):
+    """A PartialState with what an Accelerator was configured to do. One per Accelerator; nothing is shared.
+
+    `AcceleratorState()`, without arguments, shows the one of the Accelerator made last in this process.
+    """
+
+    def __init__(
+        self,
+        *,
+        process: ProcessContext | None = None,
+        distributed_type: DistributedType | None = None,
+        mixed_precision: str = "no",
+        fsdp_plugin: Any = None,
+        engine_plugins: EnginePlugins | None = None,
+        take_plugin: Callable[[str], None] | None = None,
+        parallelism_config: Any = None,
+    ) -> None:
+        if process is None:
+            _look_at_last(self)
+            return
+        super().__init__(process=process, distributed_type=distributed_type)
+        _made_last[type(self)] = self
+        self.mixed_precision = mixed_precision
+        self.fsdp_plugin = fsdp_plugin
+        self.is_fsdp2 = self.distributed_type == DistributedType.FSDP  # FSDP1 is not offered
+        self._engine_plugins = engine_plugins
+        self._take_plugin = take_plugin
+        self.parallelism_config = parallelism_config
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_take_plugin": None}  # a method of the Accelerator, which does not come along
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The DeepSpeed plugin in use; None under other strategies."""
+        return None if self._engine_plugins is None else self._engine_plugins.current
+
+    @property
+    def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
+        """All DeepSpeed plugins, by name; None under other strategies."""
+        return (self._engine_plugins.plugins or None) if self._engine_plugins is not None else None
+
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+        """Return a DeepSpeed plugin by its name.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        return self._plugins().require(name)
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Lay out what is prepared from now on, and build models, as another of the plugins says.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        self._plugins().require(name)
+        assert self._take_plugin is not None
+        self._take_plugin(name)
+
+    def _plugins(self) -> EnginePlugins:
+        if self._engine_plugins is None:
+            raise ConfigError("this state belongs to no Accelerator, and has no DeepSpeed plugins; make one first")
+        return self._engine_plugins
+
+
+class GradientState:
+    """What an Accelerator knows of the step it is in: whether gradients are exchanged, and where its loaders stand.
+
+    `GradientState()`, without arguments, shows the one of the Accelerator made last in this process.
+    """
+
+    def __init__(self, plugin_kwargs: dict[str, Any] | None = None, num_steps: int = 1) -> None:
+        if plugin_kwargs is None:
+            _look_at_last(self)
+            return
+        _made_last[type(self)] = self
+        self.plugin_kwargs = plugin_kwargs
+        """What the user set of the accumulation plugin, by its field names."""
+        self.num_steps = num_steps
+        """Micro-batches of a full accumulation window."""
+        self.sync_gradients = True
+        self.loaders: list[Any] = []
+        """Prepared loaders that are being iterated, the innermost last."""
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The innermost prepared loader that is being iterated; None outside of loops."""
+        return self.loaders[-1] if self.loaders else None
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being iterated."""
+        return bool(self.loaders)
+
+    @property
+    def rows(self) -> Any:
+        """What the active loader's current step holds on every rank; None outside of loops."""
+        return self.loaders[-1].rows if self.loaders else None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the active loader's current batch is its last."""
+        return self.in_dataloader and bool(self.active_dataloader.end_of_dataloader)
+
+    @property
+    def remainder(self) -> int:
+        """Valid rows of the active loader's last global batch when it holds padding; -1 when it holds none."""
+        rows = self.rows
+        return sum(rows.rows) if rows is not None and rows.is_last and rows.padded else -1
+
+    def begin(self, loader: Any) -> None:
+        """A loader's iteration begins."""
+        self.loaders.append(loader)
+
+    def end(self, loader: Any) -> None:
+        """A loader's iteration ends, by exhaustion or because its loop was left."""
+        for position in range(len(self.loaders) - 1, -1, -1):
+            if self.loaders[position] is loader:  # the innermost pass: a loader may be iterated within itself
+                del self.loaders[position]
+                return
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self.sync_gradients = sync_gradients

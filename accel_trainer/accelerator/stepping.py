@@ -1,0 +1,377 @@
+"""The part of the Accelerator that a training step calls: accumulation, backward, clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accel_trainer import logging
+from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer, describe_models
+from accel_trainer.accelerator.prepared import PreparedUnit, prepared_of
+from accel_trainer.accelerator.token_mean import TokenWindow
+from accel_trainer.config import RunConfig
+from accel_trainer.data.sampler import ShardedBatchSampler
+from accel_trainer.errors import ConfigError
+from accel_trainer.plugins.kwargs import AutocastKwargs
+from accel_trainer.precision import PrecisionPolicy
+from accel_trainer.runtime.fault_injection import fault_point
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.strategies.api import Strategy, TrainUnit
+
+if TYPE_CHECKING:
+    from accel_trainer.accelerator.shared_state import GradientState
+    from accel_trainer.checkpoint.checkpointer import CheckpointRegistry
+
+__all__ = ["AcceleratorStepping"]
+
+logger = logging.get_logger(__name__)
+
+
+class _Accumulate:
+    """Context of one micro-batch. A class, not a generator: it is entered on every step."""
+
+    __slots__ = ("_accelerator", "_outer", "_prepared")
+
+    def __init__(self, accelerator: AcceleratorStepping, prepared: list[PreparedUnit]) -> None:
+        self._accelerator = accelerator
+        self._prepared = prepared
+        self._outer: list[PreparedUnit] = []
+
+    def __enter__(self) -> None:
+        accelerator = self._accelerator
+        state = accelerator.gradient_state
+        for prepared in self._prepared:
+            window = prepared.window
+            if window.num_steps == 1:
+                window.advance(None, False)  # whatever the loader still has
+            else:
+                loader = state.active_dataloader
+                ends_data = loader is not None and loader.end_of_dataloader
+                window.advance(None if loader is None else loader.remaining, ends_data)
+                prepared.unit.set_gradient_sync(window.exchanges_gradients)
+            prepared.corrected = prepared.took_backward = False
+            if prepared.tokens is not None and window.held == 1:
+                prepared.tokens.begin()
+        self._outer, accelerator._current = accelerator._current, self._prepared
+        state.sync_gradients = self._prepared[0].window.is_last
+
+    def __exit__(self, *exception: object) -> None:
+        self._accelerator._current = self._outer
+
+
+class AcceleratorStepping:
+    """Steps, for the Accelerator to inherit; drives the units that the Accelerator prepared."""
+
+    process: ProcessContext
+    config: RunConfig
+    strategy: Strategy
+    precision: PrecisionPolicy
+    gradient_state: GradientState
+    _prepared: list[PreparedUnit]
+    _current: list[PreparedUnit]
+    _optimizers: list[AcceleratedOptimizer]
+    _dataloaders: list[Any]
+    _last_grad_norm: Tensor
+    _checkpoints: CheckpointRegistry
+
+    def unit_of(self, item: nn.Module | Optimizer) -> TrainUnit:
+        """Return the unit that a model or optimizer belongs to.
+
+        Raises:
+            ConfigError: it was not prepared by this Accelerator.
+        """
+        return prepared_of(self._prepared, item).unit
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per update. What is set holds for the next windows; every rank sets the same.
+
+        Raises:
+            ConfigError: when set: it is no number from 1 on, a window is half full, or the engine has its own.
+        """
+        return self.config.accumulation.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, num_steps: int) -> None:
+        if num_steps == self.gradient_accumulation_steps:
+            return
+        setting = f"gradient_accumulation_steps = {num_steps!r}"
+        if not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 1:
+            raise ConfigError(f"{setting}: expected an integer, 1 or more")
+        if not self.strategy.capabilities.settable_accumulation:
+            raise ConfigError(
+                f"{setting}: strategy {self.strategy.name!r} has its number of micro-batches since the model was laid "
+                "out; pass it to the Accelerator"
+            )
+        half_full = [prepared for prepared in self._prepared if prepared.window.is_open]
+        if half_full:
+            window = half_full[0].window
+            raise ConfigError(
+                f"{setting} was set after {window.held} of {window.num_steps} micro-batches of an update; set it where "
+                "sync_gradients is true"
+            )
+        self.config = replace(self.config, accumulation=replace(self.config.accumulation, num_steps=num_steps))
+        self.gradient_state.num_steps = num_steps
+        self.gradient_state.plugin_kwargs["num_steps"] = num_steps
+        for prepared in self._prepared:
+            prepared.window.num_steps = num_steps
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch ends its accumulation window: gradients are complete, the optimizer steps."""
+        return self.gradient_state.sync_gradients
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """Context of one micro-batch: gradients are exchanged, and the optimizer steps, on the last of a window.
+
+        A window is `gradient_accumulation_steps` micro-batches, or what the loader still has. Without a model, all
+        prepared models are meant.
+
+        Raises:
+            ConfigError: a model is not prepared, or shares its optimizer with one that is not given.
+        """
+        prepared = self._prepared
+        if len(prepared) == 1 == len(models) and models[0] is prepared[0].unit.model:
+            return _Accumulate(self, prepared)
+        if models:
+            prepared = [prepared_of(prepared, model) for model in models]
+        for optimizer in self._optimizers:
+            together = optimizer.prepared
+            if len(together) > 1 and 0 < sum(each in prepared for each in together) < len(together):
+                raise ConfigError(
+                    f"accumulate() was given {describe_models(prepared)}, and {type(optimizer.optimizer).__name__} "
+                    f"steps {describe_models(together)} together; pass all of them: accumulate(a, b)"
+                )
+        if not prepared:
+            raise ConfigError("accumulate() was called before a model was prepared; pass the model to prepare() first")
+        return _Accumulate(self, prepared)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Iterable[Any] = (), even_batches: bool | None = None) -> Iterator[None]:
+        """Context for loops in which ranks have unequal numbers of samples. Ranks do not communicate here.
+
+        Loaders need none: all ranks take every step, and a rank without samples takes part with weight zero. What is
+        left to say is whether the last step is filled up instead.
+
+        Args:
+            joinables: the models, as other libraries want to know them; none has to be told.
+            even_batches: holds for prepared loaders whose passes begin in the block; None leaves them as they are.
+        """
+        samplers = [
+            sampler
+            for loader in self._dataloaders
+            for sampler in (loader.batch_sampler, loader.sampler)
+            if isinstance(sampler, ShardedBatchSampler)
+        ]
+        if even_batches is not None and len(samplers) < len(self._dataloaders):
+            logger.warning(
+                "join_uneven_inputs(even_batches=%s) leaves loaders of iterable datasets alone", even_batches
+            )
+        before = [sampler.even_batches for sampler in samplers]
+        try:
+            for sampler in samplers:
+                sampler.even_batches = sampler.even_batches if even_batches is None else even_batches
+            yield
+        finally:
+            for sampler, value in zip(samplers, before, strict=True):
+                sampler.even_batches = value
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Keep the gradients of the backwards in this block on this rank."""
+        unit = prepared_of(self._prepared, model).unit
+        unit.set_gradient_sync(False)
+        try:
+            yield
+        finally:
+            unit.set_gradient_sync(True)
+
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        """Exchange gradients in the backward of this block, although its forward ran without.
+
+        For forwards in `no_sync`, or before the end of an accumulation window, whose optimizer step still waits for
+        the end. Every trained parameter takes part in the backward. Collective with several processes.
+
+        Raises:
+            ConfigError: DDP was told to look for the parameters that a forward uses.
+        """
+        with prepared_of(self._prepared, model).unit.sync_in_backward():
+            yield
+
+    def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None:
+        """Say whether the next backward of `model` exchanges gradients and its optimizer may step.
+
+        For windows made by hand; `accumulate()` does it by itself.
+        """
+        prepared = prepared_of(self._prepared, model)
+        prepared.window.is_last = enabled
+        prepared.unit.set_gradient_sync(enabled)
+        self.gradient_state.sync_gradients = enabled
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Accumulate the gradients of `loss`; in `accumulate()` those of a window are the mean over what it holds.
+
+        Outside of it, in windows made by hand, each loss is divided by `gradient_accumulation_steps`.
+
+        Where ranks hold unequally many samples of a step (`even_batches=False`), each loss counts by its samples; a
+        rank without any takes part with weight zero. Collective on the last micro-batch of a window.
+
+        Raises:
+            Exception: what went wrong in a background save, on all ranks.
+        """
+        if self._checkpoints.background is not None:
+            self._checkpoints.background.poll()
+        units = self._current or self._prepared[:1]
+        if not units:
+            raise ConfigError("backward() was called before a model was prepared; pass the model to prepare() first")
+        leading, in_window = units[0], bool(self._current)
+        if leading.tokens is None or not leading.tokens.is_weighed:
+            rows = self.gradient_state.rows if self.process.world_size > 1 else None
+            if rows is not None and len(rows.rows) == self.process.world_size:
+                weight = rows.weight(self.process.rank)
+                loss = loss if weight == 1.0 else loss * weight
+            divisor = leading.window.divisor if in_window else leading.window.num_steps
+            if divisor != 1:
+                loss = loss / divisor
+        fault_point("train.backward")
+        leading.unit.backward(loss, **kwargs)
+        for prepared in units:
+            if in_window:
+                prepared.took_backward = True
+            if prepared.tokens is not None:
+                prepared.tokens.take_backward()
+
+    def global_token_mean(self, loss_sum: Tensor, num_tokens: Tensor | int) -> Tensor:
+        """Return a loss for `backward`, so that the update's gradient is that of the mean over all its tokens.
+
+        Over all tokens of the accumulation window and of all ranks, however unequally they are spread: a token of a
+        short sequence counts as much as one of a long one. All losses of a window have to come from here. The result
+        is no mean to look at: for that, `reduce` sums and numbers.
+
+        Collective at the end of a window, where `clip_grad_norm_` or `optimizer.step()` sum the numbers of tokens, and
+        in the first call. A rank without samples (`even_batches=False`) counts none; samples that fill up a last batch
+        (`even_batches=True`) count like others.
+
+        Args:
+            loss_sum: scalar, the sum of the losses of this micro-batch's tokens on this rank.
+            num_tokens: how many tokens that are; 0 is allowed, and a window without any leaves gradients at zero.
+
+        Returns:
+            Scalar.
+
+        Raises:
+            ConfigError: an argument is no scalar, or no model is prepared.
+        """
+        units = self._current or self._prepared[:1]
+        count = torch.as_tensor(num_tokens, device=loss_sum.device)
+        if not units or loss_sum.numel() != 1 or count.numel() != 1 or count.is_floating_point():
+            raise ConfigError(
+                f"global_token_mean() got a loss of shape {tuple(loss_sum.shape)} and tokens {num_tokens!r} for "
+                f"{len(units)} prepared model(s); it takes a sum (reduction='sum') and an integer, after prepare()"
+            )
+        count = count.detach().reshape(()).to(torch.int64)
+        rows = self.gradient_state.rows
+        if rows is not None and len(rows.rows) == self.process.world_size and rows.rows[self.process.rank] == 0:
+            # The one row of this batch stands in for none, so that this rank takes part in what is collective.
+            loss_sum, count = loss_sum * 0, count * 0
+        for prepared in units:
+            prepared.tokens = prepared.tokens or TokenWindow(self.process)
+        leading = units[0]
+        assert leading.tokens is not None
+        stand_in = leading.tokens.stand_in(count, leading.window.num_steps)
+        for prepared in units:
+            assert prepared.tokens is not None
+            prepared.tokens.add(count, stand_in)
+        # Strategies average gradients over the ranks, hence the factor world_size.
+        return loss_sum.reshape(()) * (self.process.world_size / stand_in)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Context for computations outside of the model, a loss for instance, in the configured precision.
+
+        Args:
+            autocast_handler: other options for this block than those given to the Accelerator; with `enabled=False` it
+                computes in full precision, also inside of another autocast.
+
+        Raises:
+            ConfigError: the handler sets `output_dtype`, which concerns prepared models.
+        """
+        if autocast_handler is None:
+            return self.precision.autocast(self.process.device.type)
+        if autocast_handler.output_dtype is not None:
+            raise ConfigError(
+                f"autocast() was given AutocastKwargs(output_dtype={autocast_handler.output_dtype!r}), which says what "
+                "prepared models return; pass it to Accelerator(kwargs_handlers=[...])"
+            )
+        options = autocast_handler.autocast_options()
+        policy = replace(
+            self.precision,
+            autocast_enabled=options.get("enabled", self.precision.autocast_enabled),
+            cache_enabled=options.get("cache_enabled", self.precision.cache_enabled),
+        )
+        return policy.autocast(self.process.device.type)
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Bound the global gradient norm of `parameters`; return the norm before clipping.
+
+        Acts on the last micro-batch of an accumulation window; before it, gradients are incomplete, nothing is clipped
+        and the norm of the last update is returned (NaN before the first). Collective.
+
+        Returns:
+            Scalar, on the gradients' device.
+
+        Raises:
+            ConfigError: the parameters were taken before prepare() sharded them.
+        """
+        if not self.sync_gradients:
+            return self._last_grad_norm
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        norm = self._unit_for(given).clip_grad_norm(given, max_norm, norm_type)
+        if norm is not None:
+            self._last_grad_norm = norm
+        return self._last_grad_norm
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clamp the gradients of `parameters` to [-clip_value, clip_value] on the last micro-batch of a window."""
+        if self.sync_gradients:
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            self._unit_for(given).clip_grad_value(given, clip_value)
+
+    def _unit_for(self, parameters: list[Tensor]) -> TrainUnit:
+        """Return the unit to clip with, and finish the windows of every unit that holds one of the parameters."""
+        if not self._prepared:
+            raise ConfigError("gradients were clipped before a model was prepared; pass the model to prepare() first")
+        if len(self._prepared) == 1 and not self.strategy.capabilities.shards_parameters:
+            touched = self._prepared
+        else:
+            wanted = {id(p) for p in parameters}
+            held = {p: {id(own) for own in p.unit.module.parameters()} for p in self._prepared}
+            touched = [prepared for prepared, own in held.items() if not wanted.isdisjoint(own)]
+            stale = wanted.difference(*held.values()) if self.strategy.capabilities.shards_parameters else ()
+            if stale or not touched:
+                raise ConfigError(
+                    f"{len(stale) or len(wanted)} of {len(wanted)} parameters belong to no prepared model; sharding "
+                    "replaces parameters, so take model.parameters() from the model that prepare() returned"
+                )
+        for prepared in touched:
+            prepared.finish_window()
+        return touched[0].unit
+
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """Take the fp16 loss scale out of the gradients, once per step; nothing in other precisions.
+
+        Args:
+            optimizer: whose gradients, one or several; None means all.
+        """
+        if optimizer is None:
+            for prepared in self._prepared:
+                prepared.unit.unscale_gradients()
+            return
+        for each in [optimizer] if isinstance(optimizer, Optimizer) else optimizer:
+            prepared_of(self._prepared, each).unit.unscale_gradients(getattr(each, "optimizer", each))

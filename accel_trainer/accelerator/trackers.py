@@ -1,0 +1,259 @@
+"""The part of the Accelerator that tells what a run does: trackers and profiles."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor, profiler
+
+from accel_trainer import logging
+from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.registry import installed_trackers, load_tracker, tracker_names
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.shared_errors import shared_fate
+from accel_trainer.tracking import BlankTracker, GeneralTracker, mask_secrets, redact, secrets_of
+
+if TYPE_CHECKING:
+    from accel_trainer.accelerator.options import AcceleratorOptions
+    from accel_trainer.accelerator.shared_state import PartialState
+    from accel_trainer.checkpoint.checkpointer import CheckpointRegistry
+    from accel_trainer.plugins.kwargs import ProfileKwargs, ProjectConfiguration
+
+__all__ = ["AcceleratorReporting", "TrackerChoice", "choose_trackers"]
+
+logger = logging.get_logger(__name__)
+
+TrackerChoice = str | GeneralTracker | type[GeneralTracker]
+"""A tracker by name, "all" for those that are installed, one of one's own, or its class."""
+
+
+def choose_trackers(
+    log_with: TrackerChoice | Sequence[TrackerChoice] | None, logging_dir: Any
+) -> list[GeneralTracker | type[GeneralTracker]]:
+    """Return what `log_with` names: classes to make trackers of, and trackers as they are.
+
+    Raises:
+        ConfigError: a name is unknown, or a tracker writes files and there is no directory.
+        MissingExtraError: a tracker's package is not installed.
+    """
+    given = [log_with] if isinstance(log_with, str | GeneralTracker | type) else list(log_with or ())
+    chosen: list[GeneralTracker | type[GeneralTracker]] = []
+    for item in given:
+        if isinstance(item, str) and item.lower() == "all":
+            everything = [load_tracker(name) for name in installed_trackers()]
+            chosen += [tracker for tracker in everything if logging_dir or not tracker.requires_logging_directory]
+        else:
+            chosen.append(load_tracker(str(item).lower()) if isinstance(item, str) else _checked(item))
+    if given and not chosen:
+        raise ConfigError(
+            f"log_with='all', and no tracker can be used: known are {', '.join(tracker_names())}; run "
+            "`pip install 'accel-trainer[tensorboard]'` (or another), and give Accelerator(project_dir=...)"
+        )
+    for tracker in chosen:
+        if isinstance(tracker, type) and tracker.requires_logging_directory and not logging_dir:
+            raise ConfigError(
+                f"log_with={tracker.name!r} writes files and has no directory for them; pass "
+                "Accelerator(project_dir=...), or ProjectConfiguration(logging_dir=...)"
+            )
+    unique = {tracker.name: tracker for tracker in chosen}
+    for tracker in chosen:
+        if tracker is not unique[tracker.name]:
+            raise ConfigError(f"log_with holds two trackers called {tracker.name!r}; give each a name of its own")
+    return list(unique.values())
+
+
+def _checked(item: Any) -> GeneralTracker | type[GeneralTracker]:
+    kind = item if isinstance(item, type) else type(item)
+    if not issubclass(kind, GeneralTracker):
+        raise ConfigError(
+            f"log_with holds a {kind.__name__}; give a name ({', '.join(tracker_names())} or 'all'), or an object of a "
+            "subclass of accel_trainer.tracking.GeneralTracker"
+        )
+    if inspect.isabstract(kind) or not isinstance(getattr(kind, "name", None), str):
+        missing = sorted(getattr(kind, "__abstractmethods__", ())) or ["name"]
+        raise ConfigError(f"tracker class {kind.__name__} lacks {', '.join(missing)}; see GeneralTracker")
+    tracker: GeneralTracker | type[GeneralTracker] = item
+    return tracker
+
+
+class AcceleratorReporting:
+    """Trackers and profiles, for the Accelerator to inherit."""
+
+    process: ProcessContext
+    project_configuration: ProjectConfiguration
+    log_with: list[GeneralTracker | type[GeneralTracker]]
+    trackers: list[GeneralTracker]
+    """Those that this rank logs to."""
+    state: PartialState
+    _checkpoints: CheckpointRegistry
+    _options: AcceleratorOptions
+    _secrets: frozenset[str] = frozenset()
+    _failed: frozenset[str] = frozenset()
+    _is_tracking = False
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Open a run with every tracker of `log_with`. Collective: every rank calls it.
+
+        A tracker that cannot be reached is left out with a warning; later calls find its place empty.
+
+        Args:
+            project_name: of the project or experiment that the run belongs to.
+            config: hyperparameters to store. Values of keys such as `api_key` or `hub_token` are stored as `***`.
+            init_kwargs: options by tracker: `{"wandb": {"entity": ...}}`.
+
+        Raises:
+            ConfigError: an argument is wrong; also on the ranks that do not log.
+        """
+        options = dict(init_kwargs or {})
+        known = [tracker.name for tracker in self.log_with]
+        for name in options:
+            if name not in known:
+                raise ConfigError(
+                    f"init_kwargs has options for {name!r}{did_you_mean(name, known)} Trackers of this run: "
+                    f"{', '.join(known) or 'none, since log_with is not given'}"
+                )
+        if config is not None and not isinstance(config, Mapping):
+            raise ConfigError(
+                f"init_trackers(config=...) got a {type(config).__name__}; pass a dict, vars(args) for instance"
+            )
+        self._finish_trackers()
+        self._secrets = frozenset(secrets_of(options) | secrets_of(config or {}))
+        # What rank 0 alone would raise (an option that the library does not take) is raised by all.
+        with shared_fate(self.process, "init_trackers"):
+            for choice in self.log_with:
+                if self.process.is_main or not choice.main_process_only:
+                    self._open(choice, project_name, options.get(choice.name, {}), config)
+        self._is_tracking = True
+
+    def _open(
+        self,
+        choice: GeneralTracker | type[GeneralTracker],
+        project_name: str,
+        options: Mapping[str, Any],
+        config: Mapping[str, Any] | None,
+    ) -> None:
+        try:
+            # Trackers that are written for other libraries open their run when they are made.
+            if isinstance(choice, type):
+                tracker = choice(project_name, self.project_configuration.logging_dir, **options)
+            else:
+                tracker = choice
+            tracker.start()
+        except (TypeError, ValueError, ImportError):
+            raise
+        except Exception as error:
+            self._warn(choice, "start", error)
+            return
+        self.trackers.append(tracker)
+        if config is not None:
+            self._call(tracker, "store_init_configuration", mask_secrets(config))
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Give values to every tracker, on the ranks that log; ranks do not communicate.
+
+        A tracker that fails warns once and never stops the training. Without `log_with` nothing happens.
+
+        Args:
+            values: by name; tensors of one element become numbers, which waits for the device.
+            step: the update that they belong to.
+            log_kwargs: further arguments by tracker: `{"wandb": {"commit": False}}`.
+        """
+        if self.log_with and not self._is_tracking:
+            logger.warning_once("log() was called before init_trackers(): nothing is stored")
+        if self.trackers:
+            plain = {key: _plain(value) for key, value in values.items()}
+            for tracker in self.trackers:
+                self._call(tracker, "log", dict(plain), step=step, **(log_kwargs or {}).get(tracker.name, {}))
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return the tracker called `name`; on ranks that do not log, one that does nothing.
+
+        What it raises, it raises: only `Accelerator.log` turns failures into warnings.
+
+        Args:
+            unwrap: return the library's own run object instead, None on ranks that do not log.
+
+        Raises:
+            ConfigError: the run has no such tracker.
+        """
+        known = [tracker.name for tracker in self.log_with]
+        if name not in known or not self._is_tracking:
+            state = "" if self._is_tracking else "; call init_trackers() first"
+            raise ConfigError(
+                f"no tracker {name!r} is open{did_you_mean(name, known)} Trackers of log_with: "
+                f"{', '.join(known) or 'none'}{state}"
+            )
+        tracker = next((tracker for tracker in self.trackers if tracker.name == name), BlankTracker())
+        return tracker.tracker if unwrap else tracker
+
+    def _finish_trackers(self) -> None:
+        for tracker in self.trackers:
+            self._call(tracker, "finish")
+        self.trackers = []
+        self._failed = frozenset()
+        self._is_tracking = False
+
+    def _call(self, tracker: GeneralTracker, method: str, *args: Any, **kwargs: Any) -> None:
+        try:
+            getattr(tracker, method)(*args, **kwargs)
+        except Exception as error:
+            self._warn(tracker, method, error)
+
+    def _warn(self, tracker: GeneralTracker | type[GeneralTracker], method: str, error: Exception) -> None:
+        if tracker.name not in self._failed:
+            self._failed |= {tracker.name}
+            logger.warning(
+                "tracker %r failed in %s, and the training goes on; further failures are not reported: %s: %s",
+                tracker.name,
+                method,
+                type(error).__name__,
+                redact(str(error), self._secrets),
+                main_process_only=False,
+            )
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profiler.profile]:
+        """Record what the block computes, and yield torch's profiler. Collective at its end, unless it raises.
+
+        Args:
+            profile_handler: what to record and where to write it; without it, the one in `kwargs_handlers`.
+
+        Raises:
+            ConfigError: torch cannot record what was asked for.
+        """
+        handler = self._options.profile if profile_handler is None else profile_handler
+        with handler.build(self.process.rank) as recorder:
+            yield recorder
+        if self.process.is_distributed:
+            # Traces of all ranks are on disk when the first one goes on.
+            dist.barrier()
+
+    def end_training(self) -> None:
+        """Close the trackers, wait for every rank, and leave the process group. Collective; a script's last call.
+
+        A background save is waited for, and what went wrong in it is raised.
+        """
+        self._checkpoints.close()
+        self._finish_trackers()
+        if self.process.is_distributed:
+            # Nobody leaves while another rank still needs the group.
+            dist.barrier()
+        self.state.destroy_process_group()
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -1,0 +1,1 @@
+"""Checkpoints of other libraries, read and written: accelerate's, torch.distributed.checkpoint's, transformers'."""

@@ -1,0 +1,234 @@
+"""States that others have written: `save_state` of Hugging Face accelerate, and torch.distributed.checkpoint.
+
+Pickles among them are read as tensors, numbers, strings, lists and dicts only; whatever else they hold is refused.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+from zipfile import is_zipfile
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accel_trainer import logging
+from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME
+from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
+from accel_trainer.checkpoint.interop.dcp import METADATA_NAME, DcpDirectory
+from accel_trainer.checkpoint.interop.export import find_weights
+from accel_trainer.checkpoint.train_state import TrainState
+from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.rng import set_rng_state
+from accel_trainer.runtime.shared_errors import gather_votes, shared_fate
+
+__all__ = ["is_foreign", "load_foreign_state"]
+
+logger = logging.get_logger(__name__)
+
+
+def is_foreign(directory: Path) -> bool:
+    """Whether a directory holds a state that `save_state` of this library did not write, and `load_state` reads."""
+    if (directory / MANIFEST_NAME).is_file():
+        return False
+    return (directory / METADATA_NAME).is_file() or any(directory.glob("random_states_*.pkl"))
+
+
+class _Weights(Mapping[str, Tensor]):
+    """Lazy weights as tensors that are read when they are asked for."""
+
+    def __init__(self, lazy: Mapping[str, LazyTensor]) -> None:
+        self._lazy = lazy
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._lazy[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._lazy)
+
+    def __len__(self) -> int:
+        return len(self._lazy)
+
+
+def load_foreign_state(directory: Path, state: TrainState, process: ProcessContext) -> str:
+    """Load models, optimizers, schedules, loss scale, random streams and registered objects. Collective.
+
+    Returns:
+        What was restored and what was not, for the user to read.
+
+    Raises:
+        CheckpointNotFoundError: something that this run has is not there.
+        IncompatibleCheckpointError: it does not fit, or holds what could run code; nothing was changed.
+        ProcessGroupError: another rank failed.
+    """
+    section = f"load of {directory}"
+    has_all = not (directory / METADATA_NAME).is_file()
+    # All are read as far as they can be refused before the first is changed.
+    loads: list[Callable[[], None]] = []
+    for index, unit in enumerate(state.units):
+        if state.has_weights[index]:
+            weights = _on_main(process, section, partial(_weights, directory, index))
+            loads.append(unit.plan_full_model_load(weights or {}))
+        if state.has_optimizer[index]:
+            own = unit.full_optimizer_state()
+            stored = _on_main(process, section, partial(_optimizer, directory, index, own))
+            loads.append(unit.plan_full_optimizer_load(stored or {}))
+    with shared_fate(process, section):
+        small = _read_small(directory, state) if has_all else []
+    for load in loads:
+        load()
+    if not has_all:
+        return "a directory of torch.distributed.checkpoint: models and optimizers; all else is as it was"
+    with shared_fate(process, section):
+        for item, saved in small:
+            item.load_state_dict(saved)
+        streams = _restore_streams(directory, process)
+    saved_by = len(list(directory.glob("random_states_*.pkl")))
+    stepped = f"; its schedules were stepped {saved_by} times an update" if saved_by > 1 and state.schedulers else ""
+    return f"a state of Hugging Face accelerate; {streams}{stepped}; the position in the data is not in it"
+
+
+def _on_main(process: ProcessContext, section: str, read: Callable[[], Any]) -> Any:
+    """Return what `read` returns on rank 0, and None elsewhere; its error is every rank's."""
+    value, error = None, None
+    if process.is_main:
+        try:
+            value = read()
+        except Exception as raised:
+            error = raised
+    gather_votes(process, section, error)
+    return value
+
+
+def _suffix(index: int) -> str:
+    return f"_{index}" if index else ""
+
+
+def _required(directory: Path, name: str) -> Path:
+    path = directory / name
+    if not path.is_file():
+        raise CheckpointNotFoundError(
+            f"{path.absolute()} is missing: this run has something that the state was saved without; prepare and "
+            "register what the run that saved it had"
+        )
+    return path
+
+
+def _load(path: Path, *, is_mapped: bool = False) -> Any:
+    """Read a pickle of plain data. Mapped, its tensors stay in the file until they are used, where its format can."""
+    try:
+        with torch.serialization.safe_globals(_NUMPY):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped and is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        raise IncompatibleCheckpointError(
+            f"{path.absolute()} holds more than tensors, numbers and strings, and loading it could run code that it "
+            "contains; load it yourself if you trust it, and save a state_dict() of plain data"
+        ) from error
+    except Exception as error:  # torch has several errors of its own for a damaged file
+        raise IncompatibleCheckpointError(f"{path.absolute()} cannot be read: {error}") from error
+
+
+# Random states have NumPy's arrays: their parts, under the names of NumPy 2 and 1.
+_RECONSTRUCT: Any = np.zeros(0).__reduce__()[0]
+_NUMPY: list[Any] = [
+    np.ndarray,
+    np.dtype,
+    type(np.dtype(np.uint32)),
+    type(np.dtype(np.int64)),
+    (_RECONSTRUCT, "numpy._core.multiarray._reconstruct"),
+    (_RECONSTRUCT, "numpy.core.multiarray._reconstruct"),
+]
+
+
+def _weights(directory: Path, index: int) -> Mapping[str, Tensor]:
+    suffix = _suffix(index)
+    stems = (f"model{suffix}.safetensors", f"pytorch_model{suffix}.bin", f"pytorch_model_fsdp{suffix}.bin")
+    for name in (f"{stem}{ending}" for stem in stems for ending in (".index.json", "")):
+        if (directory / name).is_file():
+            return _Weights(find_weights(directory / name))
+    return _Weights(find_weights(directory, index))
+
+
+def _optimizer(directory: Path, index: int, own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an optimizer's state by parameter name.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        IncompatibleCheckpointError: it was saved for other parameter groups.
+    """
+    shards = next((d for d in (directory / f"optimizer_{index}", directory) if (d / METADATA_NAME).is_file()), None)
+    if shards is None:
+        path = _required(directory, f"optimizer{_suffix(index)}.bin")
+        return _by_name(_load(path, is_mapped=True), own, directory)
+    stored = DcpDirectory(shards)
+    outer = {path[0] for path in stored.paths.values()}
+    key = next((key for key in ("optimizer", "optim") if key in outer), None)
+    if key is None:
+        raise CheckpointNotFoundError(f"{shards.absolute()} holds no optimizer's state; load its weights alone")
+    return _by_name(stored.nested(key), own, directory)
+
+
+def _by_name(stored: Mapping[str, Any], own: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
+    """Give a plain optimizer state, which numbers its parameters, the names that this optimizer has in their places."""
+    groups = list(stored["param_groups"])
+    keys = [key for group in groups for key in group["params"]]
+    if not all(isinstance(key, int) for key in keys):
+        return {"state": dict(stored.get("state", {})), "param_groups": groups}
+    sizes, own_sizes = (
+        [len(group["params"]) for group in groups],
+        [len(group["params"]) for group in own["param_groups"]],
+    )
+    if sizes != own_sizes:
+        raise IncompatibleCheckpointError(
+            f"the optimizer's state in {directory.absolute()} has groups of {sizes} parameters, and this optimizer of "
+            f"{own_sizes}; build the optimizer that was saved"
+        )
+    names = dict(zip(keys, (name for group in own["param_groups"] for name in group["params"]), strict=True))
+    return {
+        "state": {names[int(key)]: entry for key, entry in stored.get("state", {}).items()},
+        "param_groups": [{**group, "params": [names[key] for key in group["params"]]} for group in groups],
+    }
+
+
+def _read_small(directory: Path, state: TrainState) -> list[tuple[Any, Any]]:
+    """Return schedulers, registered objects and the loss scale, each with the state that it is to take."""
+    small: list[tuple[Any, Any]] = [
+        (scheduler, _load(_required(directory, f"scheduler{_suffix(index)}.bin")))
+        for index, scheduler in enumerate(state.schedulers)
+    ]
+    saved = sorted(directory.glob("custom_checkpoint_*.pkl"), key=lambda path: int(path.stem.rpartition("_")[2]))
+    if len(saved) != len(state.objects):
+        raise IncompatibleCheckpointError(
+            f"{directory.absolute()} holds {len(saved)} registered object(s), and {len(state.objects)} are registered; "
+            "register what the run that saved it had, in its order"
+        )
+    small += [(item, _load(path)) for item, path in zip(state.objects.values(), saved, strict=True)]
+    if state.scaler is not None and (directory / "scaler.pt").is_file():
+        small.append((state.scaler, _load(directory / "scaler.pt")))
+    return small
+
+
+def _restore_streams(directory: Path, process: ProcessContext) -> str:
+    """Give this rank its random streams back where as many ranks saved them; say what was done."""
+    saved_by = len(list(directory.glob("random_states_*.pkl")))
+    if saved_by != process.world_size:
+        return f"saved by {saved_by} process(es) and loaded by {process.world_size}: random streams of this run"
+    try:
+        streams = _load(directory / f"random_states_{process.rank}.pkl")
+        name, keys, *rest = streams["numpy_random_seed"]
+        set_rng_state(
+            {
+                "python": streams["random_state"],
+                "numpy": {"name": name, "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)), "rest": rest},
+                "torch": streams["torch_manual_seed"],
+            }
+        )
+    except (IncompatibleCheckpointError, KeyError, TypeError, ValueError) as error:
+        logger.warning("random streams in %s cannot be read, and this run's go on: %s", directory, error)
+        return "random streams of this run"
+    return "random streams restored"

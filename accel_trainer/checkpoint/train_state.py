@@ -1,0 +1,274 @@
+"""A whole training state in a directory: safetensors and JSON, keyed by parameter names.
+
+unit_I.json, unit_I.*          model I and its optimizers' state, as `strategies.api.CheckpointIO` writes them
+training.safetensors/.json     schedulers, loaders' positions, scaler, registered objects
+random_R.safetensors/.json     random streams of rank R
+window_R.safetensors/.json     gradients of an accumulation window, on rank R, where the save came in the middle of one
+window.RRRRR.safetensors       rank R's parts of those that are sharded
+manifest.json, COMMITTED       what was saved, by how many ranks, with which versions, and the checksum of every file
+
+Format 1 had a unit's state whole, in model_I.safetensors and optimizer_I.safetensors/.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from accel_trainer.checkpoint.commit.publication import StagedDirectory, StoredCheckpoint
+from accel_trainer.checkpoint.format.json_codec import decode, encode
+from accel_trainer.checkpoint.format.manifest import FORMAT_VERSION, Manifest
+from accel_trainer.checkpoint.shards import StoredParts, TensorInParts, write_parts
+from accel_trainer.errors import IncompatibleCheckpointError
+from accel_trainer.runtime.fault_injection import fault_point
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.rng import derive_streams, get_rng_state, set_rng_state
+from accel_trainer.runtime.shared_errors import shared_fate
+
+__all__ = ["FORMAT_VERSION", "TrainState", "files_to_read", "load_train_state", "save_train_state"]
+
+
+class Stateful(Protocol):
+    """Anything with a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as numbers, strings, lists, dicts and tensors."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take a state back."""
+
+
+class Windows(Protocol):
+    """Accumulation windows, which may be open."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return this rank's part of open windows, None where all are closed. Every rank calls it."""
+
+    def plan_load(self, read: Callable[[int], Mapping[str, Any]] | None, num_ranks: int) -> Callable[[], None]:
+        """Check what `read(rank)` returns for each rank that saved, and return what opens windows with it.
+
+        Without a reader, what closes all of them.
+        """
+
+
+@dataclass
+class TrainState:
+    """Everything that a training run is made of."""
+
+    units: Sequence[Any]
+    """`strategies.api.CheckpointIO` of every unit."""
+    has_optimizer: Sequence[bool]
+    has_weights: Sequence[bool]
+    """False for a unit whose weights a hook of the user saves or loads; its optimizer stays with us."""
+    schedulers: Sequence[Stateful]
+    loaders: Sequence[Stateful]
+    objects: Mapping[str, Stateful]
+    """What was registered, by name."""
+    scaler: torch.amp.GradScaler | None
+    windows: Windows | None = None
+
+
+def _write(staged: StagedDirectory, name: str, value: Any) -> None:
+    tensors: dict[str, Tensor] = {}
+    data = encode(value, tensors)
+    staged.write_tensors(f"{name}.safetensors", tensors)
+    staged.write_json(f"{name}.json", data)
+
+
+def _read(stored: StoredCheckpoint, name: str, more: Mapping[str, Any] | None = None) -> Any:
+    return decode(stored.json(f"{name}.json"), {**stored.tensors(f"{name}.safetensors"), **(more or {})})
+
+
+def save_train_state(staged: StagedDirectory, state: TrainState, process: ProcessContext) -> None:
+    """Write `state` into `staged`. Collective: every rank calls it, and a rank's error is raised on all."""
+    # A vote after each part that writes: what comes next may gather, engines and registered objects do.
+    for index, unit in enumerate(state.units):
+        with shared_fate(process, "save of the state"):
+            unit.save(staged, f"unit_{index}", weights=state.has_weights[index])
+    with shared_fate(process, "save of the state"):
+        # First what may gather: a rank whose disk is full would not take part.
+        window = None if state.windows is None else state.windows.state_dict()
+        _write(staged, f"random_{process.rank}", get_rng_state())
+        if window is not None:
+            held: dict[str, Tensor] = {}
+            staged.write_json(f"window_{process.rank}.json", encode(window, held))
+            staged.write_tensors(f"window_{process.rank}.safetensors", _write_sharded(staged, "window", held, process))
+    tensors: dict[str, Tensor] = {}
+    outline = encode(_training(state), tensors)
+    # Copies of a sharded model, averaged weights say, are written like the model; for the rest one rank's word counts.
+    whole = _write_sharded(staged, "training", tensors, process)
+    # Read by every rank, hence on every node's disk.
+    if staged.commits:
+        staged.write_tensors("training.safetensors", whole)
+        staged.write_json("training.json", outline)
+        staged.metadata["units"] = len(state.units)
+
+
+def _write_sharded(
+    staged: StagedDirectory, prefix: str, tensors: Mapping[str, Tensor], process: ProcessContext
+) -> dict[str, Tensor]:
+    """Write this rank's part of what is laid out over a mesh, and return the other tensors."""
+    sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    write_parts(staged, prefix, sharded, process.rank)
+    return {name: tensor for name, tensor in tensors.items() if name not in sharded}
+
+
+def _training(state: TrainState) -> dict[str, Any]:
+    return {
+        "schedulers": [scheduler.state_dict() for scheduler in state.schedulers],
+        "loaders": [loader.state_dict() for loader in state.loaders],
+        "objects": {name: item.state_dict() for name, item in state.objects.items()},
+        "scaler": state.scaler.state_dict() if state.scaler is not None else None,
+    }
+
+
+def _read_training(stored: StoredCheckpoint, state: TrainState) -> dict[str, Any]:
+    """Return the small things. Tensors that are sharded in this run are read so, each rank its part."""
+    parts = StoredParts(stored, "training")
+    now: dict[str, Tensor] = {}
+    if len(parts):
+        encode(_training(state), now)
+    sharded: dict[str, Tensor] = {}
+    for name in parts:
+        shape, own = parts.shape(name), now.get(name)
+        if isinstance(own, DTensor) and tuple(own.shape) == shape:
+            sharded[name] = torch.empty_like(own, dtype=parts.dtype(name), requires_grad=False)
+        else:
+            sharded[name] = torch.empty(shape, dtype=parts.dtype(name))
+        parts.read(name, sharded[name])
+    training: dict[str, Any] = _read(stored, "training", sharded)
+    return training
+
+
+def files_to_read(manifest: Manifest, state: TrainState, process: ProcessContext) -> Iterator[str]:
+    """Yield the names of the files that this rank reads in `load_train_state`."""
+    own = (
+        "training.",
+        "window_",
+        "window.",
+        f"random_{_stream_of(manifest, process)}.",
+        *(("model_", "optimizer_") if process.is_main else ()),
+    )
+    yield from (name for name in manifest.files if name.startswith(own))
+    for index, unit in enumerate(state.units):
+        yield from unit.files(manifest, f"unit_{index}")
+
+
+def _by_name(saved: Any, own: Mapping[str, Stateful]) -> Mapping[str, Any]:
+    """Return the states of registered objects by name; format 1 had them in their order."""
+    return dict(zip(own, saved, strict=True)) if isinstance(saved, list) and len(saved) == len(own) else saved
+
+
+def _check_fits(stored: StoredCheckpoint, training: dict[str, Any], state: TrainState) -> None:
+    place = stored.path.absolute()
+    for kind, own in (("schedulers", state.schedulers), ("loaders", state.loaders), ("objects", state.objects)):
+        if len(training[kind]) != len(own) and (kind != "objects" or isinstance(training[kind], list)):
+            raise IncompatibleCheckpointError(
+                f"{place} holds {len(training[kind])} {kind} and this Accelerator has {len(own)}; "
+                "prepare and register the same things in the same order before load_state()"
+            )
+    saved = _by_name(training["objects"], state.objects)
+    missing, unexpected = sorted(state.objects.keys() - saved.keys()), sorted(saved.keys() - state.objects.keys())
+    if missing or unexpected:
+        differences = [f"registered and not in it: {', '.join(map(repr, missing))}"] if missing else []
+        differences += [f"in it and not registered: {', '.join(map(repr, unexpected))}"] if unexpected else []
+        raise IncompatibleCheckpointError(
+            f"{place} was saved with other registered objects; {'; '.join(differences)}. Register the same ones under "
+            "the same names with register_for_checkpointing() before load_state()"
+        )
+
+
+def load_train_state(stored: StoredCheckpoint, state: TrainState, process: ProcessContext) -> str:
+    """Load what `save_train_state` wrote. Collective: every rank calls it, and every rank reads the small files.
+
+    Returns:
+        What is exact and what is not, for the user to read.
+
+    Raises:
+        CheckpointNotFoundError: a file is missing.
+        CorruptCheckpointError: a file was changed.
+        IncompatibleCheckpointError: it was saved from other objects; nothing was changed.
+    """
+    manifest = stored.manifest
+    with shared_fate(process, f"load of {stored.path}"):
+        if manifest.metadata["units"] != len(state.units):
+            raise IncompatibleCheckpointError(
+                f"{stored.path.absolute()} holds {manifest.metadata['units']} model(s) and this Accelerator has "
+                f"{len(state.units)}; prepare the same models in the same order before load_state()"
+            )
+        training = _read_training(stored, state)
+        _check_fits(stored, training, state)
+        same_world = manifest.world_size == process.world_size
+        random_state = _read_streams(stored, process)
+        open_windows = _plan_windows(stored, state)
+    # All are checked before the first is changed.
+    loads: list[Callable[[], None]] = []
+    for index, unit in enumerate(state.units):
+        if f"unit_{index}.json" in stored:
+            loads.append(unit.plan_load(stored, f"unit_{index}", weights=state.has_weights[index]))
+        else:
+            loads += _plan_whole_unit(stored, index, unit, state, process)
+    for load in loads:
+        load()
+    with shared_fate(process, f"load of {stored.path}"):
+        fault_point("load.apply", manifest.step)
+        for kind, own in (("schedulers", state.schedulers), ("loaders", state.loaders)):
+            for item, saved in zip(own, training[kind], strict=True):
+                item.load_state_dict(saved)
+        for name, saved in _by_name(training["objects"], state.objects).items():
+            state.objects[name].load_state_dict(saved)
+        if state.scaler is not None and training["scaler"] is not None:
+            state.scaler.load_state_dict(training["scaler"])
+        open_windows()
+        if random_state is not None:
+            set_rng_state(random_state) if same_world else derive_streams(random_state, process.rank)
+    if same_world:
+        return "random streams restored"
+    origin = "of this run" if random_state is None else "new, from those saved and the rank"
+    return f"saved by {manifest.world_size} process(es) and loaded by {process.world_size}: random streams {origin}"
+
+
+def _plan_windows(stored: StoredCheckpoint, state: TrainState) -> Callable[[], None]:
+    """Return what puts accumulation windows back, once they are known to fit."""
+    if state.windows is None:
+        return lambda: None
+    parts = StoredParts(stored, "window")
+    held = {name: TensorInParts(parts, name) for name in parts}
+    is_open = "window_0.json" in stored
+    read = (lambda rank: _read(stored, f"window_{rank}", held)) if is_open else None
+    return state.windows.plan_load(read, stored.manifest.world_size)
+
+
+def _read_streams(stored: StoredCheckpoint, process: ProcessContext) -> dict[str, Any] | None:
+    """Return this rank's random streams; rank 0's where another number of ranks saved them, if this disk has those."""
+    name = f"random_{_stream_of(stored.manifest, process)}"
+    if stored.manifest.world_size != process.world_size and f"{name}.json" not in stored:
+        return None
+    streams: dict[str, Any] = _read(stored, name)
+    return streams
+
+
+def _stream_of(manifest: Manifest, process: ProcessContext) -> int:
+    return process.rank if manifest.world_size == process.world_size else 0
+
+
+def _plan_whole_unit(
+    stored: StoredCheckpoint, index: int, unit: Any, state: TrainState, process: ProcessContext
+) -> list[Callable[[], None]]:
+    """Check a unit as format 1 has it: one file with all of the model, one with all of the optimizer. Collective."""
+    model: Mapping[str, Tensor] = {}
+    optimizer: Mapping[str, Any] = {}
+    with shared_fate(process, f"load of {stored.path}"):
+        if process.is_main and state.has_weights[index]:
+            model = stored.tensors(f"model_{index}.safetensors")
+        if process.is_main and state.has_optimizer[index]:
+            optimizer = _read(stored, f"optimizer_{index}")
+    loads = [unit.plan_full_model_load(model)] if state.has_weights[index] else []
+    if state.has_optimizer[index]:
+        loads.append(unit.plan_full_optimizer_load(optimizer))
+    return loads

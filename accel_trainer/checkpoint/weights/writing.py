@@ -1,0 +1,345 @@
+"""Model weights as safetensors, or as torch's own files, under the names that `from_pretrained` reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from accel_trainer.checkpoint.commit.disk import explain_full_disk, fsync_path, write_durably
+from accel_trainer.checkpoint.format.manifest import parse_json
+from accel_trainer.checkpoint.format.safetensors_file import (
+    LazyTensor,
+    tensor_file_bytes,
+    write_order,
+    write_tensor_file,
+)
+from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
+
+__all__ = [
+    "BIN_INDEX_NAME",
+    "BIN_NAME",
+    "INDEX_NAME",
+    "WEIGHTS_NAME",
+    "SafetensorsDirectory",
+    "parse_size",
+    "read_index",
+    "remove_weights",
+    "save_weights",
+]
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+BIN_NAME = "pytorch_model.bin"
+BIN_INDEX_NAME = "pytorch_model.bin.index.json"
+
+_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def parse_size(size: int | str) -> int:
+    """Return a size such as `"10GB"` or `"500MiB"` in bytes.
+
+    Raises:
+        ConfigError: it is not a positive number with one of the units B, KB, MB, GB, TB, KiB, MiB, GiB, TiB.
+    """
+    text = str(size).strip().upper()
+    digits = text.rstrip("BKMGTI")
+    unit = text[len(digits) :] or "B"
+    try:
+        value = int(float(digits) * _UNITS[unit])
+    except (ValueError, KeyError):
+        value = 0
+    if value <= 0:
+        raise ConfigError(f"size {size!r} is not a positive number of bytes; write it like '10GB', '500MiB' or 1000000")
+    return value
+
+
+State = Mapping[str, Tensor | LazyTensor]
+Shard = State
+
+
+def _identity(tensor: Tensor | LazyTensor) -> Any:
+    """What the names of one tied tensor have in common."""
+    if not isinstance(tensor, Tensor) or not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _distinct(state: State) -> dict[str, Tensor | LazyTensor]:
+    """Keep each tied tensor once, under its first name: safetensors refuses shared memory, and loaders tie again."""
+    first: dict[Any, str] = {}
+    for name, tensor in state.items():
+        first.setdefault(_identity(tensor), name)
+    return {name: state[name] for name in first.values()}
+
+
+def _split(state: State, limit: int) -> list[dict[str, Tensor | LazyTensor]]:
+    """Cut `state` into parts of at most `limit` bytes, in its order; the names of a tied tensor stay together."""
+    shards: list[dict[str, Tensor | LazyTensor]] = [{}]
+    homes: dict[Any, dict[str, Tensor | LazyTensor]] = {}
+    size = 0
+    for name, tensor in state.items():
+        home = homes.get(_identity(tensor))
+        if home is None:
+            num_bytes = tensor_file_bytes({name: tensor})
+            if shards[-1] and size + num_bytes > limit:
+                shards.append({})
+                size = 0
+            size += num_bytes
+            home = homes[_identity(tensor)] = shards[-1]
+        home[name] = tensor
+    return shards
+
+
+def remove_weights(directory: Path, *, keep: Sequence[str] = (), with_bin: bool = False) -> None:
+    """Remove weights of earlier saves, so that no stale file is read in place of a new one.
+
+    Args:
+        keep: names that stay.
+        with_bin: torch's own files too. They need not go when safetensors are written, which are read before them.
+    """
+    # Indexes before what they name: a reader finds all of it or nothing.
+    patterns = [INDEX_NAME, WEIGHTS_NAME, "model-*-of-*.safetensors"]
+    if with_bin:
+        patterns += [BIN_INDEX_NAME, BIN_NAME, "pytorch_model-*-of-*.bin"]
+    for pattern in patterns:
+        for path in directory.glob(pattern):
+            if path.name not in keep:
+                path.unlink()
+
+
+def save_weights(
+    state: State,
+    directory: Path,
+    max_shard_size: int | str = "10GB",
+    *,
+    safe_serialization: bool = True,
+    writes: bool = True,
+) -> list[str]:
+    """Write `state` as `model.safetensors`, or as numbered shards with an index when it exceeds `max_shard_size`.
+
+    One tensor is in memory at a time, of torch's own files one shard. Files get their names once all are written, and
+    weights of an earlier save in `directory` go last: a kill leaves those or the new ones readable. Collective where
+    `state` holds lazy tensors that gather: every rank calls it, one of them writes, and its errors are raised after the
+    last tensor, so that nobody waits for it.
+
+    Args:
+        safe_serialization: False writes torch's own files, `pytorch_model.bin`, with every name of tied tensors.
+        writes: whether this rank writes.
+
+    Returns:
+        The names of the weight files.
+
+    Raises:
+        ConfigError: a tensor's type is unknown to the format.
+        DiskFullError: there is no room.
+    """
+    shards = _split(_distinct(state) if safe_serialization else state, parse_size(max_shard_size))
+    stem, suffix = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
+    names = [f"{stem}.{suffix}"]
+    if len(shards) > 1:
+        names = [f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}" for number in range(1, len(shards) + 1)]
+    if not writes:
+        for shard in shards:
+            _take_part(shard, safe_serialization)
+        return names
+    write = _write_safetensors if safe_serialization else _write_bin
+    paths = [_incomplete(directory / name) for name in names]
+    error = _write_shards(list(zip(paths, shards, strict=True)), write)
+    try:
+        if error is not None:
+            raise error
+        index = directory / f"{stem}.{suffix}.index.json" if len(shards) > 1 else None
+        _publish(directory, names, index, shards)
+        kept = [*names, index.name] if index is not None else names
+        remove_weights(directory, keep=kept, with_bin=not safe_serialization)
+        fsync_path(directory)
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
+    return names
+
+
+def _incomplete(path: Path) -> Path:
+    return path.with_name(f".{path.name}.incomplete")
+
+
+def _replace_index(path: Path, index: Any) -> None:
+    """Write an index in place of an older one, in one step of the filesystem."""
+    temporary = _incomplete(path)
+    temporary.unlink(missing_ok=True)
+    try:
+        write_durably(temporary, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_path(path.parent)
+
+
+def _publish(directory: Path, names: Sequence[str], index: Path | None, shards: Sequence[Shard]) -> None:
+    """Give written files their names, such that a kill at any moment leaves the old weights or the new ones readable.
+
+    Without an index that is one step. With one, the index comes last, and shards of the old one whose names are taken
+    by new ones stay readable under other names until then.
+    """
+    if index is not None:
+        _set_aside(index, names)
+    for name in names:
+        os.replace(_incomplete(directory / name), directory / name)
+    fsync_path(directory)
+    if index is not None:
+        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        total = sum(tensor_file_bytes(_distinct(shard)) for shard in shards)
+        _replace_index(index, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _set_aside(index: Path, names: Sequence[str]) -> None:
+    """Have an old index name its shards otherwise where `names` has them; it goes where the filesystem cannot link."""
+    try:
+        old = parse_json(index.read_bytes(), index)
+        weight_map = dict(old["weight_map"])
+        taken = set(weight_map.values()) & set(names)
+        aside = {name: "{}-old-{}".format(*name.split("-", 1)) for name in taken}
+        for name, other in aside.items():
+            (index.parent / other).unlink(missing_ok=True)
+            os.link(index.parent / name, index.parent / other)
+        if aside:
+            old["weight_map"] = {key: aside.get(name, name) for key, name in weight_map.items()}
+            fsync_path(index.parent)
+            _replace_index(index, old)
+    except FileNotFoundError:
+        index.unlink(missing_ok=True)
+    except (OSError, ValueError, KeyError, TypeError):
+        # Better no weights than some of the old ones with some of the new ones.
+        index.unlink()
+    fsync_path(index.parent)
+
+
+def _write_shards(shards: Sequence[tuple[Path, Shard]], write: Callable[[BinaryIO, Shard], None]) -> Exception | None:
+    """Write each shard to its path. After an error the tensors that are left are still made: others take part in it."""
+    error: Exception | None = None
+    for path, shard in shards:
+        once = {id(tensor): tensor if isinstance(tensor, Tensor) else _Once(tensor) for tensor in shard.values()}
+        tracked = {name: once[id(tensor)] for name, tensor in shard.items()}
+        try:
+            if error is None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with explain_full_disk(path, tensor_file_bytes(shard)), open(path, "wb") as file:
+                    write(file, tracked)
+                    file.flush()
+                    os.fsync(file.fileno())
+        except Exception as raised:
+            if any(isinstance(tensor, _Once) and tensor.is_broken for tensor in tracked.values()):
+                raise
+            error = raised
+        _take_part(tracked, write is _write_safetensors)
+    return error
+
+
+class _Once:
+    """A lazy tensor that is made once, and knows whether it was."""
+
+    def __init__(self, tensor: LazyTensor) -> None:
+        self.dtype, self.shape = tensor.dtype, tensor.shape
+        self.was_made = False
+        self.is_broken = False
+        self._make = tensor
+
+    def __call__(self) -> Tensor:
+        """Return the tensor; the ranks are out of step when this fails."""
+        self.was_made, self.is_broken = True, True
+        made = self._make()
+        self.is_broken = False
+        return made
+
+
+def _take_part(shard: Shard, safe_serialization: bool) -> None:
+    """Make the tensors that the writing rank makes, in its order, and let go of each."""
+    made: set[int] = set()
+    for name in write_order(shard) if safe_serialization else shard:
+        tensor = shard[name]
+        if not isinstance(tensor, Tensor) and id(tensor) not in made and not getattr(tensor, "was_made", False):
+            made.add(id(tensor))
+            tensor()
+
+
+def _write_safetensors(file: BinaryIO, shard: Shard) -> None:
+    write_tensor_file(file, shard)
+
+
+def _write_bin(file: BinaryIO, shard: Shard) -> None:
+    whole: dict[int, Tensor] = {}
+    for tensor in shard.values():
+        if id(tensor) not in whole:
+            whole[id(tensor)] = tensor if isinstance(tensor, Tensor) else tensor()
+    torch.save({name: whole[id(tensor)] for name, tensor in shard.items()}, file)
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Return which file beside the index `path` holds which tensor.
+
+    Raises:
+        IncompatibleCheckpointError: it is no index, or names a file outside its directory.
+        CheckpointNotFoundError: it names a file that is missing.
+    """
+    try:
+        weight_map: dict[str, str] = dict(parse_json(path.read_bytes(), path)["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise IncompatibleCheckpointError(
+            f"{path} is not an index of weights ({type(error).__name__}: {error}); expected a JSON object with "
+            "'weight_map'. Save the weights again"
+        ) from error
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name:
+            raise IncompatibleCheckpointError(f"{path} names {name!r}, which is not a plain file name; do not load it")
+        if not (path.parent / name).is_file():
+            raise CheckpointNotFoundError(f"{path} names {name!r}, which is missing")
+    return weight_map
+
+
+class SafetensorsDirectory(Mapping[str, Tensor]):
+    """The weights in a directory by name; a tensor is read when it is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open the index, or the single file.
+
+        Raises:
+            CheckpointNotFoundError: there are no safetensors weights.
+            IncompatibleCheckpointError: the index names a file outside the directory, or one that is missing.
+        """
+        self.directory = directory
+        if (directory / INDEX_NAME).is_file():
+            weight_map = read_index(directory / INDEX_NAME)
+        elif (directory / WEIGHTS_NAME).is_file():
+            with safe_open(directory / WEIGHTS_NAME, framework="pt") as file:
+                weight_map = dict.fromkeys(file.keys(), WEIGHTS_NAME)
+        else:
+            raise CheckpointNotFoundError(f"no {WEIGHTS_NAME} and no {INDEX_NAME} in {directory.absolute()}")
+        self._files = weight_map
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self.directory / self._files[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)

@@ -1,0 +1,376 @@
+"""The DeepSpeed block of a configuration, in every spelling: DeepSpeed's own sections, accelerate's fields, or both.
+
+The block is kept as it was written, and this module says what it means: one DeepSpeed configuration, in which "auto"
+may still stand where the run has to tell the value.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from accel_trainer.config.deepspeed.keys import KNOWN_KEYS, join
+from accel_trainer.config.readers.config_source import FileProblemsError, load_document, packaged_names
+from accel_trainer.config.readers.document import Node
+from accel_trainer.config.validation import show
+
+__all__ = [
+    "CONFIG_FILE",
+    "FIELDS",
+    "LAUNCH_FIELDS",
+    "SHARED_KEYS",
+    "BlockSource",
+    "EngineBlock",
+    "block_of",
+    "get_value",
+    "is_whole",
+    "leaf_paths",
+    "located",
+    "merge_blocks",
+    "named_file",
+    "read_block",
+    "read_deepspeed",
+    "set_value",
+]
+
+BlockSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any]"
+
+CONFIG_FILE = "deepspeed_config_file"
+ZERO3_INIT = "zero3_init_flag"
+
+FIELDS: Mapping[str, str] = {
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "deepspeed_moe_layer_cls_names": "zero_optimization.leaf_module.classes",
+    ZERO3_INIT: ZERO3_INIT,
+}
+"""Accelerate's fields and the key of DeepSpeed's that each stands for; `zero3_init_flag` is not DeepSpeed's own."""
+
+LAUNCH_FIELDS = (
+    "deepspeed_hostfile",
+    "deepspeed_inclusion_filter",
+    "deepspeed_exclusion_filter",
+    "deepspeed_multinode_launcher",
+)
+"""Accelerate's fields that only starting processes needs."""
+
+SHARED_KEYS = ("gradient_accumulation_steps", "gradient_clipping")
+"""Keys that accelerate's fields and DeepSpeed's own have in common."""
+_NESTED_IN = ("deepspeed_config", "deepspeed")
+"""The key of a whole run's configuration file that holds the block: accelerate's, and our own."""
+_DEVICES = ("none", "cpu", "nvme")
+_MAX_FILES = 4
+_DEFAULT_STAGE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBlock:
+    """What a block means.
+
+    Attributes:
+        data: a DeepSpeed configuration, "auto" included; `zero3_init_flag` stands in it where it was given.
+        origins: where a value came from, by dotted path, where that is a line of a file.
+        launch: the fields that starting processes needs.
+    """
+
+    data: dict[str, Any]
+    origins: dict[str, str] = field(default_factory=dict)
+    launch: dict[str, Any] = field(default_factory=dict)
+
+
+def block_of(source: BlockSource) -> dict[str, Any]:
+    """Return the block that a user's `deepspeed=` argument stands for; a file is named in it, not read.
+
+    Args:
+        source: a mapping, JSON text, base64 of JSON text, the path of a JSON or YAML file, or a packaged name.
+
+    Raises:
+        ConfigError: none of these.
+    """
+    if isinstance(source, Mapping):
+        return _plain(source)
+    if isinstance(source, str):
+        text = source if source.lstrip().startswith("{") else _decoded(source)
+        if text is not None:
+            return load_document(text)[2].root.plain()
+    _, path, _ = load_document(source)
+    return {CONFIG_FILE: str(path)}
+
+
+def _decoded(text: str) -> str | None:
+    """Return the JSON object that base64 text holds; None for anything else, such as a path."""
+    if not re.fullmatch(r"[\w+/-]{4,}=*", text) or text in packaged_names() or os.path.exists(text):
+        return None
+    try:
+        decoded = base64.b64decode(text.replace("-", "+").replace("_", "/"), validate=True).decode()
+        return decoded if isinstance(json.loads(decoded), dict) else None
+    except (binascii.Error, ValueError):
+        return None
+
+
+def read_deepspeed(source: BlockSource) -> dict[str, Any]:
+    """Return the DeepSpeed configuration that a source holds, "auto" included.
+
+    Args:
+        source: as for `block_of`; a file may also be a whole run's configuration with a DeepSpeed block in it.
+
+    Raises:
+        ConfigError: it cannot be found or read, or its fields are wrong or contradict each other.
+    """
+    return read_block(block_of(source)).data
+
+
+def is_whole(block: Mapping[str, Any]) -> bool:
+    """Tell whether a block describes DeepSpeed by itself, instead of giving single fields."""
+    fields = (*FIELDS, *LAUNCH_FIELDS, *SHARED_KEYS, CONFIG_FILE)
+    has_keys = any(name not in fields and value is not None for name, value in block.items())
+    return has_keys or named_file(block) is not None
+
+
+def named_file(block: Mapping[str, Any]) -> Any:
+    """Return the file that a block names; None where it names none, in any of the ways to write that."""
+    file = block.get(CONFIG_FILE)
+    return None if file is None or str(file).strip().lower() in ("", "none") else file
+
+
+def merge_blocks(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one block of two levels of precedence: single fields win one by one, a whole one replaces the lower.
+
+    Raises:
+        ConfigError: the lower block has to be read for that, and it cannot be.
+    """
+    kept = {name: value for name, value in below.items() if name in LAUNCH_FIELDS}
+    if is_whole(above):
+        return {**kept, **above}
+    if not is_whole(below) or above.keys() <= set(LAUNCH_FIELDS):
+        return {**below, **above}
+    lower, upper = read_block(below), read_block({**above, "zero_stage": above.get("zero_stage", _DEFAULT_STAGE)})
+    for path, value in _leaves(upper.data, ""):
+        if path != FIELDS["zero_stage"] or "zero_stage" in above:
+            set_value(lower.data, path, value)
+    for name in above:
+        # Said at this level, "none" takes back what the lower one offloads.
+        if name.endswith("_device") and str(above[name]).strip().lower() == "none":
+            set_value(lower.data, FIELDS[name], "none")
+    return {**lower.launch, **lower.data, **upper.launch}
+
+
+def read_block(block: Mapping[str, Any], *, places: Mapping[str, str] | None = None) -> EngineBlock:
+    """Return what a block means; the file that it names is read.
+
+    A value of the file and a field that says otherwise contradict each other; a field fills what the file leaves out
+    or leaves to "auto". Fields alone mean stage 2, as in accelerate.
+
+    Args:
+        block: in any spelling.
+        places: where keys of the block came from, for messages.
+
+    Raises:
+        FileProblemsError: a `ConfigError` with all problems of the block, and of the file.
+    """
+    reader = _Reader(places or {})
+    result = reader.read(block)
+    for path in list(_paths(result.data, "")):
+        named = [name for name in places or {} if _speaks_of(name, path)]
+        if named and places:
+            nearest = max(named, key=lambda name: len(FIELDS.get(name, name)))
+            result.origins.setdefault(path, places[nearest])
+    if reader.problems:
+        raise FileProblemsError(reader.problems, "the DeepSpeed block")
+    return result
+
+
+class _Reader:
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self.places = places
+        self.folder: Path | None = None  # of the file that is read; else the working directory
+        self.problems: list[str] = []
+        self.num_files = 0
+
+    def read(self, block: Mapping[str, Any]) -> EngineBlock:
+        """Read a block that may name a file."""
+        file = named_file(block)
+        result = self.file(file) if file is not None else EngineBlock({})
+        for name, value in block.items():
+            if name in LAUNCH_FIELDS:
+                if value is not None:
+                    result.launch[name] = value
+            elif name in FIELDS:
+                self.field(name, value, result)
+            elif name != CONFIG_FILE and not (name in SHARED_KEYS and value is None):
+                self.own(name, _plain(value), result)
+        if not is_whole(block):
+            result.data.setdefault("zero_optimization", {}).setdefault("stage", _DEFAULT_STAGE)
+        return result
+
+    def file(self, source: Any) -> EngineBlock:
+        """Read a file: a DeepSpeed configuration, or a whole run's with a DeepSpeed block in it."""
+        self.num_files += 1
+        if self.num_files > _MAX_FILES:
+            self.problems.append(f"{CONFIG_FILE} {source!r} names a file that names another, {_MAX_FILES} times over")
+            return EngineBlock({})
+        if isinstance(source, str):
+            source = located(source, self.folder)
+        try:
+            name, _, document = load_document(source)
+        except FileProblemsError as error:
+            self.problems.extend(error.problems)
+            return EngineBlock({})
+        self.problems.extend(document.problems)
+        content = document.root.plain()
+        if not isinstance(content, dict):
+            self.problems.append(f"{name} holds {show(content)}; expected the keys of a DeepSpeed configuration")
+            return EngineBlock({})
+        nested = next((content[key] for key in _NESTED_IN if isinstance(content.get(key), str | Mapping)), None)
+        if nested is not None:
+            self.folder = document.folder
+            return self.read(nested) if isinstance(nested, Mapping) else self.file(nested)
+        origins = {where: f"{name}:{line}" for where, line in _lines(document.root, "") if line is not None}
+        return EngineBlock(content, origins)
+
+    def field(self, name: str, value: Any, result: EngineBlock) -> None:
+        """Put one of accelerate's fields where DeepSpeed has it."""
+        if value is None or (isinstance(value, str) and value.strip().lower() in ("", "none")):
+            return
+        path = FIELDS[name]
+        try:
+            checked = "auto" if value == "auto" else _field_value(name, value)
+        except ValueError as error:
+            self.problems.append(f"{name}{self.at(name)} is {show(value)}; expected {error}")
+            return
+        self.put(name, path, checked, result)
+
+    def own(self, name: str, value: Any, result: EngineBlock) -> None:
+        """Put a key of DeepSpeed's own beside what a file says."""
+        if isinstance(value, dict) and value:
+            for path, leaf in list(_leaves(value, name)):
+                self.put(path, path, leaf, result)
+        else:
+            self.put(name, name, value, result)
+
+    def put(self, name: str, path: str, value: Any, result: EngineBlock) -> None:
+        known = get_value(result.data, path)
+        if known is None or known == "auto":
+            set_value(result.data, path, value)
+            result.origins.pop(path, None)
+        elif value not in (known, "auto", None):
+            where = f" ({result.origins[path]})" if path in result.origins else ""
+            self.problems.append(
+                f"{name}{self.at(name)} is {show(value)}, and {path}{where} is {show(known)}: DeepSpeed would go by "
+                f"{show(known)}; keep one of the two"
+            )
+
+    def at(self, name: str) -> str:
+        """Return where a key of the block came from, in brackets, where that is known."""
+        return f" ({self.places[name]})" if name in self.places else ""
+
+
+def located(file: str, folder: Path | None) -> str:
+    """Return the path of a file that another one in `folder` names, if it lies beside that; else the name as it is."""
+    try:
+        beside = (folder or Path()) / os.path.expanduser(file)
+        return os.path.abspath(beside) if beside.is_file() else file
+    except (OSError, ValueError):  # JSON text, which is no name of a file
+        return file
+
+
+def _field_value(name: str, value: Any) -> Any:
+    """Return a field as DeepSpeed wants it; the message of a ValueError completes "expected ..."."""
+    word = str(value).strip()
+    if name == "zero_stage":
+        if isinstance(value, bool) or word not in ("0", "1", "2", "3"):
+            raise ValueError("0, 1, 2 or 3")
+        return int(word)
+    if name in (ZERO3_INIT, "zero3_save_16bit_model"):
+        if word.lower() not in ("true", "false"):
+            raise ValueError("true or false")
+        return word.lower() == "true"
+    if name.endswith("_device"):
+        if word.lower() not in _DEVICES:
+            raise ValueError(f"one of {', '.join(map(repr, _DEVICES))}")
+        return word.lower()
+    if name == "deepspeed_moe_layer_cls_names":
+        names = word.split(",") if isinstance(value, str) else value
+        if not isinstance(names, list | tuple) or not all(isinstance(item, str) for item in names):
+            raise ValueError("names of classes, separated by commas")
+        return [item.strip() for item in names if item.strip()]
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError("a directory")
+    return str(os.fspath(value))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else copy.copy(value)
+
+
+def leaf_paths(content: Mapping[str, Any], section: str = "") -> Iterator[str]:
+    """Yield the dotted path of every value in nested mappings; an empty mapping is a value."""
+    for name, value in content.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaf_paths(value, join(section, name))
+        else:
+            yield join(section, name)
+
+
+def _leaves(content: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
+    for name, value in content.items():
+        # A mapping that DeepSpeed reads as a whole, such as `autotuning`, is one value.
+        if isinstance(value, Mapping) and value and isinstance(_known(join(section, name)), Mapping):
+            yield from _leaves(value, join(section, name))
+        else:
+            yield join(section, name), value
+
+
+def _known(path: str) -> Any:
+    return get_value(KNOWN_KEYS, path)
+
+
+def _paths(content: Mapping[str, Any], section: str) -> Iterator[str]:
+    for name, value in content.items():
+        yield join(section, name)
+        if isinstance(value, Mapping):
+            yield from _paths(value, join(section, name))
+
+
+def _speaks_of(name: str, path: str) -> bool:
+    """Tell whether a key of a block gives the value at a dotted path."""
+    return path in (name, FIELDS.get(name)) or path.startswith(f"{name}.")
+
+
+def _lines(node: Node, section: str) -> Iterator[tuple[str, int | None]]:
+    if isinstance(node.value, dict):
+        for key, item in node.value.items():
+            yield join(section, key.name), key.line
+            yield from _lines(item, join(section, key.name))
+
+
+def get_value(content: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """Return the value at a dotted path of nested mappings; `default` where there is none, or null."""
+    value: Any = content
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return default if value is None else value
+
+
+def set_value(content: dict[str, Any], path: str, value: Any) -> None:
+    """Put a value at a dotted path of nested dicts; sections that are missing are made."""
+    *sections, name = path.split(".")
+    for section in sections:
+        inner = content.get(section)
+        content[section] = inner if isinstance(inner, dict) else {}
+        content = content[section]
+    content[name] = value

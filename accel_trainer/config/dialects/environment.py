@@ -1,0 +1,213 @@
+"""The environment level: our own `ACCEL_TRAINER_*` variables, and those that accelerate's launcher sets.
+
+Nothing here reads `os.environ`; the variables come in as a mapping.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from accel_trainer.config.deepspeed.levels import merge_settings, put_block
+from accel_trainer.config.dialects import fsdp as fsdp_dialect
+from accel_trainer.config.dialects.accelerate import put_parallelism
+from accel_trainer.config.dialects.fsdp import Entry
+from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
+from accel_trainer.config.schema import field_specs
+from accel_trainer.config.validation import show
+from accel_trainer.errors import did_you_mean
+from accel_trainer.logging import LEVEL_VARIABLE
+
+__all__ = ["LAUNCH_VARIABLE", "RESERVED_VARIABLES", "read_environment_layer", "read_launch_variable", "variable_name"]
+
+PREFIX = "ACCEL_TRAINER_"
+LAUNCH_VARIABLE = "ACCEL_TRAINER_LAUNCH"
+_BLOCK_PREFIX = "ACCEL_TRAINER_DEEPSPEED__"
+
+RESERVED_VARIABLES = {
+    LAUNCH_VARIABLE: "what `accel-trainer launch` was told: its configuration file and its flags, as JSON",
+    "ACCEL_TRAINER_FAULT": "fault injection, read in tests only",
+    "ACCEL_TRAINER_TEST_MODE": "1 lets ACCEL_TRAINER_FAULT act",
+    LEVEL_VARIABLE: "level of the package's log messages: debug, info, warning, ...",
+}
+"""Variables with our prefix that are not options of the tree."""
+
+_DIRECT = {
+    "ACCELERATE_MIXED_PRECISION": "mixed_precision",
+    "ACCELERATE_USE_CPU": "use_cpu",
+    "ACCELERATE_DEBUG_MODE": "debug",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "accumulation.num_steps",
+    "ACCELERATE_CPU_AFFINITY": "launch.enable_cpu_affinity",
+    "ACCELERATE_DYNAMO_BACKEND": "compile.backend",
+    "ACCELERATE_DYNAMO_MODE": "compile.mode",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "compile.fullgraph",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": "compile.dynamic",
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "compile.regional",
+}
+_DEEPSPEED = {
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "offload_optimizer_nvme_path",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "offload_param_nvme_path",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "zero3_init_flag",
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "zero3_save_16bit_model",
+    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "deepspeed_moe_layer_cls_names",
+    "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
+}
+_ENGINES = {"ACCELERATE_USE_FSDP": "fsdp2", "ACCELERATE_USE_DEEPSPEED": "deepspeed"}
+
+
+def variable_name(path: str) -> str:
+    """Return our own variable for an option: `fsdp.wrap_classes` is `ACCEL_TRAINER_FSDP__WRAP_CLASSES`."""
+    return PREFIX + path.upper().replace(".", "__")
+
+
+def read_environment_layer(environ: Mapping[str, str]) -> Layer:
+    """Return what the variables set; our own win over accelerate's, and empty ones count as not set."""
+    given = {name: value for name, value in environ.items() if value.strip()}
+    foreign = _read_foreign(given)
+    own = Layer(SourceKind.ENVIRONMENT, lenient=True)
+    paths = {variable_name(path): path for path in field_specs()}
+    for name, value in given.items():
+        if name == variable_name("deepspeed"):
+            put_block(own, value, where=name, subject=f"environment variable {name}")
+        elif name.startswith(_BLOCK_PREFIX):
+            key = name.removeprefix(_BLOCK_PREFIX).lower().replace("__", ".")
+            own.settings[f"deepspeed.{key}"] = Setting(f"deepspeed.{key}", _number(value), Source(own.kind, name))
+        elif name in paths:
+            own.put(paths[name], value, where=name, subject=f"environment variable {name}")
+        elif name.startswith(PREFIX) and name not in RESERVED_VARIABLES:
+            hint = did_you_mean(name, [*paths, *RESERVED_VARIABLES])
+            own.problems.append(f"unknown environment variable {name!r}{hint}")
+    if "deepspeed" in own.settings and "deepspeed" in foreign.settings:
+        own.settings["deepspeed"] = merge_settings(foreign.settings["deepspeed"], own.settings["deepspeed"])
+    own.settings = {**foreign.settings, **own.settings}
+    own.problems = [*foreign.problems, *own.problems]
+    own.notes = [*foreign.notes, *own.notes]
+    return own
+
+
+def _read_foreign(given: Mapping[str, str]) -> Layer:
+    layer = Layer(SourceKind.ENVIRONMENT, lenient=True)
+    compiles = given.get("ACCELERATE_DYNAMO_BACKEND", "").strip().lower() != "no"
+    for name, path in _DIRECT.items():
+        value: Any = given.get(name)
+        if path.startswith("compile.") and not compiles and path != "compile.backend":
+            continue  # its launcher writes them whether or not anything is compiled
+        if name == "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" and str(value).lower() in ("auto", "none"):
+            continue  # what its launcher writes when nobody gave a number
+        if value is not None:
+            layer.put(path, value, where=name, subject=f"environment variable {name}")
+    engines = [name for name in _ENGINES if _is_true(given, name, layer)]
+    if len(engines) > 1:
+        layer.problems.append(f"environment variables {' and '.join(engines)} are both true; a run has one strategy")
+        return layer
+    if _is_true(given, "ACCELERATE_USE_MEGATRON_LM", layer):
+        layer.problems.append(
+            "environment variable ACCELERATE_USE_MEGATRON_LM is true, which is not offered: use FSDP or DeepSpeed"
+        )
+    if "ACCELERATE_USE_FSDP" in engines:
+        _read_fsdp(given, layer)
+    if "ACCELERATE_USE_DEEPSPEED" in engines:
+        _read_deepspeed(given, layer)
+    if engines and "strategy" not in layer.settings:
+        layer.put("strategy", _ENGINES[engines[0]], where=engines[0], subject=f"environment variable {engines[0]}")
+    if _is_true(given, "ACCELERATE_USE_PARALLELISM_CONFIG", layer):
+        _read_parallelism(given, layer, is_fsdp="ACCELERATE_USE_FSDP" in engines)
+    return layer
+
+
+def _read_deepspeed(given: Mapping[str, str], layer: Layer) -> None:
+    names = {key: name for name, key in _DEEPSPEED.items() if given.get(name, "none").strip().lower() != "none"}
+    block = {key: _number(given[name]) for key, name in names.items()}
+    if block:
+        where = ", ".join(names.values())
+        put_block(layer, block, where=where, subject=f"environment variables {where}", parts=names)
+
+
+def _number(text: str) -> Any:
+    """Return the number, boolean, list or object that a text is, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"true": True, "false": False}.get(text.strip().lower(), text)
+
+
+def _is_true(given: Mapping[str, str], name: str, layer: Layer) -> bool:
+    word = given.get(name, "false").strip().lower()
+    if word not in ("true", "1", "yes", "y", "t", "on", "false", "0", "no", "n", "f", "off"):
+        layer.problems.append(f"environment variable {name} is {show(given[name])}; expected true or false")
+    return word in ("true", "1", "yes", "y", "t", "on")
+
+
+def _read_fsdp(given: Mapping[str, str], layer: Layer) -> None:
+    entries = {
+        name.removeprefix("FSDP_").lower(): Entry(name, value, name, f"environment variable {name}")
+        for name, value in given.items()
+        if name.startswith("FSDP_") and fsdp_dialect.is_known_key(name)
+    }
+    _drop_launcher_defaults(entries)
+    translated = list(entries.values())
+    fsdp_dialect.translate_entries(translated, layer, source_name="the environment (FSDP_*)", default_version=1)
+
+
+def _drop_launcher_defaults(entries: dict[str, Entry]) -> None:
+    """Forget the defaults that accelerate's launcher exports beside the one value that was asked for."""
+
+    def word(key: str) -> str:
+        return str(entries[key].value).strip().lower() if key in entries else ""
+
+    if word("sharding_strategy") in ("full_shard", "1") and "reshard_after_forward" in entries:
+        del entries["sharding_strategy"]
+    elif "sharding_strategy" in entries and word("reshard_after_forward") == "true":
+        del entries["reshard_after_forward"]
+    if not word("auto_wrap_policy").startswith("size"):
+        entries.pop("min_num_params", None)
+    if word("version") == "2":
+        for key in ("use_orig_params", "sync_module_states"):
+            entries.pop(key, None)
+    if word("forward_prefetch") == "false":
+        del entries["forward_prefetch"]
+
+
+def _read_parallelism(given: Mapping[str, str], layer: Layer, *, is_fsdp: bool) -> None:
+    sizes = {}
+    for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"):
+        variable = f"PARALLELISM_CONFIG_{name.upper()}"
+        value = given.get(variable, "1").strip()
+        subject = f"environment variable {variable}"
+        if value.isdecimal() and int(value) >= 1:
+            sizes[name] = (subject, variable, int(value))
+        else:
+            layer.problems.append(f"{subject} is {show(value)}; expected a whole number of at least 1")
+    put_parallelism(sizes, layer, is_fsdp=is_fsdp)
+
+
+def read_launch_variable(environ: Mapping[str, str], problems: list[str]) -> tuple[str | None, dict[str, Any]]:
+    """Return the configuration file and the flags that our launcher was given; what is wrong is added to `problems`."""
+    text = environ.get(LAUNCH_VARIABLE, "")
+    if not text.strip():
+        return None, {}
+    try:
+        # In base64 where it had to pass a remote shell; that alphabet writes no object and no list.
+        is_encoded = re.fullmatch(r"[\w-]{4,}=*", text) is not None
+        content = json.loads(base64.urlsafe_b64decode(text) if is_encoded else text)
+    except ValueError as error:
+        problems.append(
+            f"environment variable {LAUNCH_VARIABLE} is not valid JSON: {error}; `accel-trainer launch` sets it"
+        )
+        return None, {}
+    file = content.get("config_file") if isinstance(content, dict) else None
+    flags = content.get("flags", {}) if isinstance(content, dict) else None
+    if not isinstance(flags, dict) or not isinstance(file, str | None) or content.keys() - {"config_file", "flags"}:
+        problems.append(
+            f"environment variable {LAUNCH_VARIABLE} is {show(text)}; expected a JSON object with 'config_file' and "
+            "'flags', as `accel-trainer launch` sets it"
+        )
+        return None, {}
+    return file, flags

@@ -1,0 +1,1 @@
+"""YAML and JSON into documents whose values remember their line."""

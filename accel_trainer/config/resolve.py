@@ -1,0 +1,246 @@
+"""From the sources of a configuration to the tree: explicit Python > command line > environment > file > default.
+
+Each option is decided on its own, and every value remembers where it came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accel_trainer.config.deepspeed.block import get_value as get_key
+from accel_trainer.config.deepspeed.block import leaf_paths, read_block
+from accel_trainer.config.deepspeed.levels import agree, block_sources, merge_settings, put_block, put_key
+from accel_trainer.config.dialects.environment import read_environment_layer, read_launch_variable
+from accel_trainer.config.files import FileConfig, read_file
+from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
+from accel_trainer.config.readers.config_source import ConfigSource, FileProblemsError, problem_report
+from accel_trainer.config.schema import RunConfig, field_specs, get_value
+from accel_trainer.config.validation import cross_problems, show, unused_notes
+from accel_trainer.errors import ConfigError, did_you_mean
+
+__all__ = ["Resolved", "build_config", "flag_name", "resolve"]
+
+_ACCELERATOR_KEYWORDS: Mapping[str, str] = {
+    "accumulation.num_steps": "gradient_accumulation_steps",
+    "data.split_batches": "split_batches",
+    "use_cpu": "cpu",
+}
+
+_FLAGS = {
+    "use_cpu": "cpu",
+    "accumulation.num_steps": "gradient_accumulation_steps",
+    "launch.monitor_interval_seconds": "monitor_interval",
+}
+"""Flags whose names do not follow from the path."""
+
+_BLOCK = "deepspeed."
+"""Beginning of the path of a single key of the DeepSpeed block: `deepspeed.zero_optimization.stage`."""
+
+_WITHOUT_BLOCK = ("auto", "single", "ddp", "fsdp2")
+"""Our strategies that have no use for the block; what a registered one does with it is its own."""
+
+_DEFAULT = Source(SourceKind.DEFAULT, "default")
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration that is complete and checked.
+
+    Attributes:
+        config: the tree.
+        sources: where each value came from, for every dotted path; for each key of the DeepSpeed block, too.
+        notes: one-line remarks that a run should log once, such as keys of FSDP1 that were mapped.
+    """
+
+    config: RunConfig
+    sources: Mapping[str, Source]
+    notes: tuple[str, ...] = ()
+
+    def source(self, path: str) -> Source:
+        """Return where the value at a dotted path came from."""
+        _check_path(path)
+        return self.sources[path]
+
+    def value(self, path: str) -> Any:
+        """Return the value at a dotted path."""
+        _check_path(path)
+        return get_value(self.config, path)
+
+    def is_set(self, path: str) -> bool:
+        """Tell whether any source gave the option, even if it gave its default."""
+        return self.source(path).kind is not SourceKind.DEFAULT
+
+    def describe(self, path: str) -> str:
+        """Return `mixed_precision=bf16 (from train.yaml:8)`, for messages."""
+        source = self.source(path)
+        origin = "default" if source.kind is SourceKind.DEFAULT else f"from {source.where}"
+        return f"{path}={_plain_text(self.value(path))} ({origin})"
+
+    def block_places(self) -> dict[str, str]:
+        """Return where each key of the DeepSpeed block came from, for messages."""
+        named = ((path, source) for path, source in self.sources.items() if path.startswith(_BLOCK))
+        return {path.removeprefix(_BLOCK): source.where for path, source in named}
+
+    def explain_block(self) -> list[tuple[str, Any, Source]]:
+        """Return (dotted path, value, source) of every value of the DeepSpeed configuration, its file's too.
+
+        Raises:
+            ConfigError: the file has changed since, and cannot be read.
+        """
+        if not self.config.deepspeed:
+            return []
+        block = read_block(self.config.deepspeed, places=self.block_places())
+        whole = self.sources["deepspeed"]
+        rows = []
+        for key in leaf_paths({**block.data, **block.launch}):
+            where = block.origins.get(key) or self.block_places().get(key)
+            source = Source(whole.kind, where) if where else whole
+            rows.append((f"{_BLOCK}{key}", get_key({**block.data, **block.launch}, key), source))
+        return rows
+
+    def explain(self) -> list[tuple[str, Any, Source]]:
+        """Return (dotted path, value, source) of every option, in the order of the tree."""
+        return [(path, get_value(self.config, path), self.sources[path]) for path in field_specs()]
+
+
+def _plain_text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(value)}]"
+    return str(value) if isinstance(value, str) else show(value)
+
+
+def _check_path(path: str) -> None:
+    if path not in field_specs():
+        raise ConfigError(f"unknown option {path!r}{did_you_mean(path, field_specs())}")
+
+
+def resolve(
+    *,
+    explicit: Mapping[str, Any] | None = None,
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    file: ConfigSource | FileConfig | None = None,
+    explicit_name: str = "Accelerator",
+    explicit_keywords: Mapping[str, str] = _ACCELERATOR_KEYWORDS,
+) -> Resolved:
+    """Return the configuration that all sources make together.
+
+    Args:
+        explicit: Python arguments by dotted path; None values count as not given. Under `deepspeed` a block, or what
+            names one; under `deepspeed.zero_optimization.stage` and the like a single key of it.
+        flags: command-line flags by dotted path; values may still be text.
+        environ: environment variables, usually all; `ACCEL_TRAINER_LAUNCH` brings the launcher's file and flags.
+        file: a path, a packaged name, JSON text, a mapping, or what `read_file` returned; replaces the launcher's.
+        explicit_name: what messages call the receiver of the `explicit` arguments.
+        explicit_keywords: the receiver's own keyword for an option, where it is not the path.
+
+    Raises:
+        ConfigError: everything that is wrong in any of the sources, all at once.
+    """
+    environ = environ or {}
+    problems: list[str] = []
+    launch_file, launch_flags = read_launch_variable(environ, problems)
+    layers = [
+        _file_layer(file if file is not None else launch_file, problems),
+        read_environment_layer(environ),
+        _named_layer({**launch_flags, **(flags or {})}, SourceKind.CLI, flag_name),
+        _named_layer(
+            explicit or {}, SourceKind.PYTHON, lambda path: f"{explicit_name}({explicit_keywords.get(path, path)}=...)"
+        ),
+    ]
+    settings: dict[str, Setting] = {}
+    for layer in layers:
+        problems.extend(layer.problems)
+        _take_level(settings, layer, problems)
+    if "strategy" in settings and settings["strategy"].value == "deepspeed":
+        agree(settings, problems)
+    sources = {path: settings[path].source if path in settings else _DEFAULT for path in field_specs()}
+    if "deepspeed" in settings:
+        sources |= {f"deepspeed.{name}": source for name, source in block_sources(settings["deepspeed"]).items()}
+    config = build_config({path: setting.value for path, setting in settings.items()})
+    notes = [note for layer in layers for note in layer.notes]
+    resolved = Resolved(config, sources, ())
+    problems.extend(cross_problems(config, resolved.describe))
+    if problems:
+        raise ConfigError(problem_report(problems, "the configuration"))
+    notes.extend(unused_notes(config, settings.keys(), resolved.describe))
+    if "deepspeed" in settings and config.strategy in _WITHOUT_BLOCK:
+        where = settings["deepspeed"].source.where
+        notes.append(f"the DeepSpeed configuration (from {where}) is not used: {resolved.describe('strategy')}")
+    return dataclasses.replace(resolved, notes=tuple(notes))
+
+
+def _take_level(settings: dict[str, Setting], layer: Layer, problems: list[str]) -> None:
+    """Put a level over the weaker ones: keys of the DeepSpeed block one by one, all other options as they are."""
+    block = settings.get("deepspeed")
+    keys = {path: setting for path, setting in layer.settings.items() if path.startswith(_BLOCK)}
+    settings.update({path: setting for path, setting in layer.settings.items() if path not in keys})
+    above = layer.settings.get("deepspeed")
+    try:
+        block = merge_settings(block, above) if block is not None and above is not None else above or block
+        for path, setting in keys.items():
+            block = put_key(block, path.removeprefix(_BLOCK), setting)
+    except FileProblemsError as error:
+        problems.extend(error.problems)
+    if block is not None:
+        settings["deepspeed"] = block
+
+
+def build_config(values: Mapping[str, Any]) -> RunConfig:
+    """Return the tree that has these values at these dotted paths and defaults elsewhere; checks nothing."""
+    top: dict[str, Any] = {}
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        section, _, name = path.rpartition(".")
+        (sections.setdefault(section, {}) if section else top)[name] = value
+    config = RunConfig(**top)
+    replaced = {name: dataclasses.replace(getattr(config, name), **options) for name, options in sections.items()}
+    return dataclasses.replace(config, **replaced)
+
+
+def _file_layer(file: ConfigSource | FileConfig | None, problems: list[str]) -> Layer:
+    layer = Layer(SourceKind.FILE)
+    if file is None:
+        return layer
+    try:
+        content = file if isinstance(file, FileConfig) else read_file(file)
+    except FileProblemsError as error:
+        problems.extend(error.problems)
+        return layer
+    layer.settings = dict(content.settings)
+    layer.notes = list(content.notes)
+    return layer
+
+
+def flag_name(path: str) -> str:
+    """Return the flag of `accel-trainer launch` for an option: `fsdp.wrap_classes` is `--fsdp_wrap_classes`."""
+    section, _, name = path.rpartition(".")
+    return f"--{_FLAGS.get(path) or (name if section in ('', 'launch') else f'{section}_{name}')}"
+
+
+def _put_block(layer: Layer, value: Any, name: str) -> None:
+    parts: dict[str, str] = {}
+    if layer.kind is SourceKind.CLI and isinstance(value, Mapping):
+        parts = {key: f"--{key}" for key in value}
+        name = ", ".join(parts.values())
+    put_block(layer, value, where=name, subject=name, parts=parts)
+
+
+def _named_layer(values: Mapping[str, Any], kind: SourceKind, name_of: Callable[[str], str]) -> Layer:
+    layer = Layer(kind, lenient=kind is SourceKind.CLI)
+    for path, value in values.items():
+        if path.startswith(_BLOCK):
+            if value is not None:
+                layer.settings[path] = Setting(path, value, Source(kind, name_of(path)))
+        elif path not in field_specs():
+            layer.problems.append(f"unknown option {path!r}{did_you_mean(path, field_specs())}")
+        else:
+            name = name_of(path)
+            if path == "deepspeed":
+                _put_block(layer, value, name)
+            else:
+                layer.put(path, value, where=name, subject=name)
+    return layer

@@ -1,0 +1,328 @@
+"""Sources over iterable datasets: a slice of every global batch, or shards of the stream's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from accel_trainer.data.index_source import begin_silently, check_length, is_at_end, length_of
+from accel_trainer.data.iterable_reader import OwnShards, SlicedStream, Step, keeps_own_state, set_dataset_epoch
+from accel_trainer.data.plan import BatchRows, mix_seed
+from accel_trainer.data.position import Pass, Place, Position
+from accel_trainer.data.sampler import Clock
+from accel_trainer.errors import IncompatibleCheckpointError
+from accel_trainer.runtime.collectives import broadcast_object, exchange_integers
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.rng import stream_of
+
+__all__ = ["ShardSource", "SliceSource"]
+
+
+class _StreamSource:
+    """What sources over iterable datasets share: a reader, which is the user's loader over a stream of steps."""
+
+    def __init__(self, reader: DataLoader[Any], stream: SlicedStream | OwnShards, seed: int) -> None:
+        self._start = 0
+        self._reader = reader
+        self._stream = stream
+        self._seed = seed
+        self._clock = Clock()
+        self._resumed: Position | None = None
+
+    @property
+    def has_exact_length(self) -> bool:
+        """Whether the length is what a pass will take: with several workers it is an estimate, as it is torch's."""
+        return self._reader.num_workers <= 1
+
+    @property
+    def start(self) -> int:
+        """Steps left out at the beginning of the next pass."""
+        return self._start
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next pass: the dataset's, where it tells."""
+        dataset = self._stream.dataset
+        epoch = getattr(dataset, "epoch", None) if hasattr(dataset, "set_epoch") else None
+        return epoch if isinstance(epoch, int) else self._clock.epoch
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples in a full step over all shards."""
+        return self._stream.rule.per_round
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next pass, in the dataset and in what it wraps."""
+        self._clock.epoch = epoch
+        set_dataset_epoch(self._stream.dataset, epoch)
+
+    def num_steps(self) -> int:
+        """Steps of a whole pass, from the length of the dataset."""
+        return self._steps_of(len(self._stream.dataset))
+
+    def num_left(self) -> int:
+        """Steps of the next pass, from the length of the dataset."""
+        origin = self.loaded
+        if origin is None:
+            return max(0, self.num_steps() - self.start)
+        return self._steps_of(max(0, len(self._stream.dataset) - origin.samples))
+
+    def _steps_of(self, num_samples: int) -> int:
+        full, rest = divmod(num_samples, self._stream.rule.per_round)
+        return full if self._stream.rule.drop_last or not rest else full + 1
+
+    def starting_at(self, step: int) -> Any:
+        """Return this source with its next pass beginning at `step`."""
+        moved = copy.copy(self)
+        moved._start, moved._resumed = step, None
+        return moved
+
+    def rewind(self) -> None:
+        """Begin the next pass at the beginning of its epoch."""
+        self._start, self._resumed = 0, None
+
+    def settings(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        """Return what changes in the loader's settings: nothing; only the reader is another."""
+        return {}
+
+    @property
+    def readers(self) -> int:
+        """Into how many parts reading cuts the stream, where its order depends on that."""
+        return max(1, self._reader.num_workers)
+
+    def position(self, epoch: int, progress: Pass | None) -> Position:
+        """Return where a pass stands, with the dataset's own state where it was asked for one."""
+        origin = self.loaded
+        place = Place() if origin is None else Place(origin.samples, origin.steps)
+        state = None if origin is None else origin.dataset_state
+        if progress is not None:
+            place = Place(progress.start.samples + progress.num_samples, progress.start.steps + progress.taken)
+            state = progress.dataset_state
+        return Position(
+            epoch=epoch,
+            samples=place.samples,
+            steps=place.steps,
+            is_complete=origin.is_complete if progress is None and origin else is_at_end(progress),
+            seed=self._stream.seed,
+            dataset_length=length_of(self._stream.dataset),
+            global_batch=self.total_batch_size,
+            readers=self.readers,
+            dataset_state=state,
+        )
+
+    def resume(self, position: Position) -> None:
+        """Begin the next pass of an epoch where `position` says."""
+        check_length(self._stream.dataset, position)
+        if position.samples and position.readers != self.readers:
+            raise IncompatibleCheckpointError(
+                f"the state was saved after {position.samples} samples of a stream read in {position.readers} parts, "
+                f"and this loader reads it in {self.readers}: their order is not the same. Use as many workers, and "
+                "where each process reads shards of its own, as many processes"
+            )
+        if position.samples and position.global_batch != self.total_batch_size and not self._can_begin_anywhere:
+            raise IncompatibleCheckpointError(
+                f"the state was saved after {position.steps} steps of {position.global_batch} samples, and a step of "
+                f"this loader has {self.total_batch_size}: what several readers have prepared cannot be cut anew. Keep "
+                "batch size times processes, or read with num_workers=0"
+            )
+        if position.seed is not None:
+            self._seed = position.seed if self._seed == self._stream.seed else self._seed
+            self._stream.seed = position.seed
+        self.set_epoch(position.epoch)
+        self._start, self._resumed = 0, position if position.samples else None
+        self._reader._iterator = None  # workers that live on hold a copy of the stream as it was
+
+    @property
+    def _can_begin_anywhere(self) -> bool:
+        """Whether a pass can begin at any sample, and not only where a global batch begins."""
+        return False
+
+    @property
+    def loaded(self) -> Position | None:
+        """The position that the next pass will begin at, if it came from `resume`."""
+        resumed = self._resumed
+        return resumed if resumed is not None and resumed.epoch == self.epoch else None
+
+    def forget(self) -> None:
+        """Leave out the position that came from `resume`."""
+        self._resumed = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        reader = copy.copy(self._reader)
+        reader._iterator = None
+        return {**self.__dict__, "_reader": reader}
+
+    def _begin(self, progress: Pass, shard: int) -> Iterator[Any]:
+        self._stream.begin_epoch(progress.epoch)
+        if self._reader.num_workers > 0:
+            seed = mix_seed(self._seed, progress.epoch, stream_of(shard))
+            self._reader.generator = torch.Generator().manual_seed(seed)
+        elif progress.start.steps:
+            return begin_silently(self._reader, self._reader.__iter__)
+        return iter(self._reader)
+
+
+class SliceSource(_StreamSource):
+    """A stream that every rank reads from its beginning, keeping its slice of each global batch. No communication."""
+
+    _stream: SlicedStream
+
+    @property
+    def _can_begin_anywhere(self) -> bool:
+        return self._reader.num_workers == 0
+
+    def rounds(self, loader: Any, progress: Pass) -> Iterator[tuple[Any, BatchRows]]:
+        """Yield the batch (or, for a rule without a shard, the batches of all shards) of each step, and its rows."""
+        full = self._full_rows
+        for item in self._steps(progress):
+            is_told = type(item) is Step
+            yield (item.content, item.rows or full) if is_told else (item, full)
+
+    def read(self, loader: Any, progress: Pass) -> Iterator[Any]:
+        """Yield this shard's slices."""
+        full = self._full_rows
+        for item in self._steps(progress):
+            rows = full
+            if type(item) is Step:
+                item, rows = item.content, item.rows
+            if rows is not progress.rows:
+                progress.change(rows)
+            progress.taken += 1
+            yield item
+
+    @property
+    def _full_rows(self) -> BatchRows:
+        """What a step holds of which nothing is told."""
+        return self._stream.rule.rows(self._stream.rule.per_round)
+
+    def _steps(self, progress: Pass) -> Iterator[Any]:
+        """Yield the steps of a pass, those of which something is told as `Step`, of others the batch."""
+        stream, origin, skip = self._stream, self.loaded, self.start
+        progress.start = Place(skip * stream.rule.per_round, skip)
+        stream.begin_at(0, None)
+        if origin is not None:
+            progress.start, progress.dataset_state = Place(origin.samples, origin.steps), origin.dataset_state
+            if origin.is_complete:
+                return iter(())
+            if self._can_begin_anywhere:
+                stream.begin_at(origin.samples, origin.dataset_state if keeps_own_state(stream.dataset) else None)
+            else:
+                skip = origin.steps
+        stream.skip(skip)
+        # All ranks read the same stream, so their workers are seeded alike.
+        items = _last_marked(self._begin(progress, shard=0), max(1, self._reader.num_workers))
+        if skip:
+            items = islice(items, skip, None)
+        return _with_state(items, progress) if stream.keeps_state else items
+
+
+def _with_state(items: Iterator[Any], progress: Pass) -> Iterator[Any]:
+    for item in items:
+        progress.dataset_state = item.dataset_state
+        yield item
+
+
+def _last_marked(items: Iterator[Any], num_readers: int) -> Iterator[Any]:
+    """Yield steps, the last one's rows saying so, when each reader says only where its own stream ends.
+
+    A step that ends one reader's stream is held back while others are open: what they send next may be that they
+    have nothing.
+    """
+    held: Step | None = None
+    for item in items:
+        if type(item) is not Step:
+            if held is not None:
+                yield held
+                held = None
+            yield item
+            continue
+        num_readers -= item.ends_reader
+        if not item.is_step:
+            continue
+        if held is not None:
+            yield held
+            held = None
+        if item.ends_reader:
+            held = item
+            if num_readers > 0:
+                continue
+            break
+        yield item
+    if held is not None:
+        if held.rows is not None:
+            held.rows = BatchRows(held.rows.rows, held.rows.sizes, is_last=True)
+        yield held
+
+
+class ShardSource(_StreamSource):
+    """A stream that offers shards: each rank reads its own, and the ranks agree at every step on who has samples.
+
+    That agreement is one exchange of three integers for each step. It is under way while the step before it is used.
+    """
+
+    has_exact_length = False
+    _stream: OwnShards
+
+    def __init__(self, reader: DataLoader[Any], stream: OwnShards, seed: int, process: ProcessContext) -> None:
+        super().__init__(reader, stream, seed)
+        self._process = process
+
+    @property
+    def readers(self) -> int:
+        """Into how many parts reading cuts the stream: ranks times workers."""
+        return super().readers * self._process.world_size
+
+    def read(self, loader: Any, progress: Pass) -> Iterator[Any]:
+        """Yield this rank's batches, and its last one again, without valid rows, while other ranks have more.
+
+        Collective at every step.
+        """
+        drop_last = self._stream.rule.drop_last
+        origin = self.loaded
+        skip = self.start if origin is None else origin.steps
+        progress.start = Place(skip * self._stream.rule.per_round if origin is None else origin.samples, skip)
+        if origin is not None and origin.is_complete:
+            return
+        steps = islice(self._begin(progress, self._process.rank), skip, None)
+        current, following = next(steps, None), next(steps, None)
+        spare: Step | None = None
+        pending = self._announce(current, following, spare)
+        while True:
+            table = pending()
+            rows, sizes, more = (tuple(column) for column in zip(*table, strict=True))
+            if not any(rows) or (drop_last and not all(rows)):
+                return
+            if not all(sizes):
+                spare, sizes = self._lend(current, rows, sizes)
+            goes_on = all(more) if drop_last else any(more)
+            present, current = current or spare, following
+            spare = present
+            assert present is not None
+            if goes_on:
+                following = next(steps, None) if current is not None else None
+                pending = self._announce(current, following, spare)
+            progress.change(BatchRows(rows, sizes, is_last=not goes_on))
+            progress.taken += 1
+            yield present.content
+            if not goes_on:
+                return
+
+    def _announce(self, current: Step | None, following: Step | None, spare: Step | None) -> Any:
+        """Start telling the others: valid rows of this rank's next batch, its size, and whether another follows."""
+        shown = current or spare
+        size = shown.rows.sizes[0] if shown is not None and shown.rows is not None else 0
+        valid = current.rows.rows[0] if current is not None and current.rows is not None else 0
+        return exchange_integers([valid, size, int(following is not None)], self._process)
+
+    def _lend(
+        self, current: Step | None, rows: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> tuple[Step, tuple[int, ...]]:
+        """Give ranks that never had a sample the first batch of one that has, so that they can take part."""
+        donor = next(rank for rank, count in enumerate(rows) if count)
+        spare = broadcast_object(current if self._process.rank == donor else None, self._process, donor)
+        return spare, tuple(size or sizes[donor] for size in sizes)

@@ -1,0 +1,377 @@
+"""DeepSpeed's options as objects, and the stand-ins for what its configuration describes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from accel_trainer.config.deepspeed.block import (
+    FIELDS,
+    SHARED_KEYS,
+    BlockSource,
+    block_of,
+    get_value,
+    leaf_paths,
+    read_block,
+    set_value,
+)
+from accel_trainer.config.readers.config_source import problem_report
+from accel_trainer.config.schema import RunConfig
+from accel_trainer.config.validation import show
+from accel_trainer.errors import ConfigError
+
+__all__ = ["DeepSpeedPlugin", "DummyOptim", "DummyScheduler", "HfDeepSpeedConfig"]
+
+_AUTO = "auto"
+_ZERO3_INIT = "zero3_init_flag"
+_MOE = "transformer_moe_cls_names"
+# What the plugin's fields are called in a block of the configuration, where that is another name.
+_BLOCK_NAMES = {_MOE: "deepspeed_moe_layer_cls_names"}
+
+
+class HfDeepSpeedConfig:
+    """A DeepSpeed configuration that can be asked, by dotted paths.
+
+    Attributes:
+        config: the configuration, a plain dict; changes to it are seen by every question.
+    """
+
+    def __init__(self, config_file_or_dict: BlockSource) -> None:
+        """Read a mapping, JSON text, base64 of it, a JSON or YAML file, or a packaged name.
+
+        Raises:
+            ConfigError: it cannot be found or read.
+        """
+        self.config: dict[str, Any] = read_block(block_of(config_file_or_dict)).data
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """Return the section that a dotted path leads into, None where there is none, and the last name of the path."""
+        section, _, name = ds_key_long.rpartition(".")
+        node = get_value(self.config, section) if section else self.config
+        return (node if isinstance(node, dict) else None), name
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return the value at a dotted path; `default` where there is none, or null."""
+        return get_value(self.config, ds_key_long, default)
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Remove a section or a value.
+
+        Raises:
+            ConfigError: it must exist, and does not.
+        """
+        node, name = self.find_config_node(ds_key_long)
+        if node is not None and name in node:
+            del node[name]
+        elif must_exist:
+            raise ConfigError(f"the DeepSpeed configuration has no {ds_key_long!r} to remove: {show(self.config)}")
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether the value at a dotted path is left to the run."""
+        return bool(self.get_value(ds_key_long) == _AUTO)
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Whether there is a value at a dotted path that counts as true."""
+        return bool(self.get_value(ds_key_long))
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Whether there is a value at a dotted path that counts as false."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not value
+
+    def dtype(self) -> torch.dtype:
+        """Return the dtype that the engine computes in, and wants floating-point inputs in."""
+        kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return next((kinds[kind] for kind in kinds if self.get_value(f"{kind}.enabled") is True), torch.float32)
+
+    def is_zero2(self) -> bool:
+        """Whether gradients are sharded, and parameters are not."""
+        return bool(self.get_value("zero_optimization.stage") == 2)
+
+    def is_zero3(self) -> bool:
+        """Whether parameters are sharded."""
+        return bool(self.get_value("zero_optimization.stage") == 3)
+
+    def is_offload(self) -> bool:
+        """Whether optimizer state or parameters rest outside of the device."""
+        sections = ("offload_optimizer", "offload_param")
+        devices = {self.get_value(f"zero_optimization.{name}.device") for name in sections}
+        return bool(devices & {"cpu", "nvme"})
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """Run with DeepSpeed: giving one chooses strategy "deepspeed". None leaves an option as configured.
+
+    After the Accelerator has been made, the plugin shows what the run has resolved. `deepspeed_config` may be changed
+    until `prepare` is called: what it holds then is what the engine gets.
+
+    Raises:
+        ConfigError: the configuration cannot be read, or says something else than a field that was given.
+    """
+
+    hf_ds_config: Any = None
+    """A DeepSpeed configuration: a mapping, JSON text, base64 of it, a JSON or YAML file, or a packaged name."""
+    gradient_accumulation_steps: Any = None
+    """Micro-batches of an update, or "auto"."""
+    gradient_clipping: Any = None
+    """Bound of the gradient norm, or "auto"."""
+    zero_stage: int | None = None
+    """0 to 3; 2 where nobody gives one."""
+    is_train_batch_min: bool = True
+    """Of several prepared loaders, whether the smallest batch size is the engine's; else the largest."""
+    offload_optimizer_device: str | None = None
+    """none, cpu or nvme."""
+    offload_param_device: str | None = None
+    """none, cpu or nvme; stage 3 only."""
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    """Build models in pieces, so that no rank holds a whole one; None does so at stage 3."""
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    """Classes of mixture-of-experts layers whose parameters are gathered together: names, separated by commas."""
+    enable_msamp: bool | None = None
+    """Refused when true: MS-AMP is not offered."""
+    msamp_opt_level: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.enable_msamp or self.msamp_opt_level is not None:
+            raise ConfigError(
+                f"DeepSpeedPlugin(enable_msamp={self.enable_msamp}, msamp_opt_level={self.msamp_opt_level!r}): MS-AMP "
+                "is not offered; leave both out, and use mixed_precision='bf16'"
+            )
+        self._given = {field.name: getattr(self, field.name) for field in fields(self)}
+        block = self._block()
+        self.hf_ds_config = HfDeepSpeedConfig(block)
+        self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
+        self.building: Callable[[bool], contextlib.AbstractContextManager[None]] | None = None
+        """What switches it in the strategy of the Accelerator that uses the plugin."""
+        self.selected = False
+        """Whether it is the plugin in use, of several."""
+        self._show()
+
+    def _block(self) -> dict[str, Any]:
+        """Return the block that the arguments make."""
+        source = self._given["hf_ds_config"]
+        if isinstance(source, HfDeepSpeedConfig):
+            source = source.config
+        elif source is not None and not isinstance(source, str | Mapping) and hasattr(source, "config"):
+            source = source.config  # another library's object of that kind
+        block = block_of(source) if source is not None else {}
+        for name in (*FIELDS, *SHARED_KEYS, _MOE):
+            value = self._given.get(name)
+            if value is not None and (name in FIELDS or name == _MOE or value != _AUTO):
+                self._add(block, _BLOCK_NAMES.get(name, name), value)
+        return block
+
+    def _add(self, block: dict[str, Any], name: str, value: Any) -> None:
+        known = block.get(name)
+        if known not in (None, _AUTO, value):
+            raise ConfigError(
+                f"DeepSpeedPlugin({name}={value!r}): its hf_ds_config says {show(known)}; give one of the two, or "
+                'write "auto" there'
+            )
+        block[name] = value
+
+    def _show(self) -> None:
+        """Set the fields to what the configuration says."""
+        ask = self.hf_ds_config.get_value
+        self.gradient_accumulation_steps = ask("gradient_accumulation_steps", _AUTO)
+        self.gradient_clipping = ask("gradient_clipping", _AUTO)
+        self.zero_stage = ask("zero_optimization.stage", 0)
+        for name in ("offload_optimizer", "offload_param"):
+            setattr(self, f"{name}_device", ask(f"zero_optimization.{name}.device", "none"))
+            setattr(self, f"{name}_nvme_path", ask(f"zero_optimization.{name}.nvme_path", "none"))
+        self.zero3_save_16bit_model = ask("zero_optimization.stage3_gather_16bit_weights_on_model_save", False)
+        classes = ask("zero_optimization.leaf_module.classes")
+        self.transformer_moe_cls_names = ",".join(classes) if classes else None
+        self.zero3_init_flag = self.hf_ds_config.is_zero3() and ask(_ZERO3_INIT) is not False
+        self._shown = copy.deepcopy(self.deepspeed_config)
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that were set, by dotted path."""
+        options: dict[str, Any] = {"strategy": "deepspeed"}
+        steps = self._given["gradient_accumulation_steps"]
+        if self.deepspeed_config != self._shown:
+            options["deepspeed"] = copy.deepcopy(self.deepspeed_config)
+            return options
+        block = self._block()
+        if self._given["hf_ds_config"] is None:
+            block.pop("gradient_accumulation_steps", None)
+        if steps not in (None, _AUTO):
+            options["accumulation.num_steps"] = steps
+        if block:
+            options["deepspeed"] = block
+        return options
+
+    def refresh(self, config: RunConfig) -> None:
+        """Show what a run has resolved.
+
+        Raises:
+            ConfigError: its DeepSpeed block cannot be read.
+        """
+        self.deepspeed_config.clear()
+        self.deepspeed_config.update(read_block(config.deepspeed).data)
+        if self.deepspeed_config.get("gradient_accumulation_steps", _AUTO) == _AUTO:
+            self.deepspeed_config["gradient_accumulation_steps"] = config.accumulation.num_steps
+        self._show()
+
+    def select(self) -> None:
+        """Refused: a plugin alone cannot change which one an Accelerator uses.
+
+        Raises:
+            ConfigError: always; the message names the method that does it.
+        """
+        raise ConfigError(
+            "DeepSpeedPlugin.select() was called, and a plugin does not know its Accelerator; call "
+            "accelerator.state.select_deepspeed_plugin(name)"
+        )
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Whether models are built in pieces."""
+        return bool(self.zero3_init_flag)
+
+    @contextlib.contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """Build the models of a `with` block in pieces, or not, while an Accelerator uses the plugin."""
+        before = self.zero3_init_flag
+        self.zero3_init_flag = enable
+        try:
+            with contextlib.nullcontext() if self.building is None else self.building(enable):
+                yield
+        finally:
+            self.zero3_init_flag = before
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether the value at a dotted path is left to the run."""
+        return bool(self.hf_ds_config.is_auto(ds_key_long))
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return the value at a dotted path; `default` where there is none, or null."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """Put `kwargs[ds_key_long]` where "auto" stands, or compare it with the value that stands there.
+
+        Args:
+            ds_key_long: dotted path; nothing happens where its section is missing.
+            mismatches: gets a line where the two differ.
+            must_match: False takes any value that stands there.
+
+        Raises:
+            ConfigError: "auto" stands there, and `kwargs` has no value for it.
+        """
+        node, name = self.hf_ds_config.find_config_node(ds_key_long)
+        if node is None:
+            return
+        known = node.get(name)
+        if known == _AUTO and ds_key_long not in kwargs:
+            raise ConfigError(
+                f"{ds_key_long} is 'auto' in the DeepSpeed configuration, and no value was passed for it; write one "
+                f"there, or pass **{{{ds_key_long!r}: value}}"
+            )
+        if known == _AUTO:
+            node[name] = kwargs[ds_key_long]
+        elif must_match and mismatches is not None and known not in (None, kwargs.get(ds_key_long, known)):
+            mismatches.append(f"{ds_key_long} is {show(known)}, and {show(kwargs[ds_key_long])} was passed")
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: Mapping[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Put the values of `kwargs`, by dotted path, where "auto" stands, and compare them with all others.
+
+        Args:
+            prefix: beginning of the paths of `config`, which is a section; empty for the whole configuration.
+            mismatches: gets a line for each difference, which is then no error.
+            config: the section; None is the whole configuration.
+            must_match: False takes any value that stands there.
+            kwargs: values by dotted path.
+
+        Raises:
+            ConfigError: an "auto" has no value, or values differ; all of them at once.
+        """
+        found: list[str] = []
+        open_ones: list[str] = []
+        content = self.deepspeed_config if config is None else config
+        for path in [f"{prefix}{inner}" for inner in leaf_paths(content)]:
+            try:
+                self.fill_match(path, found, must_match, **kwargs)
+            except ConfigError as error:
+                open_ones.append(str(error))
+        if mismatches is not None:
+            mismatches.extend(found)
+        elif found:
+            found.append('give the same values in the DeepSpeed configuration, or write "auto" there')
+            open_ones.append("; ".join(found))
+        if open_ones:
+            raise ConfigError(problem_report(open_ones, "the DeepSpeed configuration"))
+
+    def set_value(self, ds_key_long: str, value: Any) -> None:
+        """Put a value at a dotted path; sections that are missing are made."""
+        set_value(self.deepspeed_config, ds_key_long, value)
+
+
+class DummyOptim:
+    """Stands for the optimizer that the DeepSpeed configuration describes; `prepare` returns the engine's.
+
+    Numbers that were given here fill what the configuration leaves to "auto".
+
+    Attributes:
+        params: the parameters, or groups of them.
+        numbers: what was given, by name.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float | None = None, weight_decay: float | None = None, **kwargs: Any
+    ) -> None:
+        self.params = list(params)
+        given = {"lr": lr, "weight_decay": weight_decay, **kwargs}
+        self.numbers = {name: value for name, value in given.items() if value is not None}
+        self.lr = 0.001 if lr is None else lr
+        self.weight_decay = 0.0 if weight_decay is None else weight_decay
+        self.kwargs = kwargs
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameters as an optimizer has them, with the learning rate and weight decay."""
+        groups = self.params if self.params and isinstance(self.params[0], Mapping) else [{"params": self.params}]
+        return [{"lr": self.lr, "weight_decay": self.weight_decay, **self.kwargs, **group} for group in groups]
+
+
+class DummyScheduler:
+    """Stands for the schedule that the DeepSpeed configuration describes; `prepare` returns the engine's.
+
+    Attributes:
+        optimizer: the optimizer, or the `DummyOptim`, that is scheduled.
+        numbers: what was given, by name.
+        lr_scheduler_callable: builds a torch scheduler from the engine's optimizer, where the configuration has none.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int | None = None,
+        lr_scheduler_callable: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        given = {"total_num_steps": total_num_steps, "warmup_num_steps": warmup_num_steps, **kwargs}
+        self.numbers = {name: value for name, value in given.items() if value is not None}
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = 0 if warmup_num_steps is None else warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs

@@ -1,0 +1,143 @@
+"""Options of FSDP2 as an object, under the names that scripts written for FSDP1 use too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torch import nn
+
+from accel_trainer import logging
+from accel_trainer.config.dialects.fsdp import DIRECT, NAMED, SHARDING_STRATEGIES, WITHOUT_EFFECT, fsdp_options
+from accel_trainer.errors import ConfigError, did_you_mean
+
+__all__ = ["FullyShardedDataParallelPlugin"]
+
+logger = logging.get_logger(__name__)
+
+_OWN = {name: f"fsdp.{name}" for name in ("reshard_after_forward", "replicate_size", "replicate_per_node")}
+_WITHOUT_EFFECT = (*WITHOUT_EFFECT, "state_dict_config", "optim_state_dict_config")
+_REFUSED = {
+    "mixed_precision_policy": "what is computed in which precision is Accelerator(mixed_precision=...)",
+    "param_init_fn": "build the model in init_empty_weights(), and load its weights after prepare()",
+}
+
+
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """Shard the model with FSDP2: giving one chooses strategy "fsdp2". None leaves an option as configured.
+
+    Members of torch's enumerations are taken like their names.
+    """
+
+    reshard_after_forward: bool | None = None
+    auto_wrap_policy: str | Callable[..., bool] | None = None
+    """A name ("transformer_based_wrap", "size_based_wrap", "no_wrap"), or a callable, true for modules to be units;
+    those of `torch.distributed.fsdp.wrap` are asked as FSDP1 asks them."""
+    transformer_cls_names_to_wrap: Iterable[str] | None = None
+    min_num_params: int | None = None
+    cpu_offload: Any = None
+    """Whether parameters are kept in host memory: a bool, or an object with `offload_params`."""
+    activation_checkpointing: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    state_dict_type: Any = None
+    """"full" or "sharded"; also "FULL_STATE_DICT" and "SHARDED_STATE_DICT"."""
+    ignored_modules: Iterable[str] | None = None
+    """Regular expressions for the whole names of the modules that are not sharded."""
+    backward_prefetch: Any = None
+    """A bool, or FSDP1's "BACKWARD_PRE", "BACKWARD_POST" (both on) and "NO_PREFETCH"."""
+    forward_prefetch: bool | None = None
+    replicate_size: int | None = None
+    replicate_per_node: bool | None = None
+    fsdp_version: int = 2
+    sharding_strategy: Any = None
+    """FSDP1's "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD" or "HYBRID_SHARD_ZERO2", in FSDP2's options."""
+    use_orig_params: bool | None = None
+    """Always so with FSDP2; taken without effect."""
+    sync_module_states: bool | None = None
+    """Ranks whose values differ are given rank 0's in any case; taken without effect."""
+    limit_all_gathers: bool | None = None
+    """Taken without effect."""
+    state_dict_config: Any = None
+    """State dicts are on the CPU of rank 0 in any case; taken without effect."""
+    optim_state_dict_config: Any = None
+    """Taken without effect."""
+    mixed_precision_policy: Any = None
+    """Refused: the precision is the Accelerator's."""
+    param_init_fn: Any = None
+    """Refused: weights are loaded after the layout."""
+
+    def __post_init__(self) -> None:
+        if str(self.fsdp_version) != "2":
+            raise ConfigError(f"{self._named('fsdp_version')}: only FSDP2 is offered; pass 2")
+        for name, way_out in _REFUSED.items():
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{self._named(name)} is not offered: {way_out}")
+        policy = self.auto_wrap_policy
+        if policy is not None and not isinstance(policy, str | Enum) and not callable(policy):
+            raise ConfigError(
+                f"{self._named('auto_wrap_policy')} is no name and cannot be called; pass the function that it asks, "
+                "true for modules to be units"
+            )
+
+    def _named(self, name: str) -> str:
+        return f"{type(self).__name__}({name}={getattr(self, name)!r})"
+
+    @property
+    def wrap_function(self) -> Callable[[nn.Module], bool] | None:
+        """The callable given as `auto_wrap_policy`, if one was."""
+        policy = self.auto_wrap_policy
+        return policy if callable(policy) else None
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that were set, by dotted path.
+
+        Raises:
+            ConfigError: the sharding strategy is unknown, or contradicts another option.
+        """
+        options = {"strategy": "fsdp2", **self._sharding()}
+        for name, path in {**DIRECT, **_OWN}.items():
+            value = getattr(self, name, None)  # some keys of files are other spellings
+            if value is None:
+                continue
+            if name in ("transformer_cls_names_to_wrap", "ignored_modules"):
+                value = (value,) if isinstance(value, str) else tuple(value)
+            elif name == "cpu_offload":
+                value = getattr(value, "offload_params", value)
+            if options.setdefault(path, value) != value:
+                raise ConfigError(
+                    f"{self._named('sharding_strategy')} means {path.removeprefix('fsdp.')}={options[path]!r}, and "
+                    f"{name}={value!r} was given; keep one of the two"
+                )
+        for name, (path, values) in NAMED.items():
+            value = _plain(getattr(self, name, None))
+            if value is not None and not callable(value):
+                # An unknown name goes on as it is: the configuration refuses it, and says what there is.
+                options[path] = values.get(value.upper(), value) if isinstance(value, str) else value
+        unused = [name for name in _WITHOUT_EFFECT if getattr(self, name) is not None]
+        if unused:
+            logger.info("FullyShardedDataParallelPlugin: %s have no effect with FSDP2", ", ".join(unused))
+        return options
+
+    def _sharding(self) -> dict[str, Any]:
+        if self.sharding_strategy is None:
+            return {}
+        word = str(_plain(self.sharding_strategy)).upper()
+        known = [name for name in SHARDING_STRATEGIES if name != "NO_SHARD"]
+        if word == "NO_SHARD":
+            raise ConfigError(
+                f"{self._named('sharding_strategy')} keeps the whole model on every rank; leave the plugin out, and "
+                "pass Accelerator(strategy='ddp')"
+            )
+        if word not in known:
+            raise ConfigError(
+                f"{self._named('sharding_strategy')}; expected one of {', '.join(known)}{did_you_mean(word, known)}"
+            )
+        return fsdp_options(word)
+
+
+def _plain(value: Any) -> Any:
+    """Return the name of a member of an enumeration, and other values as they are."""
+    return value.name if isinstance(value, Enum) else value

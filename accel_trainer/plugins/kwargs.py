@@ -1,0 +1,312 @@
+"""Options as objects, under the names that users of similar libraries pass to `Accelerator`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from torch import profiler
+
+from accel_trainer.checkpoint.commit.retry import SaveErrorAction, SavePolicy
+from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
+from accel_trainer.strategies.comm_hooks import CommHook, DDPCommunicationHookType
+
+__all__ = [
+    "AutocastKwargs",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "FullyShardedDataParallelPlugin",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "TorchDynamoPlugin",
+]
+
+
+class KwargsHandler:
+    """Base of the option objects that `Accelerator(kwargs_handlers=[...])` takes, at most one of each class."""
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that were set, the ones set to a default value included; None means not set."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}  # type: ignore[arg-type]
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """How mixed precision casts, in the prepared models and in `accelerator.autocast()`."""
+
+    enabled: bool | None = None
+    """False computes in the parameters' own dtype."""
+    cache_enabled: bool | None = None
+    """Whether weights that were cast are kept until autocast is left."""
+    output_dtype: str | None = None
+    """What prepared models return: "fp32" (the default), or "kept" as computed, half the memory of large logits."""
+
+    def autocast_options(self) -> dict[str, bool]:
+        """Return `enabled` and `cache_enabled` where they were set."""
+        return {name: value for name, value in self.given().items() if name != "output_dtype"}
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Options of torch's DistributedDataParallel; what is None is left to the configuration."""
+
+    dim: int | None = None
+    broadcast_buffers: bool | None = None
+    bucket_cap_mb: int | None = None
+    find_unused_parameters: bool | None = None
+    check_reduction: bool | None = None
+    gradient_as_bucket_view: bool | None = None
+    static_graph: bool | None = None
+    comm_hook: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    """How gradients are sent: as they are, cast to "fp16" or "bf16", or approximated by "power_sgd"."""
+    comm_wrapper: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    """What is sent in place of gradients by `power_sgd` is cast to it: "fp16" or "bf16"."""
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+    """Arguments of torch's PowerSGDState, `matrix_approximation_rank` for instance."""
+
+    def __post_init__(self) -> None:
+        self.hook()
+
+    def given(self) -> dict[str, Any]:
+        """Return the options of DistributedDataParallel that were set; the hook is not among them."""
+        return {name: value for name, value in super().given().items() if not name.startswith("comm_")}
+
+    def hook(self) -> CommHook | None:
+        """Return the communication hook that was asked for; None where gradients are sent as they are.
+
+        Raises:
+            ConfigError: a name or an option is unknown, or belongs to no hook.
+        """
+        hook = CommHook(self.comm_hook, self.comm_wrapper, self.comm_state_option)
+        return None if hook.hook == DDPCommunicationHookType.NO else hook
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """Options of torch's GradScaler, used with fp16."""
+
+    init_scale: float | None = None
+    growth_factor: float | None = None
+    backoff_factor: float | None = None
+    growth_interval: int | None = None
+    enabled: bool | None = None
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """Options of `torch.distributed.init_process_group`."""
+
+    backend: str | None = None
+    timeout: Any = None
+    """A datetime.timedelta; it reaches every group of the job, on the CPU too."""
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """What `accelerator.profile()` records; the names are those of torch.profiler."""
+
+    activities: Iterable[str] | None = None
+    """"cpu", "cuda", "xpu", ...; None records what the machine has."""
+    schedule_option: dict[str, int] | None = None
+    """Arguments of torch.profiler.schedule: wait, warmup, active, repeat, skip_first; then call `profiler.step()`."""
+    on_trace_ready: Callable[[profiler.profile], None] | None = None
+    """Called with the profiler whenever a trace is complete."""
+    record_shapes: bool | None = None
+    profile_memory: bool | None = None
+    with_stack: bool | None = None
+    with_flops: bool | None = None
+    with_modules: bool | None = None
+    output_trace_dir: str | Path | None = None
+    """Where each rank writes `profile_{rank}.json`, the n-th cycle of a schedule `profile_{rank}_{n}.json`."""
+
+    def build(self, rank: int) -> profiler.profile:
+        """Return the profiler of a rank.
+
+        Raises:
+            ConfigError: an activity or a schedule option that torch does not know.
+        """
+        options = self.given()
+        folder = options.pop("output_trace_dir", None)
+        if "activities" in options:
+            options["activities"] = [_activity(name) for name in options["activities"]]
+        if "schedule_option" in options:
+            options["schedule"] = _schedule(options.pop("schedule_option"))
+        if folder is not None:
+            options["on_trace_ready"] = _TraceWriter(Path(folder), rank, self.on_trace_ready)
+        return profiler.profile(**options)
+
+
+def _activity(name: str) -> profiler.ProfilerActivity:
+    known = {member.lower(): value for member, value in profiler.ProfilerActivity.__members__.items()}
+    if name.lower() not in known:
+        raise ConfigError(
+            f"ProfileKwargs(activities): unknown activity {name!r}{did_you_mean(name, known)}; known: "
+            f"{', '.join(sorted(known))}"
+        )
+    return known[name.lower()]
+
+
+def _schedule(options: dict[str, int]) -> Callable[[int], profiler.ProfilerAction]:
+    try:
+        return profiler.schedule(**options)
+    except (TypeError, AssertionError) as error:
+        raise ConfigError(
+            f"ProfileKwargs(schedule_option={options}): torch.profiler.schedule does not take it ({error}); give wait, "
+            "warmup and active, and repeat or skip_first where needed"
+        ) from error
+
+
+class _TraceWriter:
+    """Writes each complete trace of a rank to a file of its own, then calls the user's callback."""
+
+    def __init__(self, folder: Path, rank: int, callback: Callable[[profiler.profile], None] | None) -> None:
+        self.folder = folder
+        self.rank = rank
+        self.callback = callback
+        self.written = 0
+
+    def __call__(self, trace: profiler.profile) -> None:
+        """Write one trace."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        cycle = f"_{self.written}" if self.written else ""
+        trace.export_chrome_trace(str(self.folder / f"profile_{self.rank}{cycle}.json"))
+        self.written += 1
+        if self.callback is not None:
+            self.callback(trace)
+
+
+@dataclass
+class TorchDynamoPlugin:
+    """How prepared models are compiled. None leaves an option as configured."""
+
+    backend: str | None = None
+    """A backend of torch.compile, "inductor" for instance; "no" does not compile."""
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: dict[str, Any] | None = None
+    """Options of the backend, instead of a mode."""
+    disable: bool = False
+    """Do not compile, whatever else is set."""
+    use_regional_compilation: bool | None = None
+    """Compile each repeated block once instead of the whole model."""
+
+    def __post_init__(self) -> None:
+        if self.options and self.mode not in (None, "default"):
+            raise ConfigError(
+                f"TorchDynamoPlugin(mode={self.mode!r}, options={self.options}): torch.compile takes one of them; a "
+                "mode is a set of options, see torch._inductor.list_mode_options()"
+            )
+
+    def explicit(self) -> dict[str, Any]:
+        """Return the options that were set, by dotted path."""
+        if self.disable:
+            return {"compile.backend": "no"}
+        values = {
+            "compile.backend": self.backend,
+            "compile.mode": self.mode,
+            "compile.fullgraph": self.fullgraph,
+            "compile.dynamic": self.dynamic,
+            "compile.regional": self.use_regional_compilation,
+        }
+        return {path: value for path, value in values.items() if value is not None}
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """How prepared loaders share their data over the ranks. Field by field: `config.DataConfig`."""
+
+    split_batches: bool | None = None
+    dispatch_batches: bool | None = None
+    even_batches: bool | None = None
+    use_seedable_sampler: bool | None = None
+    data_seed: int | None = None
+    non_blocking: bool | None = None
+    use_stateful_dataloader: bool | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that were set, by dotted path."""
+        return {f"data.{f.name}": getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+
+
+@dataclass
+class GradientAccumulationPlugin:
+    """How many micro-batches make an update, and when gradients are exchanged. None leaves an option as configured."""
+
+    num_steps: int | None = None
+    sync_with_dataloader: bool | None = None
+    """Whether the last batch of a loader ends a window."""
+    sync_each_batch: bool | None = None
+    """Exchange gradients on every micro-batch: more communication, less memory when sharded."""
+    adjust_scheduler: bool | None = None
+    """Taken for scripts that set it; a schedule always steps once per update, so False is refused."""
+
+    def __post_init__(self) -> None:
+        if self.adjust_scheduler is False:
+            raise ConfigError(
+                "GradientAccumulationPlugin(adjust_scheduler=False): a prepared scheduler steps once per update; pass "
+                "Accelerator(step_scheduler_with_optimizer=False) and step it when you like"
+            )
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that were set, by dotted path."""
+        options = {
+            f"accumulation.{f.name}": getattr(self, f.name) for f in fields(self) if f.name != "adjust_scheduler"
+        }
+        return {path: value for path, value in options.items() if value is not None}
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where states are saved, and how many are kept."""
+
+    project_dir: str | Path | None = None
+    logging_dir: str | Path | None = None
+    automatic_checkpoint_naming: bool = False
+    """Save to `project_dir/checkpoints/checkpoint_N` when `save_state` is called without a directory."""
+    total_limit: int | None = None
+    """Automatically named checkpoints to keep; None keeps all."""
+    iteration: int = 0
+    """Number of the next automatically named checkpoint."""
+    save_on_each_node: bool = False
+    on_save_error: SaveErrorAction = "raise"
+    """What `save_state` does where a disk is full or fails: "raise", "warn" (the run goes on without the save) or
+    "pause" (it tries again every minute)."""
+    max_pause_s: float = 3600.0
+    """With "pause": the error is raised after so many seconds."""
+    max_wait_s: float | None = None
+    """How long `save_state` waits for the background save before it, until that is an error or, with "warn", the save
+    is skipped; None waits until it has ended."""
+
+    @property
+    def save_policy(self) -> SavePolicy:
+        """What to do about saves that fail or take long."""
+        return SavePolicy(on_save_error=self.on_save_error, max_pause_s=self.max_pause_s, max_wait_s=self.max_wait_s)
+
+    def __post_init__(self) -> None:
+        _ = self.save_policy  # refuses what it does not know
+        if self.total_limit is not None and self.total_limit < 1:
+            raise ConfigError(f"ProjectConfiguration(total_limit={self.total_limit}): keep 1 or more, or None for all")
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | Path | None) -> None:
+        """Set `project_dir`, and `logging_dir` where none was given.
+
+        Raises:
+            ConfigError: there is another project_dir already.
+        """
+        if None not in (self.project_dir, project_dir) and Path(self.project_dir) != Path(project_dir):  # type: ignore[arg-type]
+            raise ConfigError(
+                f"project_dir={str(project_dir)!r} was given, and ProjectConfiguration(project_dir="
+                f"{str(self.project_dir)!r}) beside it; pass one of them"
+            )
+        self.project_dir = project_dir if project_dir is not None else self.project_dir
+        self.logging_dir = self.logging_dir if self.logging_dir is not None else self.project_dir

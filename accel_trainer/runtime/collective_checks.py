@@ -1,0 +1,97 @@
+"""Whether all ranks are about to do the same: compared before any data moves, and told to every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from accel_trainer.errors import ProcessGroupError
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.tensor_trees import is_tensor
+from accel_trainer.tree import leaves
+
+__all__ = ["RAGGED_WAY_OUT", "agree", "describe", "describe_rows"]
+
+RAGGED_WAY_OUT = ", pass pad_index= or as_samples=True where they may differ,"
+
+
+def agree(
+    name: str, entries: Sequence[str], process: ProcessContext, *, value: Any = None, way_out: str = ""
+) -> list[Any]:
+    """Raise on every rank unless all ranks call the same operation with the same entries.
+
+    Collective: every rank calls it.
+
+    Args:
+        name: the operation.
+        entries: what this rank knows of each leaf, in words.
+        value: a picklable object to tell the other ranks along with it.
+        way_out: what else can be done about it, for the message.
+
+    Returns:
+        The `value` of each rank.
+
+    Raises:
+        ProcessGroupError: the ranks differ; it names the two sides of the first difference.
+    """
+    if not process.is_distributed:
+        return [value]
+    everyone: list[Any] = [None] * process.world_size
+    dist.all_gather_object(everyone, ([name, *entries], value))
+    told = [words for words, _ in everyone]
+    for rank, other in enumerate(told):
+        if other == told[0]:
+            continue
+        position = next(
+            (i for i, pair in enumerate(zip(told[0], other, strict=False)) if pair[0] != pair[1]),
+            min(len(told[0]), len(other)),
+        )
+        sides = [
+            f"rank {number} {words[position] if position < len(words) else 'nothing'}"
+            for number, words in ((0, told[0]), (rank, other))
+        ]
+        what = "the operation" if position == 0 else f"leaf {position - 1} of {name}"
+        raise ProcessGroupError(
+            f"the ranks do not agree on {what}: {sides[0]}, {sides[1]}. Nothing was sent; make the shapes equal "
+            f"(pad_across_processes does){way_out} or call the same collective on every rank"
+        )
+    return [given for _, given in everyone]
+
+
+def describe(data: Any) -> list[str]:
+    """Return, for each leaf, dtype and shape of a tensor in words, or the class of anything else."""
+    return [_describe(leaf) for leaf in leaves(data, is_leaf=is_tensor)]
+
+
+def _describe(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"has {_dtype(leaf)} {tuple(leaf.shape) or (1,)}"
+    return f"has a {type(leaf).__name__}"
+
+
+def describe_rows(data: Any, num_samples: int | None) -> list[str]:
+    """Return the same of tensors whose first dimension may differ between ranks.
+
+    Args:
+        num_samples: how many samples this rank's rows belong to; None where any number of rows will do.
+    """
+    return [_describe_rows(leaf, num_samples) for leaf in leaves(data, is_leaf=is_tensor)]
+
+
+def _describe_rows(leaf: Any, num_samples: int | None) -> str:
+    if not isinstance(leaf, Tensor):
+        return _describe(leaf)
+    if num_samples is None:
+        return f"has {_dtype(leaf)} with {max(1, leaf.ndim)} dimension(s)"
+    tail = tuple(leaf.shape[1:])
+    rows = leaf.shape[0] if leaf.ndim else 1
+    if leaf.ndim and num_samples and rows % num_samples == 0:
+        return f"has {_dtype(leaf)} with {rows // num_samples} row(s) of {tail} for each sample"
+    return f"has {_dtype(leaf)} with {rows} row(s) of {tail} for {num_samples} samples"
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

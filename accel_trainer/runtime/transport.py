@@ -1,0 +1,126 @@
+"""How one tensor travels between ranks: dtypes and devices that a process group carries. Floor of the collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.tensor_trees import is_tensor
+from accel_trainer.tree import leaves, map_leaves
+
+__all__ = [
+    "CARRIED",
+    "all_gather",
+    "as_carried",
+    "carries_cpu",
+    "gather_tensor",
+    "gather_tensors",
+    "map_tensors",
+    "tensors_of",
+    "to_wire",
+]
+
+# torch 2.13 renamed it; the old name warns there, the new one is missing before.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# What gloo carries. Other dtypes (int16, float8, uint32 ...) travel as their bytes.
+CARRIED = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    }
+)
+
+
+def map_tensors(name: str, function: Callable[[Tensor], Tensor], data: Any) -> Any:
+    """Apply a function to the tensors of a nesting; None stays None.
+
+    Raises:
+        ConfigError: a leaf is something else.
+    """
+    if isinstance(data, Tensor):
+        return function(data)
+
+    def apply(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        return _check_none(name, leaf)
+
+    return map_leaves(apply, data, is_leaf=is_tensor)
+
+
+def tensors_of(name: str, data: Any) -> list[Tensor]:
+    """Return the tensors of a nesting.
+
+    Raises:
+        ConfigError: a leaf is neither a tensor nor None.
+    """
+    found = []
+    for leaf in leaves(data, is_leaf=is_tensor):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        else:
+            _check_none(name, leaf)
+    return found
+
+
+def _check_none(name: str, leaf: Any) -> None:
+    if leaf is not None:
+        raise ConfigError(
+            f"{name} takes tensors and nestings of tensors, and got a {type(leaf).__name__}; "
+            "use gather_object or broadcast_object_list for other values"
+        )
+
+
+def to_wire(tensor: Tensor, process: ProcessContext) -> Tensor:
+    """Return the tensor, detached, contiguous, and on a device that the process group can carry."""
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu" and process.device.type != "cpu" and not carries_cpu():
+        tensor = tensor.to(process.device)
+    return tensor.contiguous()
+
+
+def carries_cpu() -> bool:
+    """Return whether the process group takes tensors on the CPU."""
+    return "cpu" in dist.get_backend_config()
+
+
+def as_carried(tensor: Tensor) -> Tensor:
+    """Return a view of a contiguous tensor in a dtype that every backend carries."""
+    return tensor if tensor.dtype in CARRIED else tensor.view(-1).view(torch.uint8)
+
+
+def gather_tensor(tensor: Tensor, process: ProcessContext) -> Tensor:
+    """Concatenate a tensor over the ranks; a 0-d one counts as one of shape (1,). Collective, of equal shapes."""
+    return gather_tensors([tensor], process)[0]
+
+
+def gather_tensors(tensors: Sequence[Tensor], process: ProcessContext) -> list[Tensor]:
+    """Concatenate each tensor over the ranks, all of them under way at once. Collective, of equal shapes."""
+    tensors = [tensor if tensor.ndim else tensor[None] for tensor in tensors]
+    if not process.is_distributed:
+        return tensors
+    under_way = []
+    for tensor in tensors:
+        wire = to_wire(tensor, process)
+        out = wire.new_empty((process.world_size * wire.shape[0], *wire.shape[1:]))
+        under_way.append((out, wire, all_gather(as_carried(out), as_carried(wire), async_op=True)))
+    for _, _, work in under_way:
+        work.wait()
+    return [
+        out if out.device == tensor.device else out.to(tensor.device)
+        for (out, _, _), tensor in zip(under_way, tensors, strict=True)
+    ]

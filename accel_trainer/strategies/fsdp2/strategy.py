@@ -1,0 +1,392 @@
+"""Fully sharded data parallel with torch's `fully_shard` (FSDP2), on GPUs with nccl and on CPUs with gloo."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from accel_trainer import logging
+from accel_trainer.config import FSDPConfig, Resolved
+from accel_trainer.errors import ConfigError
+from accel_trainer.precision import PrecisionPolicy, apply_autocast
+from accel_trainer.runtime.mesh import build_mesh_shape, init_mesh
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.strategies.api import Capabilities, CheckpointIO, HeldGradients, TrainJob
+from accel_trainer.strategies.compile import apply_compile
+from accel_trainer.strategies.fsdp2.activation_checkpointing import apply_activation_checkpointing
+from accel_trainer.strategies.fsdp2.full_state_dict import exchange_whole_weights, refuse_copies
+from accel_trainer.strategies.fsdp2.initial_values import bring_whole, compare_values, hold, send_differing, settle
+from accel_trainer.strategies.fsdp2.unsharded_gradients import WholeGradients
+from accel_trainer.strategies.fsdp2.wrapping import (
+    drop_tied_blocks,
+    find_blocks,
+    find_ignored_modules,
+    warn_of_one_unit,
+)
+from accel_trainer.strategies.held_gradients import held_over_ranks
+from accel_trainer.strategies.ownership import parameters_of
+from accel_trainer.strategies.single import NativeUnit, check_optimizers, place
+from accel_trainer.tree import leaves
+
+__all__ = ["FSDP2Strategy", "FSDP2Unit"]
+
+logger = logging.get_logger(__name__)
+
+Originals = Sequence[tuple[str, "weakref.ref[nn.Parameter]"]]
+"""The parameters that sharding has replaced, by name, as long as somebody still holds them."""
+Chosen = tuple[list[nn.Module], list[nn.Module], set[nn.Parameter]]
+"""Layers, modules that are ignored, parameters that stay whole."""
+
+
+class FSDP2Unit(NativeUnit):
+    """A module whose parameters, gradients and optimizer state are sharded over the ranks."""
+
+    def __init__(
+        self,
+        module: FSDPModule,
+        originals: Originals,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        super().__init__(module, module, scaler)  # type: ignore[arg-type]
+        self._root = module
+        self._originals = originals
+        self._whole = WholeGradients([p for p in self.module.parameters() if not isinstance(p, DTensor)])
+        self.module.register_forward_pre_hook(self._whole.watch)
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Reduce gradients in the next backward, or keep them whole on this rank."""
+        self._whole.sync = enabled
+        self._root.set_requires_gradient_sync(enabled)
+
+    @contextmanager
+    def sync_in_backward(self) -> Iterator[None]:
+        """Reduce gradients in the backward of this block; FSDP2 asks when it gets there."""
+        before = self._whole.sync
+        self.set_gradient_sync(True)
+        try:
+            yield
+        finally:
+            self.set_gradient_sync(before)
+
+    def held_gradients(self) -> HeldGradients | None:
+        """Return the mean over ranks of the gradients of an open window. Collective."""
+        return held_over_ranks(self.module)
+
+    def known_parameters(self) -> dict[int, nn.Parameter]:
+        """Return the sharded parameters, by their id and by that of what they have replaced."""
+        sharded = dict(self.module.named_parameters(remove_duplicate=False))
+        replaced = {id(p): sharded[name] for name, reference in self._originals if (p := reference()) is not None}
+        return replaced | super().known_parameters()
+
+    def bind_optimizer(self, optimizer: Optimizer) -> None:
+        """Take the optimizer; one built before sharding is pointed to the sharded parameters by name.
+
+        Raises:
+            ConfigError: it already holds state, which belongs to tensors that are gone, holds none of this model's
+                parameters, or another optimizer has one of them.
+        """
+        known = self.known_parameters()
+        if any(known.get(id(p), p) is not p for p in parameters_of(optimizer)):
+            check_optimizer_is_new(optimizer, known)
+        super().bind_optimizer(optimizer)
+        for group in optimizer.param_groups:
+            group["params"] = [known.get(id(p), p) for p in group["params"]]
+
+    def checkpoint_io(self) -> CheckpointIO:
+        """Return the reader and writer of this unit's state."""
+        # A forward without its backward leaves parameters gathered, under other objects than the optimizer's.
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return super().checkpoint_io()
+
+
+def check_optimizer_is_new(optimizer: Optimizer, known: Mapping[int, nn.Parameter]) -> None:
+    """Refuse an optimizer whose state belongs to tensors that sharding replaces.
+
+    Args:
+        known: the model's parameters, by the id of every tensor that stands for one.
+
+    Raises:
+        ConfigError: the optimizer already holds state for some of them.
+    """
+    held = sum(id(parameter) in known for parameter in optimizer.state)
+    if held:
+        raise ConfigError(
+            f"{type(optimizer).__name__} already holds state for {held} parameter(s) and was "
+            "built before prepare(); its state belongs to unsharded tensors. Call prepare() before step() and "
+            "load_state_dict(), or build the optimizer after the model is prepared and prepare it then"
+        )
+
+
+def _upcast_trainable(model: nn.Module) -> None:
+    """Keep master weights in fp32 under mixed precision, and say which were not."""
+    lower = [p for p in model.parameters() if p.requires_grad and p.is_floating_point() and p.dtype != torch.float32]
+    if lower:
+        logger.info(
+            "mixed precision keeps fp32 master weights: %d trainable parameter(s) of %s are upcast from %s",
+            len(lower),
+            type(model).__name__,
+            lower[0].dtype,
+        )
+        for parameter in lower:
+            parameter.data = parameter.data.to(torch.float32)
+
+
+def _tied_names(model: nn.Module) -> list[tuple[str, ...]]:
+    """Return the groups of names that share one parameter."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [tuple(names) for names in groups.values() if len(names) > 1]
+
+
+def _assert_tied(model: nn.Module, groups: list[tuple[str, ...]]) -> None:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for names in groups:
+        if len({id(named[name]) for name in names}) != 1:
+            raise ConfigError(
+                f"sharding would untie {', '.join(names)} of {type(model).__name__}, and each would get part "
+                "of the gradient; put their modules into one unit with fsdp.wrap_classes, or set "
+                "fsdp.wrap_policy to 'none'"
+            )
+
+
+def _require_autocast(precision: PrecisionPolicy) -> None:
+    if precision.compute is not None and not precision.autocast_enabled:
+        raise ConfigError(
+            "AutocastKwargs(enabled=False) was given, and FSDP2 has no autocast to switch off: it gathers parameters "
+            f"in {precision.compute}; use mixed_precision='no', or switch autocast off where the loss is computed with "
+            "accelerator.autocast(AutocastKwargs(enabled=False))"
+        )
+
+
+def _mixed_precision_policy(precision: PrecisionPolicy, *, root: bool) -> MixedPrecisionPolicy:
+    # Only the root's outputs are cast: casting each block's would run every residual stream in fp32.
+    return MixedPrecisionPolicy(
+        param_dtype=precision.compute, reduce_dtype=precision.reduce, output_dtype=precision.output if root else None
+    )
+
+
+def _reshard_after_inference(module: nn.Module, args: Any, output: Any) -> None:
+    """Give memory back after a forward without backward: FSDP2 leaves parameters gathered, waiting for one.
+
+    The root's always, a block's with `reshard_after_forward=False`.
+    """
+    if not torch.is_grad_enabled():
+        module.reshard()  # type: ignore[operator]
+
+
+def _check_output_is_seen(module: nn.Module, args: Any, output: Any) -> None:
+    """Refuse an output in which FSDP2 finds no tensor: it would never learn of the backward, and average nothing."""
+    if not torch.is_grad_enabled():
+        return
+    known = {id(leaf) for leaf in tree_leaves(output)}
+    for leaf in leaves(output, is_leaf=lambda node: isinstance(node, Tensor)):
+        if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in known:
+            raise ConfigError(
+                f"the forward of {type(module).__name__} returns a {type(output).__name__}, in which FSDP2 finds no "
+                "tensors, so that their gradients would not be averaged; return a tensor, dict, tuple, dataclass or "
+                "ModelOutput, or register the class with torch.utils._pytree.register_pytree_node"
+            )
+
+
+class FSDP2Strategy:
+    """Shards parameters, gradients and optimizer state."""
+
+    name: ClassVar[str] = "fsdp2"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        min_world_size=2, shards_parameters=True, distributed_type="FSDP"
+    )
+
+    def __init__(self) -> None:
+        # Weak: models keep their mesh, and groups have to close with the last of them.
+        self._meshes: weakref.WeakValueDictionary[tuple[int, ...], DeviceMesh] = weakref.WeakValueDictionary()
+
+    def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
+        """Nothing to do: the configuration holds as it is."""
+        return resolved
+
+    def building(self, in_pieces: bool) -> AbstractContextManager[None]:
+        """Return an empty context: models are built whole."""
+        return nullcontext()
+
+    def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
+        """Refuse options that do not fit the model or each other, and optimizers that cannot follow."""
+        _check(job, precision, process)
+
+    def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> NativeUnit:
+        """Shard the model in place. Collective: meshes are created, and rank 0's values count where ranks differ.
+
+        The model keeps its class, below FSDPModule, its names and its tied weights; on meta, it waits for values.
+        """
+        layers, ignored_modules, whole = _check(job, precision, process)
+        model, config = job.model, job.config.fsdp
+        if isinstance(model, FSDPModule):
+            _say_what_is_left_out(job, precision)
+            return _bind(FSDP2Unit(model, (), job.scaler), job)
+        if next(model.parameters(), None) is None:  # a loss, say: nothing to shard
+            place(model, job, process)
+            return _bind(NativeUnit(model, model, job.scaler), job)
+        if job.wrap_policy is None:
+            warn_of_one_unit(model, layers, job.resolved)
+        blocks = drop_tied_blocks(model, layers)
+        tied = _tied_names(model)
+        # Weak: an optimizer that is bound later keeps alive what it holds, and nothing else need be.
+        originals = [(name, weakref.ref(p)) for name, p in model.named_parameters() if p not in whole]
+        if precision.compute is not None:
+            _upcast_trainable(model)
+        values = compare_values(model, process, may_await=config.cpu_ram_efficient_loading)
+        send_differing(model, values, process.device)
+        held = hold(model, values, process)
+        _leave_whole(ignored_modules, whole, precision, process.device)
+        if config.activation_checkpointing:
+            apply_activation_checkpointing(layers)
+        apply_compile(model, job.config.compile, job.compile_options)
+        mesh = self._mesh(process, job)
+        offload = (
+            CPUOffloadPolicy(pin_memory=process.device.type == "cuda") if config.offload_params else OffloadPolicy()
+        )
+        options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": whole or None}
+        # Before the optimizer is bound: fully_shard replaces every Parameter object, and an optimizer built earlier
+        # would keep updating the unsharded tensors without any error.
+        for block in reversed(blocks):
+            fully_shard(
+                block,
+                reshard_after_forward=config.reshard_after_forward,
+                mp_policy=_mixed_precision_policy(precision, root=False),
+                **options,
+            )
+        root = fully_shard(model, mp_policy=_mixed_precision_policy(precision, root=True), **options)
+        settle(model, values, held, process.device, torch.device("cpu") if config.offload_params else process.device)
+        _set_prefetch(model, blocks, config)
+        _assert_tied(model, tied)
+        exchange_whole_weights(model, process)
+        refuse_copies(model)
+        for unit in [model] if config.reshard_after_forward else [model, *blocks]:
+            unit.register_forward_hook(_reshard_after_inference)
+        model.register_forward_hook(_check_output_is_seen)
+        model._is_fsdp_managed_module = True  # type: ignore[assignment]  # read by transformers' generate()
+        return _bind(FSDP2Unit(root, originals, job.scaler), job)
+
+    def _mesh(self, process: ProcessContext, job: TrainJob) -> DeviceMesh:
+        """Return the mesh of all models of this shape: one optimizer may hold the parameters of several. Collective."""
+        shape = build_mesh_shape(process.world_size, _count_replicas(job.config.fsdp, process))
+        known = self._meshes.get(shape)
+        return known or self._meshes.setdefault(shape, init_mesh(process, shape))
+
+
+def _bind(unit: NativeUnit, job: TrainJob) -> NativeUnit:
+    for optimizer in job.optimizers:
+        unit.bind_optimizer(optimizer)
+    return unit
+
+
+def _check(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> Chosen:
+    chosen: Chosen = [], [], set()
+    if not isinstance(job.model, FSDPModule):
+        chosen = _choose_modules(job, precision, process)
+        for optimizer in job.optimizers:
+            check_optimizer_is_new(optimizer, {id(p): p for p in job.model.parameters()})
+    check_optimizers(job)
+    return chosen
+
+
+def _choose_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> Chosen:
+    """Return the model's layers, the modules that are ignored, and the parameters that stay whole. Changes nothing.
+
+    Raises:
+        ConfigError: the options do not fit the model, or each other.
+    """
+    model = job.model
+    _require_autocast(precision)
+    if next(model.parameters(), None) is None:
+        return [], [], set()
+    layers = find_blocks(model, job.resolved, job.wrap_policy)
+    ignored_modules = find_ignored_modules(model, job.resolved)
+    # fully_shard cuts along rows, and a scalar has none.
+    whole = {p for p in model.parameters() if p.ndim == 0}
+    whole.update(p for module in ignored_modules for p in module.parameters())
+    _check_combination(job, layers, whole)
+    build_mesh_shape(process.world_size, _count_replicas(job.config.fsdp, process))
+    return layers, ignored_modules, whole
+
+
+def _say_what_is_left_out(job: TrainJob, precision: PrecisionPolicy) -> None:
+    """Name the options that a model, sharded by the user, is not given."""
+    config, default = job.config.fsdp, FSDPConfig()
+    changed = [f.name for f in fields(config) if getattr(config, f.name) != getattr(default, f.name)]
+    left_out = [f"fsdp.{name}" for name in changed if name != "state_dict_type"]
+    left_out += ["mixed_precision"] if precision.compute is not None else []
+    left_out += ["compile.backend"] if job.config.compile.backend != "no" else []
+    if left_out:
+        logger.warning(
+            "%s is sharded already and is taken as it is, without: %s",
+            type(job.model).__name__,
+            ", ".join(job.resolved.describe(name) for name in left_out),
+        )
+
+
+def _set_prefetch(model: nn.Module, blocks: list[nn.Module], config: FSDPConfig) -> None:
+    """Gather the next block during the current one's forward, if asked, and backward, unless declined."""
+    if config.forward_prefetch:
+        for current, following in itertools.pairwise(blocks):
+            current.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+    if not config.backward_prefetch:
+        # FSDP2 gathers the next unit unless it is given a list, and what is gathered already costs nothing.
+        for unit in (model, *blocks):
+            unit.set_modules_to_backward_prefetch([unit])  # type: ignore[operator]
+
+
+def _count_replicas(config: FSDPConfig, process: ProcessContext) -> int:
+    """Return the number of replicas of the sharded model.
+
+    Raises:
+        ConfigError: one replica on each node was asked for, and nodes hold different numbers of processes.
+    """
+    if not config.replicate_per_node:
+        return config.replicate_size
+    if process.world_size % process.local_world_size:
+        raise ConfigError(
+            f"fsdp.replicate_per_node: this node has {process.local_world_size} of the job's {process.world_size} "
+            "processes, so that nodes hold different numbers of them; start as many on each, or set fsdp.replicate_size"
+        )
+    return process.world_size // process.local_world_size
+
+
+def _leave_whole(
+    modules: list[nn.Module], parameters: set[nn.Parameter], precision: PrecisionPolicy, device: torch.device
+) -> None:
+    """Do for what is not sharded what fully_shard does for the rest: move it, and compute in the configured dtype."""
+    for module in modules:
+        bring_whole([*module.parameters(), *module.buffers()], device)
+        # Its weights stay in fp32 and are handed activations of 16 bits, which it returns as such.
+        apply_autocast(module, replace(precision, output=None))
+    bring_whole(parameters, device)
+
+
+def _check_combination(job: TrainJob, layers: list[nn.Module], whole: set[nn.Parameter]) -> None:
+    """Refuse options that exclude each other, before anything is changed."""
+    config, name = job.config.fsdp, type(job.model).__name__
+    if config.activation_checkpointing and not layers:
+        raise ConfigError(
+            f"{job.resolved.describe('fsdp.activation_checkpointing')}: no module of {name} is a unit of its own whose "
+            "activations could be computed again; name its block classes in fsdp.wrap_classes"
+        )
+    if whole and job.scaler is not None:
+        raise ConfigError(
+            f"{job.resolved.describe('fsdp.ignored_modules')}: {len(whole)} parameter(s) of {name} stay whole, ignored "
+            "ones or scalars, and torch's GradScaler cannot unscale sharded and whole gradients together; use bf16"
+        )

@@ -1,0 +1,203 @@
+"""One process: the user's module as it is. Also the base of the units that keep plain torch optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accel_trainer.checkpoint.format.boxes import Box
+from accel_trainer.config import Resolved
+from accel_trainer.errors import ConfigError
+from accel_trainer.precision import PrecisionPolicy, apply_autocast
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.strategies import gradients
+from accel_trainer.strategies.api import Capabilities, CheckpointIO, HeldGradients, StepOutcome, TrainJob
+from accel_trainer.strategies.compile import apply_compile
+from accel_trainer.strategies.held_gradients import held_by_rank, put_gradients
+from accel_trainer.strategies.loss_scale import LossScale
+from accel_trainer.strategies.ownership import check_disjoint, check_optimizer_belongs
+from accel_trainer.strategies.parameter_state.model_io import TorchCheckpointIO
+
+__all__ = ["NativeUnit", "SingleStrategy", "check_optimizers", "place", "require_values"]
+
+
+def require_values(model: nn.Module) -> None:
+    """Refuse a model on the meta device.
+
+    Raises:
+        ConfigError: there are no values to place or to shard.
+    """
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        meta = [name for name, tensor in named if tensor.is_meta]
+        if meta:
+            raise ConfigError(
+                f"{len(meta)} {kind}(s) of {type(model).__name__} are on the meta device (first: {meta[0]!r}) and hold "
+                "no values; load the model's weights (from_pretrained, load_state_dict(assign=True)) before prepare()"
+            )
+
+
+def place(model: nn.Module, job: TrainJob, process: ProcessContext) -> None:
+    """Move the model to this rank's device, tied weights staying tied; nothing moves when it is there already."""
+    if job.device_placement:
+        model.to(process.device)
+
+
+def check_optimizers(job: TrainJob) -> None:
+    """Refuse optimizers that are not the model's, or share parameters of it.
+
+    Raises:
+        ConfigError: see `ownership`.
+    """
+    known = {id(parameter): parameter for parameter in job.model.parameters()}
+    for optimizer in job.optimizers:
+        check_optimizer_belongs(optimizer, job.model, known)
+    check_disjoint(job.optimizers, known)
+
+
+class NativeUnit:
+    """A module and its torch optimizers in one process."""
+
+    def __init__(self, model: nn.Module, module: nn.Module, scaler: torch.amp.GradScaler | None = None) -> None:
+        self.model = model
+        self.module = module
+        self.optimizers: list[Optimizer] = []
+        self._scale = None if scaler is None else LossScale.of(scaler, self)
+
+    def known_parameters(self) -> dict[int, nn.Parameter]:
+        """Return the module's parameters by their id."""
+        return {id(parameter): parameter for parameter in self.module.parameters()}
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Nothing to exchange."""
+
+    def sync_in_backward(self) -> AbstractContextManager[None]:
+        """Nothing to exchange."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Accumulate gradients of `loss`, scaled where fp16 asks for it."""
+        (loss if self._scale is None else self._scale.scale(loss)).backward(**kwargs)
+
+    def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """Take the fp16 loss scale out of the gradients, once per step."""
+        if self._scale is not None:
+            for each in self.optimizers if optimizer is None else (optimizer,):
+                self._scale.unscale(each)
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply the accumulated gradients by `factor`."""
+        gradients.scale_gradients(self.module.parameters(), factor)
+
+    def held_gradients(self) -> HeldGradients | None:
+        """Return this rank's gradients of an open window."""
+        return held_by_rank(self.module)
+
+    def put_gradients(self, gradients: Mapping[str, Callable[[Box], Tensor]]) -> None:
+        """Go on with the gradients of an open window."""
+        put_gradients(self.module, gradients)
+
+    def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+        """Bound the global gradient norm; return it as it was before. See `gradients.clip_grad_norm`."""
+        return gradients.clip_grad_norm(self._unscaled(parameters), max_norm, norm_type)
+
+    def clip_grad_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Clamp every gradient element."""
+        gradients.clip_grad_value(self._unscaled(parameters), clip_value)
+
+    def _unscaled(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
+        """Return the parameters, whose gradients are unscaled now; other units' may be among them."""
+        if self._scale is None:
+            return parameters
+        given = list(parameters)
+        self._scale.unscale_holders(given)
+        return given
+
+    def _only_optimizer(self) -> Optimizer:
+        if not self.optimizers:
+            raise ConfigError(f"{type(self.module).__name__} was prepared without an optimizer; pass one to prepare()")
+        if len(self.optimizers) > 1:
+            names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+            raise ConfigError(f"{type(self.module).__name__} has several optimizers ({names}); name the one that steps")
+        return self.optimizers[0]
+
+    def step(self, closure: Callable[[], Any] | None = None, *, optimizer: Optimizer | None = None) -> StepOutcome:
+        """Update the parameters; skipped, and reported so, when fp16 gradients overflowed."""
+        stepping = optimizer or self._only_optimizer()
+        if self._scale is None:
+            if closure is None:
+                stepping.step()
+            else:
+                stepping.step(closure)
+            return _APPLIED
+        if closure is not None:
+            raise ConfigError(
+                f"{type(stepping).__name__}.step(closure) cannot be combined with fp16, whose losses are scaled: "
+                "the closure's gradients would be used as they are; use bf16, or an optimizer that needs no closure"
+            )
+        return StepOutcome(applied=self._scale.step(stepping))
+
+    def zero_grad(self, set_to_none: bool = True, *, optimizer: Optimizer | None = None) -> None:
+        """Drop the gradients of an optimizer's parameters."""
+        for each in self.optimizers if optimizer is None else (optimizer,):
+            if self._scale is not None:
+                self._scale.drop(each)
+            each.zero_grad(set_to_none)
+
+    def take_scheduler(self) -> None:
+        """None: schedules are the user's own."""
+
+    def bind_optimizer(self, optimizer: Optimizer) -> None:
+        """Take an optimizer that holds parameters of this module.
+
+        Raises:
+            ConfigError: it holds none, or another optimizer has one of them.
+        """
+        if optimizer in self.optimizers:
+            return
+        known = self.known_parameters()
+        check_optimizer_belongs(optimizer, self.module, known)
+        check_disjoint([*self.optimizers, optimizer], known)
+        self.optimizers.append(optimizer)
+
+    def checkpoint_io(self) -> CheckpointIO:
+        """Return the reader and writer of this unit's state."""
+        return TorchCheckpointIO(self.module, self.optimizers)
+
+
+_APPLIED = StepOutcome(applied=True)
+
+
+class SingleStrategy:
+    """One process with the whole model."""
+
+    name: ClassVar[str] = "single"
+    capabilities: ClassVar[Capabilities] = Capabilities(max_world_size=1)
+
+    def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
+        """Nothing to do: the configuration holds as it is."""
+        return resolved
+
+    def building(self, in_pieces: bool) -> AbstractContextManager[None]:
+        """Return an empty context: models are built whole."""
+        return nullcontext()
+
+    def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
+        """Refuse a model without values, and optimizers of something else."""
+        require_values(job.model)
+        check_optimizers(job)
+
+    def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> NativeUnit:
+        """Place the model and put autocast on it; the returned unit's model is the user's own object."""
+        self.check(job, precision, process)
+        place(job.model, job, process)
+        apply_autocast(job.model, precision)
+        apply_compile(job.model, job.config.compile, job.compile_options)
+        unit = NativeUnit(job.model, job.model, job.scaler)
+        for optimizer in job.optimizers:
+            unit.bind_optimizer(optimizer)
+        return unit

@@ -1,0 +1,270 @@
+"""TrainingArguments: upstream's fields, resolved through our configuration, with our runtime underneath."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.training_args import ParallelMode
+from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
+
+from accel_trainer import logging
+from accel_trainer.accelerator.options import check_num_processes
+from accel_trainer.accelerator.shared_state import PartialState, stated_timeout
+from accel_trainer.checkpoint.commit.retry import SavePolicy
+from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.runtime.process import hidden_variable, init_process, read_environment
+from accel_trainer.trainer.arguments.deepspeed_arguments import settle_engine, whole_models
+from accel_trainer.trainer.arguments.fsdp_arguments import build_fsdp_dict, resolve_arguments
+
+__all__ = ["Seq2SeqTrainingArguments", "TrainingArguments"]
+
+logger = logging.get_logger(__name__)
+
+_DEFAULT_TIMEOUT_SECONDS = 1800
+
+
+@dataclass(repr=False)
+class TrainingArguments(transformers.TrainingArguments):
+    """Upstream's TrainingArguments with the same fields, running on accel_trainer.
+
+    Differences: `fsdp_config` and `deepspeed` also take YAML, whole `accelerate config` files and packaged names, and
+    refuse unknown keys; `ddp_timeout` holds on every device; `fsdp` and `deepspeed` with `use_cpu` shard on the CPU.
+
+    Attributes:
+        resolved: every option of the run with the place it came from.
+        hf_deepspeed_config: under DeepSpeed, its configuration as transformers looks it up; else None.
+    """
+
+    if TYPE_CHECKING:
+        accelerator_config: Any
+        deepspeed: Any
+        fsdp: Any
+        fsdp_config: Any
+        max_grad_norm: float
+        gradient_accumulation_steps: int
+        torch_compile_backend: str | None
+        torch_compile_mode: str | None
+
+    eval_loss_weighting: Literal["token", "batch"] = field(
+        default="token",
+        metadata={
+            "help": "How batches are averaged in the evaluation loss: 'token' gives the exact mean over all label "
+            "tokens, whatever the batch size; 'batch' weighs each batch by its rows, as upstream on one process."
+        },
+    )
+
+    on_save_error: Literal["raise", "warn", "pause"] = field(
+        default="raise",
+        metadata={
+            "help": "What to do where a checkpoint cannot be written for the disk's sake: 'raise' ends the run, 'warn' "
+            "goes on without that checkpoint, 'pause' tries again every minute, for max_pause_s seconds."
+        },
+    )
+    max_pause_s: float = field(
+        default=3600.0, metadata={"help": "With on_save_error='pause': seconds after which the error is raised."}
+    )
+
+    def __post_init__(self) -> None:
+        """Resolve the configuration, then let upstream derive and check the rest."""
+        environ = read_environment()
+        self._check_batch_sizes()
+        self.accelerator_config = _read_accelerator_config(self.accelerator_config)
+        if self.eval_loss_weighting not in ("token", "batch"):
+            raise ConfigError(f"eval_loss_weighting={self.eval_loss_weighting!r} is neither 'token' nor 'batch'")
+        self.save_policy  # noqa: B018  refuses what it cannot be made of
+        self._derive_compile_options()
+        self.resolved = resolve_arguments(
+            self._explicit_options(), fsdp=self.fsdp, fsdp_config=self.fsdp_config, environ=environ
+        )
+        self.use_cpu = self.resolved.config.use_cpu
+        self._take_accumulation()
+        settle_engine(self)
+        with self._as_upstream_should_see():
+            super().__post_init__()
+        self.mixed_precision = str(self.resolved.config.mixed_precision)
+        self._apply_tf32_default()
+        check_num_processes(self.resolved, self.world_size)
+
+    @property
+    def save_policy(self) -> SavePolicy:
+        """What to do about a checkpoint that cannot be written.
+
+        Raises:
+            ConfigError: there is no such policy.
+        """
+        return SavePolicy(on_save_error=self.on_save_error, max_pause_s=self.max_pause_s)
+
+    def _check_batch_sizes(self) -> None:
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(
+                    f"{name}={value!r} was given, and it counts samples or steps: use an integer of 1 or more"
+                )
+
+    def _derive_compile_options(self) -> None:
+        if self.torch_compile_mode is not None or self.torch_compile_backend is not None:
+            self.torch_compile = True
+        if self.torch_compile and self.torch_compile_backend is None:
+            self.torch_compile_backend = "inductor"
+
+    def _explicit_options(self) -> dict[str, Any]:
+        """Return what was given in Python, by dotted path; a field at its default was not given."""
+        options: dict[str, Any] = {}
+        if self.deepspeed:
+            if self.fsdp:
+                raise ConfigError(
+                    "fsdp and deepspeed are both set, and each of them would shard the model; leave one of them out"
+                )
+            options |= {"strategy": "deepspeed", "deepspeed": self.deepspeed}
+        if self.fp16 or self.bf16:
+            options["mixed_precision"] = "fp16" if self.fp16 else "bf16"
+        if self.use_cpu:
+            options["use_cpu"] = True
+        if self.ddp_timeout != _DEFAULT_TIMEOUT_SECONDS:
+            options["timeout_seconds"] = float(self.ddp_timeout)
+        if self.torch_compile:
+            options["compile.backend"] = self.torch_compile_backend
+            options["compile.mode"] = self.torch_compile_mode or "default"
+        for name in ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph"):
+            if (value := getattr(self, f"ddp_{name}", None)) is not None:
+                options[f"ddp.{name}"] = value
+        given, defaults = self.accelerator_config, AcceleratorConfig()
+        for name in ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking"):
+            if getattr(given, name) != getattr(defaults, name):
+                options[f"data.{name}"] = getattr(given, name)
+        if self.data_seed is not None:
+            options["data.data_seed"] = self.data_seed
+        if (given.gradient_accumulation_kwargs or {}).get("sync_each_batch") is not None:
+            options["accumulation.sync_each_batch"] = given.gradient_accumulation_kwargs["sync_each_batch"]
+        return options
+
+    @contextlib.contextmanager
+    def _as_upstream_should_see(self) -> Iterator[None]:
+        """Hide what upstream would act on in its own way.
+
+        A compile option would be exported as ACCELERATE_DYNAMO_* variables; the configuration carries it. A machine
+        without an accelerator runs on its CPU, which has bf16, as if `use_cpu` had been given. For DeepSpeed it would
+        import accelerate.
+        """
+        hidden = {
+            name: getattr(self, name)
+            for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode", "use_cpu", "deepspeed")
+        }
+        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
+        self.deepspeed = None
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        try:
+            with hidden_variable("ACCELERATE_USE_DEEPSPEED"):
+                yield
+        finally:
+            for name, value in hidden.items():
+                setattr(self, name, value)
+
+    def _apply_tf32_default(self) -> None:
+        """Turn TF32 on with torch_compile, as upstream, where the device has it and the user has not decided."""
+        if self.torch_compile and self.tf32 is None and self.device.type != "cpu" and is_torch_tf32_available():
+            enable_tf32(True)
+
+    def _take_accumulation(self) -> None:
+        """Take gradient accumulation from the file or the environment when the argument was left at 1."""
+        source = self.resolved.source("accumulation.num_steps")
+        num_steps = self.resolved.config.accumulation.num_steps
+        if self.gradient_accumulation_steps == 1 and num_steps > 1:
+            logger.info("gradient_accumulation_steps=%d (from %s)", num_steps, source.where)
+            self.gradient_accumulation_steps = num_steps
+
+    def _process_fsdp_args(self) -> None:
+        """Put the resolved options where upstream's Trainer looks for them; there is no accelerate plugin to build."""
+        if self.fsdp:
+            self.fsdp_config = build_fsdp_dict(self.resolved)
+            # NO_SHARD resolves to plain data parallel, and upstream takes a true `fsdp` for a sharded model.
+            self.fsdp = self.resolved.config.strategy != "ddp"
+
+    @functools.cached_property
+    def _setup_devices(self) -> torch.device:
+        """Join the job and return this process's device. Collective under a launcher."""
+        if self.accelerator_config.use_configured_state and not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "Passing `'use_configured_state':True` to the AcceleratorConfig requires a pre-configured "
+                "`AcceleratorState` or `PartialState` to be defined before calling `TrainingArguments`. "
+            )
+        process = init_process(
+            read_environment(),
+            use_cpu=self.resolved.config.use_cpu,
+            timeout_seconds=stated_timeout(self.resolved),
+            backend=self.ddp_backend,
+        )
+        self.distributed_state = PartialState(process=process)
+        # One process drives one device: upstream's DataParallel over all GPUs of one process is not used.
+        self._n_gpu = 0 if process.device.type == "cpu" else 1
+        return process.device
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device."""
+        return self._setup_devices
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        """Whether this process belongs to a process group."""
+        has_group = self.distributed_state is not None and self.distributed_state.backend is not None
+        return ParallelMode.DISTRIBUTED if has_group else ParallelMode.NOT_PARALLEL
+
+    def whole_models(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which `from_pretrained` and `from_config` build whole models, on the ranks that call them.
+
+        While arguments of ZeRO-3 live, all ranks build a model together, each a part: one that does so alone, to look
+        at what was saved for instance, would wait for the others. Elsewhere it changes nothing.
+        """
+        return whole_models()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values, tokens hidden."""
+        content = super().to_dict()
+        if isinstance(content.get("accelerator_config"), AcceleratorConfig):
+            content["accelerator_config"] = content["accelerator_config"].to_dict()
+        return content
+
+
+@dataclass(repr=False)
+class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingArguments):
+    """Upstream's Seq2SeqTrainingArguments on accel_trainer; see `TrainingArguments`."""
+
+
+def _read_accelerator_config(given: Any) -> AcceleratorConfig:
+    """Return `accelerator_config` as upstream's own dataclass, from a dict, JSON text, a JSON path or an instance."""
+    if isinstance(given, AcceleratorConfig):
+        return given
+    if isinstance(given, type):
+        raise NotImplementedError(
+            "Tried passing in a callable to `accelerator_config`, but this is not supported. "
+            "Please pass in a fully constructed `AcceleratorConfig` object instead."
+        )
+    if given is None:
+        return AcceleratorConfig()
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        try:
+            given = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"accelerator_config is not valid JSON: {error}; pass a dict, a path, or JSON text"
+            ) from error
+    if not isinstance(given, Mapping):
+        return AcceleratorConfig.from_json_file(given)
+    known = [item.name for item in fields(AcceleratorConfig)]
+    for name in given:
+        if name not in known:
+            raise ConfigError(
+                f"accelerator_config holds the unknown key {name!r}{did_you_mean(name, known)} Keys: {', '.join(known)}"
+            )
+    return AcceleratorConfig(**given)

@@ -1,0 +1,314 @@
+"""Checkpoints of a Trainer, under upstream's file names: written once, loadable by `from_pretrained`.
+
+A sharded Trainer writes:
+
+    model.safetensors, config.json, ...   always, in Hugging Face's format
+    optimizer.bin                         state_dict_type full: the whole state by parameter name, one torch file
+    optimizer_0/                          state_dict_type sharded: a torch.distributed.checkpoint directory
+    optimizer.json, optimizer.optimizer.* under DeepSpeed: each rank its part, as `save_state` writes it
+    scheduler.pt  rng_state_R.pth  trainer_state.json  training_args.bin
+
+Read as well: what the stock Trainer writes (`optimizer.pt`; `pytorch_model_fsdp.bin`, `pytorch_model_fsdp_0/`; under
+DeepSpeed `global_step*/`).
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_pt_utils import reissue_pt_warnings
+from transformers.utils import logging
+
+from accel_trainer.checkpoint.commit.staging import StagedDirectory
+from accel_trainer.checkpoint.interop.dcp import DcpDirectory
+from accel_trainer.checkpoint.reader import open_checkpoint
+from accel_trainer.checkpoint.weights.gather_to_file import spool
+from accel_trainer.checkpoint.weights.writing import INDEX_NAME, WEIGHTS_NAME, SafetensorsDirectory
+from accel_trainer.config import StateDictType
+from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
+from accel_trainer.runtime.shared_errors import shared_fate
+from accel_trainer.strategies.api import CheckpointIO
+
+__all__ = [
+    "PLAIN_OPTIMIZER_NAME",
+    "has_engine_state",
+    "has_optimizer",
+    "load_engine_scheduler",
+    "load_engine_state",
+    "load_model",
+    "load_optimizer",
+    "load_scheduler",
+    "read_train_batch_size",
+    "save_model",
+    "save_optimizer",
+]
+
+logger = logging.get_logger("transformers.trainer")
+
+FULL_OPTIMIZER_NAME = "optimizer.bin"
+SHARDED_OPTIMIZER_NAME = "optimizer_0"
+PLAIN_OPTIMIZER_NAME = "optimizer.pt"
+PARTS_PREFIX = "optimizer"
+PARTS_NAME = f"{PARTS_PREFIX}.json"
+_OPTIMIZER_NAMES = (FULL_OPTIMIZER_NAME, SHARDED_OPTIMIZER_NAME, PLAIN_OPTIMIZER_NAME, PARTS_NAME)
+TRAINER_STATE_NAME = "trainer_state.json"
+SCHEDULER_NAME = "scheduler.pt"
+ENGINE_STATE_PATTERN = "global_step*"
+STOCK_FULL_MODEL_NAME = "pytorch_model_fsdp.bin"
+STOCK_SHARDED_MODEL_NAME = "pytorch_model_fsdp_0"
+
+
+def _io(trainer: Any) -> CheckpointIO:
+    io: CheckpointIO = trainer.accelerator.unit_of(trainer.model).checkpoint_io()
+    return io
+
+
+def _staged(trainer: Any, directory: Path) -> StagedDirectory | None:
+    """Return the checkpoint that is being written, where `directory` is it."""
+    staged: StagedDirectory | None = trainer._staged
+    return staged if staged is not None and staged.path == directory else None
+
+
+@contextmanager
+def _create(trainer: Any, directory: Path, name: str) -> Iterator[BinaryIO]:
+    """Open a new file of a checkpoint, or of any other directory."""
+    staged = _staged(trainer, directory)
+    if staged is not None:
+        with staged.open(name) as file:
+            yield file
+    else:
+        directory.mkdir(parents=True, exist_ok=True)
+        with open(directory / name, "wb") as file:
+            yield file
+
+
+def save_model(trainer: Any, output_dir: str) -> None:
+    """Write weights, configuration and processing class so that `from_pretrained` reads them. Collective.
+
+    Sharded weights are gathered one by one into a file without a name: they take disk room twice, and no rank's memory.
+    """
+    writes = trainer.args.should_save and trainer.is_world_process_zero()
+    with shared_fate(trainer.accelerator.process, "save_model"):
+        if not trainer.accelerator._models:
+            state = trainer.model.state_dict()
+        elif trainer._is_sharded:
+            state = spool(_io(trainer).lazy_model_state(), Path(output_dir), writes=writes)
+        else:
+            state = trainer.accelerator.get_state_dict(trainer.model)
+    with shared_fate(trainer.accelerator.process, "save_model"):
+        if writes:
+            trainer._save(output_dir, state_dict=state)
+
+
+def save_optimizer(trainer: Any, output_dir: str) -> None:
+    """Write the optimizer's and the scheduler's state next to the model. Collective where the model is sharded."""
+    directory, writes = Path(output_dir), trainer.args.should_save
+    if not trainer._is_sharded:
+        if writes:
+            with _create(trainer, directory, PLAIN_OPTIMIZER_NAME) as file:
+                torch.save(trainer.optimizer.state_dict(), file)
+    elif trainer.accelerator.config.fsdp.state_dict_type is StateDictType.SHARDED:
+        _io(trainer).save_sharded_optimizer(directory / SHARDED_OPTIMIZER_NAME)
+        _adopt_own_parts(trainer, directory)
+    elif trainer.is_deepspeed_enabled and (staged := _staged(trainer, directory)) is not None:
+        _io(trainer).save(staged, PARTS_PREFIX, weights=False)
+    else:
+        state = _io(trainer).full_optimizer_state()
+        if state:
+            with _create(trainer, directory, FULL_OPTIMIZER_NAME) as file:
+                torch.save(state, file)
+    if writes:
+        with warnings.catch_warnings(record=True) as caught, _create(trainer, directory, SCHEDULER_NAME) as file:
+            torch.save(trainer.lr_scheduler.state_dict(), file)
+        reissue_pt_warnings(caught)
+
+
+def _adopt_own_parts(trainer: Any, directory: Path) -> None:
+    """Have each rank hash the parts that it has written, not one rank all of them."""
+    staged, rank = _staged(trainer, directory), trainer.accelerator.process_index
+    if staged is not None:
+        for part in sorted((directory / SHARDED_OPTIMIZER_NAME).glob(f"__{rank}_*.distcp")):
+            staged.adopt(f"{SHARDED_OPTIMIZER_NAME}/{part.name}")
+
+
+def _open_weights(directory: Path) -> Mapping[str, Tensor]:
+    """Return the weights of a checkpoint by parameter name, read from whatever form they are in."""
+    if (directory / WEIGHTS_NAME).is_file() or (directory / INDEX_NAME).is_file():
+        return SafetensorsDirectory(directory)
+    if (directory / STOCK_FULL_MODEL_NAME).is_file():
+        stored: dict[str, Tensor] = torch.load(directory / STOCK_FULL_MODEL_NAME, map_location="cpu", weights_only=True)
+        return stored
+    if (directory / STOCK_SHARDED_MODEL_NAME).is_dir():
+        return DcpDirectory(directory / STOCK_SHARDED_MODEL_NAME).nested("model")
+    raise CheckpointNotFoundError(
+        f"Can't find a valid checkpoint at {directory}: it holds none of {WEIGHTS_NAME}, {INDEX_NAME}, "
+        f"{STOCK_FULL_MODEL_NAME}, {STOCK_SHARDED_MODEL_NAME}/"
+    )
+
+
+def load_model(trainer: Any, model: nn.Module, directory: Path) -> None:
+    """Load a checkpoint's weights into a laid-out model. Collective; rank 0 reads."""
+    logger.info(f"Loading model from {directory}.")
+    weights: Mapping[str, Tensor] = {}
+    with shared_fate(trainer.accelerator.process, "load_model"):
+        if trainer.accelerator.is_main_process:
+            weights = _open_weights(directory)
+    unit = trainer.accelerator.unit_of(model)
+    names = set(unit.module.state_dict())
+    unit.checkpoint_io().load_full_model_state(
+        {name: weights[name] for name in weights if name in names} if not names.issuperset(weights) else weights,
+        strict=False,
+    )
+    _warn_of_differences(trainer, names, set(weights), unit.module)
+
+
+def _warn_of_differences(trainer: Any, own: set[str], stored: set[str], module: nn.Module) -> None:
+    if not trainer.accelerator.is_main_process:
+        return
+    named = dict(module.named_parameters(remove_duplicate=False))
+    aliases: dict[int, bool] = {}
+    for name, parameter in named.items():
+        aliases[id(parameter)] = aliases.get(id(parameter), False) or name in stored
+    missing = [name for name in sorted(own - stored) if not (name in named and aliases[id(named[name])])]
+    if missing:
+        logger.warning(f"There were missing keys in the checkpoint model loaded: {missing}.")
+    if stored - own:
+        logger.warning(f"There were unexpected keys in the checkpoint model loaded: {sorted(stored - own)}.")
+
+
+def has_engine_state(directory: str) -> bool:
+    """Whether the stock Trainer wrote a checkpoint under DeepSpeed: the engine's own files hold weights and state."""
+    folder = Path(directory)
+    return not any((folder / name).exists() for name in _OPTIMIZER_NAMES) and any(folder.glob(ENGINE_STATE_PATTERN))
+
+
+def load_engine_state(trainer: Any, directory: str) -> None:
+    """Load weights and optimizer's state from the engine's own files. Collective.
+
+    Raises:
+        IncompatibleCheckpointError: another number of ranks wrote them, or this run has no such engine.
+    """
+    written = len(list(Path(directory).glob(f"{ENGINE_STATE_PATTERN}/*_optim_states.pt")))
+    if not trainer.is_deepspeed_enabled:
+        raise IncompatibleCheckpointError(
+            f"{directory} holds the optimizer's state of a DeepSpeed engine, which strategy "
+            f"{trainer.accelerator.strategy.name!r} cannot read; resume with deepspeed=..., or begin a new training "
+            "from its weights: pass the directory as the model"
+        )
+    if written != trainer.args.world_size:
+        raise IncompatibleCheckpointError(
+            f"{directory} was written by DeepSpeed's engine on {written} ranks, and this run has "
+            f"{trainer.args.world_size}: its parts cannot be split anew. Resume on {written} ranks once; what this "
+            "Trainer saves then loads on any number"
+        )
+    logger.info(f"Loading the state of DeepSpeed's engine from {directory}.")
+    path, _ = trainer.deepspeed.load_checkpoint(directory)
+    if path is None:
+        raise CheckpointNotFoundError(
+            f"DeepSpeed's engine finds nothing to load in {directory}: the file `latest` there does not lead to one of "
+            f"its {ENGINE_STATE_PATTERN} directories"
+        )
+
+
+def load_engine_scheduler(trainer: Any, directory: str) -> None:
+    """Load the schedule of a checkpoint that holds the engine's own files, where the engine has not loaded it itself.
+
+    Raises:
+        CheckpointNotFoundError: the Trainer has a schedule of its own, and its state is not there.
+    """
+    if os.path.isfile(os.path.join(directory, SCHEDULER_NAME)):
+        load_scheduler(trainer, Path(directory))
+    elif not trainer.args.hf_deepspeed_config.get_value("scheduler"):
+        raise CheckpointNotFoundError(
+            f"{directory} has no {SCHEDULER_NAME}: the schedule was that of DeepSpeed's configuration, and this run "
+            "has one of the Trainer's own; resume with the configuration that wrote it"
+        )
+
+
+def has_optimizer(directory: str) -> bool:
+    """Whether a checkpoint has a state to resume the optimizer and the scheduler from.
+
+    Raises:
+        CheckpointNotFoundError: it has the one and not the other, which no save leaves.
+    """
+    has_state = any(os.path.exists(os.path.join(directory, name)) for name in _OPTIMIZER_NAMES)
+    if has_state != os.path.isfile(os.path.join(directory, SCHEDULER_NAME)):
+        found, missing = ("optimizer", SCHEDULER_NAME) if has_state else ("schedule", "/".join(_OPTIMIZER_NAMES))
+        raise CheckpointNotFoundError(
+            f"{directory} has the state of the {found} and no {missing}; it is incomplete. Resume from another one, or "
+            "begin a new training from its weights: pass the directory as the model"
+        )
+    return has_state
+
+
+def read_train_batch_size(directory: str) -> int | None:
+    """Return the batch size that the run which wrote a checkpoint had found."""
+    state = TrainerState.load_from_json(os.path.join(directory, TRAINER_STATE_NAME))
+    size: int | None = state.train_batch_size
+    return size
+
+
+def load_optimizer(trainer: Any, directory: Path) -> None:
+    """Load the optimizer's state, whatever number of processes and strategy wrote it. Collective.
+
+    Raises:
+        IncompatibleCheckpointError: it was saved for other parameters.
+    """
+    io = _io(trainer)
+    if (directory / SHARDED_OPTIMIZER_NAME).is_dir():
+        io.load_sharded_optimizer(directory / SHARDED_OPTIMIZER_NAME)
+        return
+    if (directory / PARTS_NAME).is_file():
+        # Contents were compared with their checksums when the checkpoint was chosen.
+        stored = open_checkpoint(directory, trainer.accelerator.process, verify="size")
+        io.load(stored, PARTS_PREFIX, weights=False)
+        return
+    state: Mapping[str, Any] = {}
+    own = io.full_optimizer_state()
+    with shared_fate(trainer.accelerator.process, "load_optimizer"):
+        if trainer.accelerator.is_main_process:
+            state = _read_optimizer(directory, own)
+    io.load_full_optimizer_state(state)
+
+
+def _read_optimizer(directory: Path, own: Mapping[str, Any]) -> Mapping[str, Any]:
+    path = directory / FULL_OPTIMIZER_NAME
+    if not path.is_file():
+        path = directory / PLAIN_OPTIMIZER_NAME
+    stored: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return _name_parameters(stored, own, path)
+
+
+def _name_parameters(stored: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """Give a plain optimizer state, which numbers its parameters, the names that this optimizer has in their places."""
+    numbered = any(isinstance(key, int) for group in stored["param_groups"] for key in group["params"])
+    if not numbered:
+        return stored
+    sizes = [len(group["params"]) for group in stored["param_groups"]]
+    own_sizes = [len(group["params"]) for group in own["param_groups"]]
+    if sizes != own_sizes:
+        raise IncompatibleCheckpointError(
+            f"{path} was saved for parameter groups of {sizes} parameters; this optimizer has groups of {own_sizes}: "
+            "resume with the model and the optimizer options that wrote it"
+        )
+    names: dict[int, str] = {}
+    groups = []
+    for group, own_group in zip(stored["param_groups"], own["param_groups"], strict=True):
+        names.update(zip(group["params"], own_group["params"], strict=True))
+        groups.append({**group, "params": list(own_group["params"])})
+    return {"state": {names[index]: entry for index, entry in stored["state"].items()}, "param_groups": groups}
+
+
+def load_scheduler(trainer: Any, directory: Path) -> None:
+    """Load the learning-rate schedule's state; every rank reads it."""
+    with warnings.catch_warnings(record=True) as caught:
+        trainer.lr_scheduler.load_state_dict(torch.load(directory / SCHEDULER_NAME, weights_only=True))
+    reissue_pt_warnings(caught)

@@ -1,0 +1,199 @@
+"""Where a rank keeps its part of an engine's parameters: of their fp32 values, optimizer state, and 16-bit copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from accel_trainer.checkpoint.format.boxes import Box, boxes_of_run
+
+__all__ = ["Partitions", "Place", "Run", "flat_partitions", "opened_partition", "whole_shape"]
+
+
+def flat_partitions(zero: Any) -> list[Tensor]:
+    """Return the flat fp32 partitions of this rank that stand in the engine's optimizer for the parameters."""
+    flats: list[Tensor] | None = getattr(zero, "single_partition_of_fp32_groups", None)
+    if flats is None:
+        flats = getattr(zero, "fp32_partitioned_groups_flat", None)
+    return list(zero.fp32_groups_flat_partition) if flats is None else list(flats)
+
+
+def whole_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return the whole shape of a parameter that ZeRO-3 may have partitioned."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A box of a tensor, and where in a run its elements are, in one piece."""
+
+    box: Box
+    skip: int
+    """Elements of the run that come before."""
+
+    def within(self, run: Tensor) -> Tensor:
+        """Return the view of a flat run that has the elements of the box, in its shape."""
+        return run.narrow(0, self.skip, self.box.num_elements).view(self.box.sizes)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements of a tensor, from `begin` on in row-major order, that this rank keeps one after the other."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    begin: int
+    length: int
+    flat: int = -1
+    """Which flat partition has them; -1 for a parameter that is not trained."""
+    offset: int = 0
+    """Where in that partition."""
+
+    def places(self) -> list[Place]:
+        """Return the boxes that the run is made of, the largest first."""
+        places, skip = [], 0
+        for box in boxes_of_run(self.shape, self.begin, self.begin + self.length):
+            places.append(Place(box, skip))
+            skip += box.num_elements
+        return sorted(places, key=lambda place: -place.box.num_elements)
+
+    def within(self, flat: Tensor) -> Tensor:
+        """Return the view of a flat partition, or of its state, that has the run's elements."""
+        return flat.detach().narrow(0, self.offset, self.length)
+
+    def of_whole(self, tensor: Tensor) -> Tensor:
+        """Return the run's elements of the whole tensor, flat."""
+        return tensor.detach().reshape(-1)[self.begin : self.begin + self.length]
+
+
+class Partitions:
+    """The partitions of an engine's optimizer on this rank, by parameter. Nothing is communicated."""
+
+    def __init__(self, zero: Any) -> None:
+        """Take the engine's optimizer; without one, nothing is trained."""
+        self._zero = zero
+        self._is_stage_3 = hasattr(zero, "fp16_groups")
+        has_groups = any(hasattr(zero, name) for name in ("fp16_groups", "bit16_groups", "bf16_groups"))
+        self._runs = (_partitioned(zero) if self._is_stage_3 else _linked(zero)) if has_groups else {}
+        self.num_flat = len(flat_partitions(zero)) if has_groups else 0
+
+    def trained(self, tensor: Tensor) -> Run | None:
+        """Return what this rank keeps of a parameter that the engine trains, possibly nothing; None for others."""
+        return self._runs.get(id(tensor))
+
+    def frozen(self, tensor: Tensor) -> Run | None:
+        """Return what this rank keeps of a parameter that ZeRO-3 has partitioned and does not train, else None."""
+        if id(tensor) in self._runs or not hasattr(tensor, "ds_tensor"):
+            return None
+        return _run_of(tensor)
+
+    @contextmanager
+    def opened(self, index: int, *, changes: bool = False) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Give a flat partition and the optimizer's state for it, read from disk where they are offloaded to one.
+
+        Args:
+            changes: what is changed in this block goes back to that disk.
+        """
+        zero = self._zero
+        is_swapped = bool(getattr(zero, "swap_optimizer", False)) and zero._swappable_optimizer_subgroup(index)
+        if is_swapped:
+            zero._optimizer_states_and_gradient_swap_in(index)
+        try:
+            flat = flat_partitions(zero)[index]
+            yield flat, self._state_of(flat)
+        finally:
+            if is_swapped and changes:
+                zero._optimizer_states_and_gradient_swap_out(index)
+            elif is_swapped:
+                zero._release_swap_buffers(index)
+
+    def _state_of(self, flat: Tensor) -> dict[str, Any]:
+        """Return the optimizer's state of a partition; of those that stay on the device, a second optimizer has it."""
+        second = getattr(self._zero, "backup_optimizer", None)
+        holder = second if second is not None and flat in second.state else self._zero.optimizer
+        state: dict[str, Any] = holder.state[flat]
+        return state
+
+    def read(self, run: Run, key: str | None = None) -> Tensor:
+        """Return the elements of a trained parameter's run, or of what the optimizer keeps for them under `key`."""
+        with self.opened(run.flat) as (flat, state):
+            part = run.within(flat if key is None else state[key])
+            # What came from a disk is in a buffer that the next one will use.
+            return part.clone() if getattr(self._zero, "swap_optimizer", False) else part
+
+    def write(self, run: Run, whole: Tensor, key: str | None = None) -> None:
+        """Take the elements of a run out of the whole tensor; the counterpart of `read`."""
+        with self.opened(run.flat, changes=True) as (flat, state):
+            run.within(flat if key is None else state[key]).copy_(run.of_whole(whole))
+
+    def spread_all(self) -> None:
+        """Bring changed values of all partitions into the model's own."""
+        for index in range(self.num_flat):
+            with self.opened(index):
+                self.spread(index)
+
+    def spread(self, index: int) -> None:
+        """Bring changed fp32 values of a partition into the model's own, under ZeRO-3; within `opened`.
+
+        At the other stages the model is whole on every rank.
+        """
+        if self._is_stage_3:
+            self._zero._reassign_or_swap_out_partitioned_parameters(index)
+
+
+def _linked(zero: Any) -> dict[int, Run]:
+    """Return the runs of ZeRO-1 and 2: a partition may begin and end within parameters, and leaves most of them out."""
+    groups = getattr(zero, "bit16_groups", None)
+    runs = {}
+    for index, group in enumerate(zero.bf16_groups if groups is None else groups):
+        for parameter in group:
+            linked, shape = parameter._hp_mapping, tuple(parameter.shape)
+            if linked is None:
+                runs[id(parameter)] = Run(shape, 0, 0, index)
+            else:
+                here, there = linked.lp_fragment_address, linked.hp_fragment_address
+                runs[id(parameter)] = Run(shape, here.start, here.numel, index, there.start)
+    return runs
+
+
+def _partitioned(zero: Any) -> dict[int, Run]:
+    """Return the runs of ZeRO-3: every rank has an equal part of each parameter, the last ones with padding."""
+    runs = {}
+    for index, group in enumerate(zero.fp16_groups):
+        offset = 0
+        for parameter in group:
+            runs[id(parameter)] = _run_of(parameter, index, offset)
+            offset += parameter.partition_numel()
+    return runs
+
+
+def _run_of(parameter: Any, index: int = -1, offset: int = 0) -> Run:
+    size = parameter.partition_numel()
+    begin = min(size * dist.get_rank(parameter.ds_process_group), parameter.ds_numel)
+    return Run(whole_shape(parameter), begin, min(size, parameter.ds_numel - begin), index, offset)
+
+
+@contextmanager
+def opened_partition(parameter: Any, *, changes: bool = False) -> Iterator[Tensor]:
+    """Give this rank's partition of a parameter of ZeRO-3, flat, read from disk where it is offloaded to one.
+
+    Args:
+        changes: what is changed in this block goes back to that disk.
+    """
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+    is_swapped = parameter.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
+    if is_swapped:
+        parameter.nvme_swapper.swap_in([parameter], async_op=False)
+    try:
+        yield parameter.ds_tensor.data
+    finally:
+        if is_swapped and changes:
+            parameter.nvme_swapper.swap_out_and_release([parameter])
+        elif is_swapped:
+            parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])

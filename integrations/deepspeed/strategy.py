@@ -1,0 +1,283 @@
+"""DeepSpeed's ZeRO as a strategy: one engine for each model with its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from accel_trainer.config import MixedPrecision, OutputDtype, Resolved, RunConfig
+from accel_trainer.errors import ConfigError
+from accel_trainer.integrations.deepspeed.building import PiecewiseBuilding, build_in_pieces
+from accel_trainer.integrations.deepspeed.config import EngineConfig, Fact, Facts, hidden_size_of, resolve_engine_config
+from accel_trainer.integrations.deepspeed.runtime import (
+    check_can_start,
+    import_deepspeed,
+    join_engine_group,
+    require_deepspeed,
+)
+from accel_trainer.integrations.deepspeed.unit import DeepSpeedUnit, WholeUnit
+from accel_trainer.precision import PrecisionPolicy, apply_autocast, cast_floating
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.strategies.api import Capabilities, TrainJob
+from accel_trainer.strategies.broadcast_values import broadcast_module_states
+from accel_trainer.strategies.compile import apply_compile
+from accel_trainer.strategies.optimizer_placeholder import DescribedOptimizer
+from accel_trainer.strategies.single import check_optimizers, place, require_values
+from accel_trainer.tree import map_leaves
+
+__all__ = ["DeepSpeedStrategy"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NEVER_PRINT = 2**31
+"""Steps between two progress lines of the engine: the loop's own reporting is the user's."""
+
+
+class DeepSpeedStrategy:
+    """Shards optimizer state (ZeRO-1), gradients too (2), parameters too (3), with offload to CPU memory or disk."""
+
+    name: ClassVar[str] = "deepspeed"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        deferred_sync=False,
+        shards_parameters=True,
+        settable_accumulation=False,
+        joint_optimizers=False,
+        describes_optimizers=True,
+        distributed_type="DEEPSPEED",
+    )
+
+    def __init__(self) -> None:
+        require_deepspeed()
+        self._building: PiecewiseBuilding | None = None
+
+    def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
+        """Bring the engine up before models are built: at stage 3 they may be built in pieces. Collective.
+
+        Returns:
+            The configuration with the accumulation steps and the precision that the engine's own one states.
+        """
+        config = _resolve(resolved, process, partial=True)
+        check_can_start(process, config.data)
+        join_engine_group(import_deepspeed(), process)
+        self._building = None  # of another configuration: transformers sees that it is gone
+        self._building = build_in_pieces(config)
+        own = resolved.config
+        accumulation = replace(own.accumulation, num_steps=config.accumulation_steps)
+        precision = MixedPrecision(config.precision)
+        return replace(resolved, config=replace(own, accumulation=accumulation, mixed_precision=precision))
+
+    def building(self, in_pieces: bool) -> AbstractContextManager[None]:
+        """Return the context in which `from_pretrained` and `from_config` build in pieces, or whole."""
+        return nullcontext() if self._building is None else self._building.switched(in_pieces)
+
+    def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
+        """Refuse what the engine cannot lay out; nothing of DeepSpeed is imported for that."""
+        require_values(job.model)
+        check_optimizers(job)
+        config = _resolve_job(job, process)
+        if config.stage == 0:
+            raise ConfigError(
+                "zero_optimization.stage of the DeepSpeed configuration is 0, or not given: nothing would be sharded; "
+                "write stage 1, 2 or 3, or use strategy 'ddp'"
+            )
+        _check_groups(job)
+        _check_numbers(job, config)
+        _check_leaf_classes(job, config)
+        check_can_start(process, config.data)
+
+    def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> DeepSpeedUnit | WholeUnit:
+        """Build the engine around the job's model and optimizer. Collective.
+
+        The unit's model is the engine; its module is the user's own object, whose parameters keep their identity.
+        Without an optimizer, ZeRO-3 shards the model for evaluation, and the other stages leave it whole.
+        """
+        self.check(job, precision, process)
+        config = _resolve_job(job, process)
+        deepspeed = import_deepspeed()
+        join_engine_group(deepspeed, process)
+        if not job.optimizers and config.stage < 3:
+            return _whole_unit(job, precision, process)
+        optimizer = job.optimizers[0] if job.optimizers else None
+        groups = _group_names(job.model, optimizer)
+        described = optimizer if isinstance(optimizer, DescribedOptimizer) else None
+        if config.precision not in _DTYPES and process.device.type == "cpu" and _parameters_on_disk(config):
+            # DeepSpeed 0.19.8 would keep them there in bf16; so called, it asks its configuration for the type.
+            deepspeed.zero.Init(module=job.model, config_dict_or_path=config.data)
+        with _numbers_sent(job.model):
+            engine, *_ = deepspeed.initialize(
+                model=job.model,
+                optimizer=optimizer if described is None else None,
+                model_parameters=None if described is None else described.given,
+                config=config.data,
+            )
+        if described is not None:
+            described.adopt(engine.basic_optimizer)
+        hooks = _cast_around(job.model, config, job.config)
+        apply_compile(job.model, job.config.compile, job.compile_options)
+        return DeepSpeedUnit(engine, job.optimizers, groups, hooks)
+
+
+def _parameters_on_disk(config: EngineConfig) -> bool:
+    offload = config.data.get("zero_optimization", {}).get("offload_param") or {}
+    return bool(offload.get("device") == "nvme")
+
+
+@contextmanager
+def _numbers_sent(model: nn.Module) -> Iterator[None]:
+    """Send rank 0's parameters of no dimension, such as CLIP's scale of logits, and keep the engine from doing so.
+
+    It would fail: it sends all parameters as bytes, and torch shows a number of no dimension not as bytes.
+    """
+    numbers: list[Any] = [p for p in model.parameters() if not p.ndim and not hasattr(p, "ds_id")]
+    for number in numbers:
+        dist.broadcast(number.data, src=0)
+        # As parameters have that are not the same on all ranks; it looks for the name only.
+        number.ds_optim_param = None
+    try:
+        yield
+    finally:
+        for number in numbers:
+            del number.ds_optim_param
+
+
+def _resolve_job(job: TrainJob, process: ProcessContext) -> EngineConfig:
+    """Return the engine's configuration for a job, with nothing left open."""
+    known: dict[str, Any] = {"given_optimizer": "torch" if job.optimizers else "none"}
+    if job.optimizers and isinstance(job.optimizers[0], DescribedOptimizer):
+        known["given_optimizer"] = "dummy"
+        known["optimizer"] = _facts(job.optimizers[0].numbers, "DummyOptim")
+    if job.schedule is not None:
+        known["given_scheduler"] = "dummy"
+        known["scheduler"] = _facts(job.schedule, "DummyScheduler")
+    return _resolve(
+        job.resolved,
+        process,
+        micro_batch_size=job.micro_batch_size,
+        hidden_size=hidden_size_of(getattr(job.model, "config", None)),
+        **known,
+    )
+
+
+def _facts(numbers: Mapping[str, Any], stand_in: str) -> dict[str, Fact]:
+    return {name: Fact(value, f"{stand_in}({name}=...)") for name, value in numbers.items()}
+
+
+def _resolve(
+    resolved: Resolved,
+    process: ProcessContext,
+    *,
+    micro_batch_size: int | None = None,
+    partial: bool = False,
+    **known: Any,
+) -> EngineConfig:
+    """Return the engine's configuration with what is known of the run; `partial` before there is a job."""
+    config = resolved.config
+    # Where no loader tells the size of a batch: the engine only reports by it, and divides nothing.
+    rows = Fact(micro_batch_size or 1, "the prepared data loader", is_default=True)
+    facts = Facts(
+        world_size=process.world_size,
+        micro_batch_size=rows,
+        accumulation_steps=Fact(
+            config.accumulation.num_steps,
+            resolved.describe("accumulation.num_steps"),
+            is_default=not resolved.is_set("accumulation.num_steps"),
+        ),
+        precision=Fact(
+            str(config.mixed_precision),
+            resolved.describe("mixed_precision"),
+            is_default=not resolved.is_set("mixed_precision"),
+        ),
+        origins=resolved.block_places(),
+        **known,
+    )
+    engine_config = resolve_engine_config(config.deepspeed, facts=facts, partial=partial)
+    engine_config.data.setdefault("steps_per_print", _NEVER_PRINT)
+    return engine_config
+
+
+def _check_groups(job: TrainJob) -> None:
+    """Refuse a group without parameters: the engine drops it, and the optimizer's scheduler would no longer fit."""
+    for optimizer in job.optimizers:
+        empty = [index for index, group in enumerate(optimizer.param_groups) if not group["params"]]
+        if empty:
+            raise ConfigError(
+                f"group {empty[0]} of {type(optimizer).__name__} has no parameters, and DeepSpeed drops such groups, "
+                "so that a scheduler built on it no longer fits; leave the group out. (Parameters of a model that was "
+                "built in pieces under ZeRO-3 have one dimension: tell them apart by name, or by len(p.ds_shape).)"
+            )
+
+
+def _check_numbers(job: TrainJob, config: EngineConfig) -> None:
+    """Refuse parameters of no dimension under ZeRO-3, whose first broadcast fails for them without a word of why."""
+    numbers = [name for name, p in job.model.named_parameters() if not p.ndim and not hasattr(p, "ds_id")]
+    if numbers and config.stage == 3:
+        raise ConfigError(
+            f"{numbers[0]!r} of {type(job.model).__name__} is a parameter of no dimension, which ZeRO-3 of DeepSpeed "
+            "cannot lay out; give it one (torch.ones(1) in place of torch.tensor(1.0)), or use stage 2 or strategy "
+            "'fsdp2'"
+        )
+
+
+def _check_leaf_classes(job: TrainJob, config: EngineConfig) -> None:
+    """Refuse names of classes that the trained model has none of: the engine would only warn, and then hang."""
+    wanted = config.leaf_classes if config.stage == 3 and job.optimizers else ()
+    kinds = {type(module) for module in job.model.modules()}
+    known = {name for kind in kinds for name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")}
+    if wanted and known.isdisjoint(wanted):
+        raise ConfigError(
+            f"{type(job.model).__name__} has no module of class {' or '.join(wanted)}, which "
+            "zero_optimization.leaf_module.classes (deepspeed_moe_layer_cls_names, transformer_moe_cls_names) names: "
+            "ranks that run different experts would wait for each other; write the class of its layers of experts, or "
+            "take the key out"
+        )
+
+
+def _group_names(model: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
+    """Return the names of the parameters of each group."""
+    if optimizer is None:
+        return []
+    names = {id(parameter): name.replace("_orig_mod.", "") for name, parameter in model.named_parameters()}
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _cast_around(model: nn.Module, engine_config: EngineConfig, config: RunConfig) -> list[RemovableHandle]:
+    """Cast what a model of 16-bit weights is given, and what it returns, as other strategies do; return the hooks."""
+    dtype = _DTYPES.get(engine_config.precision)
+    if dtype is None:
+        return []
+
+    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return _cast(args, dtype), _cast(kwargs, dtype)
+
+    def give(module: nn.Module, args: Any, output: Any) -> Any:
+        return cast_floating(output, torch.float32)
+
+    hooks = [model.register_forward_pre_hook(take, with_kwargs=True)]
+    if config.output_dtype == OutputDtype.FP32:
+        hooks.append(model.register_forward_hook(give))
+    return hooks
+
+
+def _cast(data: Any, dtype: torch.dtype) -> Any:
+    """Return `data` with its fp32 tensors in `dtype`."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
+
+    return map_leaves(cast, data, is_leaf=lambda node: isinstance(node, torch.Tensor))
+
+
+def _whole_unit(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> WholeUnit:
+    """Lay out a model that nobody trains, at a stage that keeps parameters whole. Collective."""
+    place(job.model, job, process)
+    apply_autocast(job.model, precision)
+    if process.is_distributed:
+        broadcast_module_states(job.model, process.device)
+    return WholeUnit(job.model, job.model, job.scaler)

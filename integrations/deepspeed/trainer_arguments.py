@@ -1,0 +1,84 @@
+"""What a Trainer's arguments ask of DeepSpeed, before there is a model: numbers for its configuration, and a start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accel_trainer.config import Resolved
+from accel_trainer.integrations.deepspeed.config import EngineConfig, Fact, Facts, hidden_size_of, resolve_engine_config
+from accel_trainer.integrations.deepspeed.runtime import check_can_start, import_deepspeed, join_engine_group
+from accel_trainer.runtime.process import ProcessContext
+
+__all__ = ["resolve_arguments", "start_engine"]
+
+Given = Mapping[str, tuple[Any, bool]]
+"""Value of each argument by name, and whether it was left at its default."""
+
+
+def resolve_arguments(
+    resolved: Resolved,
+    given: Given,
+    process: ProcessContext,
+    *,
+    model: Any = None,
+    num_steps: int | None = None,
+    num_warmup_steps: int | None = None,
+    given_optimizer: str = "none",
+    given_scheduler: str = "none",
+) -> EngineConfig:
+    """Return the engine's configuration with every "auto" that the arguments answer.
+
+    Args:
+        resolved: of the run; its `deepspeed` block is read.
+        given: the Trainer's arguments.
+        model: for its sizes; None before there is one.
+        num_steps: updates of the whole training. Without it, what cannot be known yet is left out.
+        num_warmup_steps: updates of the warm-up.
+        given_optimizer: what steps: "torch", "dummy" for the one that the configuration describes, "none" if unknown.
+        given_scheduler: the same for the schedule.
+
+    Raises:
+        ConfigError: all that is wrong in the configuration, and all its conflicts with the arguments.
+    """
+
+    def fact(name: str) -> Fact:
+        value, is_default = given[name]
+        return Fact(value, f"TrainingArguments({name}=...)", is_default)
+
+    (beta1, is_default1), (beta2, is_default2) = given["adam_beta1"], given["adam_beta2"]
+    betas = Fact([beta1, beta2], "TrainingArguments(adam_beta1=..., adam_beta2=...)", is_default1 and is_default2)
+    rate = fact("learning_rate")
+    scheduler = {"warmup_max_lr": rate}
+    if num_steps is not None:
+        scheduler["total_num_steps"] = Fact(num_steps, "the Trainer's number of steps")
+        scheduler["warmup_num_steps"] = Fact(num_warmup_steps or 0, "TrainingArguments(warmup_steps=...)")
+    precision = str(resolved.config.mixed_precision)
+    facts = Facts(
+        world_size=process.world_size,
+        micro_batch_size=fact("per_device_train_batch_size"),
+        accumulation_steps=fact("gradient_accumulation_steps"),
+        max_grad_norm=fact("max_grad_norm"),
+        precision=Fact(precision, resolved.describe("mixed_precision"), not resolved.is_set("mixed_precision")),
+        optimizer={"lr": rate, "betas": betas, "eps": fact("adam_epsilon"), "weight_decay": fact("weight_decay")},
+        scheduler=scheduler,
+        hidden_size=hidden_size_of(getattr(model, "config", None)),
+        given_optimizer=given_optimizer,  # type: ignore[arg-type]
+        given_scheduler=given_scheduler,  # type: ignore[arg-type]
+        origins=resolved.block_places(),
+    )
+    return resolve_engine_config(resolved.config.deepspeed, facts=facts, partial=num_steps is None)
+
+
+def start_engine(process: ProcessContext, config: EngineConfig) -> None:
+    """Bring DeepSpeed up in the job's process group. Collective.
+
+    Before a model is built in pieces: without it, the engine takes the job for one process.
+
+    Raises:
+        ConfigError: the engine cannot start here.
+        MissingExtraError: DeepSpeed is not installed.
+    """
+    deepspeed = import_deepspeed()
+    check_can_start(process, config.data)
+    join_engine_group(deepspeed, process)

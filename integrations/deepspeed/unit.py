@@ -1,0 +1,359 @@
+"""A DeepSpeed engine behind the contract of `strategies.api.TrainUnit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from accel_trainer.checkpoint.format.boxes import Box
+from accel_trainer.errors import ConfigError
+from accel_trainer.integrations.deepspeed.checkpoint_io import DeepSpeedCheckpointIO
+from accel_trainer.integrations.deepspeed.partitions import flat_partitions
+from accel_trainer.integrations.deepspeed.runtime import forget_module
+from accel_trainer.strategies.api import CheckpointIO, HeldGradients, StepOutcome
+from accel_trainer.strategies.single import NativeUnit
+
+__all__ = ["DeepSpeedUnit", "WholeUnit"]
+
+
+def _came_late(optimizer: Optimizer, module: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"{type(optimizer).__name__} was prepared after its model {type(module).__name__}, and DeepSpeed builds its "
+        "engine around model and optimizer; pass both to one prepare() call"
+    )
+
+
+class WholeUnit(NativeUnit):
+    """A model that nobody trains, at a stage of ZeRO that keeps parameters whole; there is no engine."""
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Refuse: no gradients would be exchanged.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"backward() was called for {type(self.module).__name__}, which was prepared without an optimizer, so that "
+            "it can only be evaluated; pass model and optimizer to one prepare() call"
+        )
+
+    def bind_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse: the engine is built around its optimizer.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise _came_late(optimizer, self.module)
+
+
+def _loss_scale(zero: Any) -> Any:
+    """Return what the engine's gradients are multiplied by; its optimizer for bf16 with fp32 sums knows no scale."""
+    return getattr(zero, "loss_scale", 1.0)
+
+
+class DeepSpeedUnit:
+    """A model in an engine that shards its optimizer state (ZeRO-1), gradients (2) and parameters (3).
+
+    The engine clips and unscales in its step. What comes before it is noted here and takes effect there: the bound of
+    the norm, and the factor that makes a window's gradients the mean over what it held.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        optimizers: Sequence[Optimizer],
+        groups: Sequence[Sequence[str]],
+        hooks: Sequence[RemovableHandle] = (),
+    ) -> None:
+        self.model: nn.Module = engine
+        self.module: nn.Module = engine.module
+        self.optimizers: Sequence[Optimizer] = list(optimizers)
+        self._engine = engine
+        self._hooks = [*hooks, engine.module_forward_pre_hook, engine.module_forward_post_hook]
+        """Of the module, which is bare again when they and the engine's other ones are gone."""
+        self._is_released = False
+        self._zero = engine.optimizer
+        self._groups = groups
+        """Names of the parameters of each group of the optimizer; the engine replaces them by flat buffers."""
+        self._trained = frozenset(id(p) for p in self.module.parameters() if p.requires_grad)
+        self._configured_bound: float = getattr(self._zero, "clip_grad", 0.0)
+        self._bound: float | None = None
+        self._norm: Tensor | None = None
+        """What `clip_grad_norm` has handed out for this update; the step fills it."""
+        self._factor: float | Tensor | None = None
+        self._is_exchanged = self._holds_gradients = False
+        engine.set_gradient_accumulation_boundary(True)
+
+    def known_parameters(self) -> dict[int, nn.Parameter]:
+        """Return the module's parameters by id; the engine keeps the objects, and so their identity."""
+        return {id(parameter): parameter for parameter in self.module.parameters()}
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Say whether the next backward ends an accumulation window. ZeRO-2 and 3 exchange gradients in every one."""
+        self._engine.set_gradient_accumulation_boundary(enabled)
+
+    @contextmanager
+    def sync_in_backward(self) -> Iterator[None]:
+        """Let the backward of this block end an accumulation window; the engine asks when it gets there."""
+        before = self._engine.is_gradient_accumulation_boundary()
+        self.set_gradient_sync(True)
+        try:
+            yield
+        finally:
+            self.set_gradient_sync(before)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Accumulate gradients of `loss`, scaled where fp16 asks for it. Collective, also within a window.
+
+        Raises:
+            ConfigError: an argument of torch's backward that the engine does not know, or there is no optimizer.
+        """
+        if unknown := sorted(kwargs.keys() - {"retain_graph"}):
+            raise ConfigError(
+                f"backward() got {', '.join(unknown)}, which DeepSpeed's engine cannot pass on; it knows retain_graph"
+            )
+        self._require_optimizer()
+        earlier = self._keep_exchanged()
+        # The facade has divided the loss; the engine is to leave it as it is.
+        self._engine.backward(loss, retain_graph=bool(kwargs.get("retain_graph", False)), scale_wrt_gas=False)
+        for group, gradients in earlier.items():
+            torch._foreach_add_(self._zero.averaged_gradients[group], gradients)
+        self._holds_gradients = True
+        self._is_exchanged = self._engine.is_gradient_accumulation_boundary()
+
+    def _keep_exchanged(self) -> dict[Any, list[Tensor]]:
+        """Return gradients that ZeRO-1 and 2 have exchanged for this update already, and would overwrite."""
+        if not self._holds_gradients:
+            return {}
+        # The engine does so in a forward, and there may have been none in between.
+        self._zero.clear_backward_seen_flag()
+        if not self._is_exchanged or hasattr(self._zero, "fp16_groups"):  # ZeRO-3 adds up by itself
+            return {}
+        if self._zero.cpu_offload:
+            raise ConfigError(
+                "a second backward() came after the one that ended the accumulation window, and with offloaded "
+                "optimizer state DeepSpeed would lose the first one's gradients; add the losses, or run both in "
+                "accumulate() with gradient_accumulation_steps"
+            )
+        return {group: gradients for group, gradients in self._zero.averaged_gradients.items() if gradients}
+
+    def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """Nothing: the engine takes the fp16 loss scale out in its step."""
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Note a factor for the accumulated gradients; the step multiplies them by it."""
+        self._factor = factor if self._factor is None else self._factor * factor
+
+    def held_gradients(self) -> HeldGradients | None:
+        """Return None: the engine keeps the gradients of an open window to itself."""
+        return None
+
+    def put_gradients(self, gradients: Mapping[str, Callable[[Box], Tensor]]) -> None:
+        """Refuse gradients of another run's window.
+
+        Raises:
+            ConfigError: always; the engine has no way to take them.
+        """
+        raise ConfigError(
+            "the state was saved within an accumulation window of another strategy, and DeepSpeed's engine cannot take "
+            "its gradients; save where sync_gradients is true"
+        )
+
+    def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+        """Note a bound of the global gradient norm for the engine's step. It wins over the configuration's.
+
+        Returns:
+            Scalar, NaN until the step has filled it with the norm before clipping.
+
+        Raises:
+            ConfigError: not all of the model's parameters, or a norm that the engine does not compute.
+        """
+        if norm_type != 2.0:
+            raise ConfigError(f"norm_type is {norm_type}, and DeepSpeed computes norms of type 2 only; use norm_type=2")
+        if missing := len(self._trained.difference(id(p) for p in parameters)):
+            raise ConfigError(
+                f"clip_grad_norm_() was given parameters without {missing} of the {len(self._trained)} that this "
+                "engine trains, and DeepSpeed clips all of them together; pass model.parameters()"
+            )
+        if not getattr(self._zero, "compute_grad_norm", True):
+            raise ConfigError(
+                "clip_grad_norm_() was called, and zero_optimization.compute_grad_norm is false in the DeepSpeed "
+                "configuration; take it out, or do not clip"
+            )
+        if max_norm != float("inf"):
+            self._bound = float(max_norm)
+        if self._norm is None:
+            self._norm = torch.full((), float("nan"), device=self._engine.device)
+        return self._norm
+
+    def clip_grad_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Clamp every gradient element, parameter by parameter. Collective.
+
+        Raises:
+            ConfigError: after `clip_grad_norm`, whose bound the engine applies later, in its step.
+        """
+        if self._bound is not None:
+            raise ConfigError(
+                "clip_grad_value_() was called after clip_grad_norm_(), and DeepSpeed applies the norm's bound in its "
+                "step, which comes later; clip values first"
+            )
+        # What the step will divide by: the gradients that are clamped here carry it.
+        bound = clip_value * _loss_scale(self._zero) / (1.0 if self._factor is None else self._factor)
+        self._map_gradients(lambda gradient: gradient.clamp(-bound, bound), parameters)
+
+    def step(self, closure: Callable[[], Any] | None = None, *, optimizer: Optimizer | None = None) -> StepOutcome:
+        """Clip and update; skipped, and reported so, when fp16 gradients overflowed. Collective.
+
+        Raises:
+            ConfigError: with a closure, without an optimizer, or when the last backward has not ended a window.
+        """
+        self._require_optimizer()
+        if closure is not None:
+            raise ConfigError(
+                f"{type(self.optimizers[0]).__name__}.step(closure) cannot be combined with DeepSpeed, whose step "
+                "takes the gradients that are there; use an optimizer that needs no closure, or strategy 'fsdp2'"
+            )
+        if not self._holds_gradients:
+            return StepOutcome(applied=True)
+        if not self._is_exchanged:
+            raise ConfigError(
+                "optimizer.step() was called after a backward that exchanged no gradients (no_sync, or "
+                "set_gradient_sync(False)); let the last backward before the step exchange them"
+            )
+        with self._step_options():
+            self._engine.step()
+        self._clear_buffers()
+        self._holds_gradients = False
+        norm = self._report_norm()
+        return StepOutcome(applied=self._engine.was_step_applied(), grad_norm=norm)
+
+    @contextmanager
+    def _step_options(self) -> Any:
+        """Hand the noted bound and factor to the engine, for one step."""
+        zero, scale = self._zero, _loss_scale(self._zero)
+        if self._bound is not None:
+            zero.clip_grad = self._bound
+        factor = 1.0 if self._factor is None else self._factor
+        if self._factor is not None and not hasattr(zero, "loss_scale"):
+            self._map_gradients(lambda gradient: gradient * factor)
+        elif self._factor is not None or scale != 1.0:
+            # Pinned: a dynamic scale changes within the engine's step, and these gradients carry the one from before.
+            zero.external_loss_scale = scale / factor
+            zero.custom_loss_scaler = True
+        try:
+            yield
+        finally:
+            zero.clip_grad = self._configured_bound
+            zero.custom_loss_scaler = False
+            self._bound, self._factor = None, None
+
+    def _map_gradients(self, change: Callable[[Tensor], Tensor], parameters: Iterable[Tensor] | None = None) -> None:
+        """Replace gradients by what `change` makes of each element, parameter by parameter. Collective."""
+        from deepspeed.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
+
+        chosen = self.module.parameters() if parameters is None else parameters
+        for parameter in {id(p): p for p in chosen if p.requires_grad}.values():
+            if hasattr(parameter, "ds_id"):
+                # Of ZeRO-3: the setter of whole gradients fails where the elements do not divide by the ranks.
+                safe_set_local_grad(parameter, change(safe_get_local_grad(parameter)))
+            elif (gradient := safe_get_full_grad(parameter)) is not None:
+                safe_set_full_grad(parameter, change(gradient))
+
+    def _report_norm(self) -> Tensor | None:
+        """Return the norm of the last step, and fill what `clip_grad_norm` has handed out."""
+        norm = self._engine.get_global_grad_norm()
+        if norm is None:
+            return None
+        found = torch.as_tensor(norm, dtype=torch.float32, device=self._engine.device)
+        if self._norm is not None:
+            self._norm.copy_(found)
+            self._norm = None
+        return found
+
+    def zero_grad(self, set_to_none: bool = True, *, optimizer: Optimizer | None = None) -> None:
+        """Drop the gradients that were accumulated. After a step there are none: the engine has dropped them."""
+        if self._holds_gradients:
+            self._drop_gradients()
+            self._holds_gradients = False
+            self._bound, self._factor = None, None
+
+    def _drop_gradients(self) -> None:
+        """Do what the engine itself does with gradients that overflowed."""
+        zero = self._zero
+        zero.zero_grad(set_to_none=True)
+        for name in ("averaged_gradients", "all_grad_tensors"):
+            held = getattr(zero, name, {})
+            for key in held:
+                held[key] = None
+        if getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
+            zero.reset_cpu_buffers()
+        self._clear_buffers()
+
+    def _clear_buffers(self) -> None:
+        """Empty the buffers that the engine keeps between updates.
+
+        It writes the gradients of a window into them, and steps with all of them: a parameter that takes no part in a
+        window would be updated with its gradient of an earlier one (ZeRO-3, and offloaded optimizer state).
+        """
+        zero = self._zero
+        if (partitions := getattr(zero, "grad_partitions_flat_buffer", None)) is not None:
+            partitions.zero_()
+        if getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
+            zero.norm_for_param_grads.clear()
+            kept = [flat.grad for flat in flat_partitions(zero) if flat.grad is not None]
+            kept += getattr(zero, "accumulated_grads_in_cpu", {}).values()
+            if kept:  # what is swapped to disk holds none
+                torch._foreach_zero_(kept)
+
+    def take_scheduler(self) -> Any:
+        """Return the schedule of the engine's configuration, which the engine steps no longer; None without one."""
+        schedule, self._engine.lr_scheduler = self._engine.lr_scheduler, None
+        return schedule
+
+    def bind_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse: the engine is built around its optimizer.
+
+        Raises:
+            ConfigError: always, but for the optimizer that it has.
+        """
+        if any(optimizer is own for own in self.optimizers):
+            return
+        raise _came_late(optimizer, self.module)
+
+    def _require_optimizer(self) -> None:
+        if not self.optimizers:
+            raise ConfigError(
+                f"{type(self.module).__name__} was prepared without an optimizer, so that it can only be evaluated; "
+                "pass model and optimizer to one prepare() call"
+            )
+
+    def release(self) -> None:
+        """Take the engine off, so that model and optimizer can be prepared again: two engines would both act on them.
+
+        The optimizer holds the module's parameters again, without any state; save that before. The parameters of ZeRO-3
+        stay partitioned. Every rank calls it; a second call does nothing.
+        """
+        if self._is_released:
+            return
+        self._is_released = True
+        self._engine.destroy()
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self.module.parameters():
+            vars(parameter).pop("_z3_optimizer", None)
+        forget_module(self.module)
+        named = {name.replace("_orig_mod.", ""): parameter for name, parameter in self.module.named_parameters()}
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+            for group, names in zip(optimizer.param_groups, self._groups, strict=True):
+                group["params"] = [named[name] for name in names]
+
+    def checkpoint_io(self) -> CheckpointIO:
+        """Return the reader and writer of this unit's state."""
+        return DeepSpeedCheckpointIO(self._engine, self.optimizers, self._groups)

@@ -1,0 +1,280 @@
+"""save_state and load_state of the Accelerator: hooks, names, background saves and what they report."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_trainer import Accelerator
+from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
+from tests.checkpoint.crash_job import SavedRun, acknowledged, assert_survived, save_repeatedly
+from tests.ranks import RankFailure, run_ranks
+
+
+class Box:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+# --- registered objects ----------------------------------------------------------------------------------------------
+
+
+def test_registered_objects_are_found_by_name_whatever_their_order(tmp_path: Path):
+    one = Accelerator(cpu=True)
+    one.register_for_checkpointing(Box("first"), Box("second"), ema=Box("average"))
+    one.save_state(tmp_path / "s")
+    other = Accelerator(cpu=True)
+    boxes = [Box(None) for _ in range(3)]
+    other.register_for_checkpointing(ema=boxes[2])
+    other.register_for_checkpointing(*boxes[:2])
+    other.register_for_checkpointing(boxes[0])  # once more is not twice
+    other.load_state(tmp_path / "s")
+    assert [box.value for box in boxes] == ["first", "second", "average"]
+
+
+def test_objects_missing_on_either_side_are_named(tmp_path: Path):
+    one = Accelerator(cpu=True)
+    one.register_for_checkpointing(ema=Box(1), best=Box(2))
+    one.save_state(tmp_path / "s")
+    other = Accelerator(cpu=True)
+    other.register_for_checkpointing(ema=Box(3), last=Box(4))
+    message = r"registered and not in it: 'last'; in it and not registered: 'best'\. Register the same ones under"
+    with pytest.raises(IncompatibleCheckpointError, match=message):
+        other.load_state(tmp_path / "s")
+    with pytest.raises(ConfigError, match="an object is registered for checkpointing as 'ema' already"):
+        other.register_for_checkpointing(ema=Box(5))
+
+
+# --- hooks -----------------------------------------------------------------------------------------------------------
+
+
+def prepared() -> tuple[Accelerator, nn.Module]:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    return accelerator, accelerator.prepare(model)
+
+
+def test_a_hook_writes_files_of_its_own_and_takes_over_the_weights(tmp_path: Path):
+    accelerator, model = prepared()
+
+    def save(models: list[nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
+        assert models == [model]
+        torch.save(weights.pop(), Path(output_dir, "mine.pt"))
+
+    def load(models: list[nn.Module], input_dir: str) -> None:
+        models.pop().load_state_dict(torch.load(Path(input_dir, "mine.pt")))
+
+    saving = accelerator.register_save_state_pre_hook(save)
+    accelerator.save_state(tmp_path / "s")
+    names = {path.name for path in (tmp_path / "s").iterdir()}
+    assert "mine.pt" in names
+    assert not any("model" in name for name in names)
+    before = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    loading = accelerator.register_load_state_pre_hook(load)
+    accelerator.load_state(tmp_path / "s")
+    assert torch.equal(model.weight, before)
+    loading.remove()
+    with pytest.raises((CheckpointNotFoundError, IncompatibleCheckpointError)):
+        accelerator.load_state(tmp_path / "s")
+    saving.remove()
+    accelerator.save_state(tmp_path / "t")
+    with torch.no_grad():
+        model.weight.zero_()
+    accelerator.load_state(tmp_path / "t")
+    assert torch.equal(model.weight, before)
+
+
+class Failing(Box):
+    """Fails on one rank, in the place that is asked for."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(0)
+        self.place = place
+
+    def fail(self, place: str) -> None:
+        if self.place == place and os.environ["RANK"] == "1":
+            raise ValueError(f"no {place}")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.fail("load of an object")
+
+
+PLACES = ("save hook", "load hook", "load of an object", "missing directory")
+
+
+def fail_in(directory: Path) -> dict[str, tuple[str, float, float]]:
+    """Rank 1 fails in one place after the other; returns what each rank was told, how soon, and a sum afterwards."""
+    run = SavedRun(directory)
+    accelerator = run.accelerator
+    accelerator.save_state()
+    told = {}
+    for place in PLACES:
+        begin, handles = time.monotonic(), []
+        box = Failing(place)
+        accelerator._checkpoints.objects["counter"] = box
+        if place == "save hook":
+            handles.append(accelerator.register_save_state_pre_hook(lambda *_, box=box: box.fail("save hook")))
+        handles.append(accelerator.register_load_state_pre_hook(lambda *_, box=box: box.fail("load hook")))
+        elsewhere = place == "missing directory" and accelerator.process_index == 1
+        try:
+            if place == "save hook":
+                accelerator.save_state()
+            else:
+                accelerator.load_state(directory / "elsewhere" if elsewhere else directory / "checkpoints/checkpoint_0")
+            told[place] = ("", 0.0, 0.0)
+        except Exception as error:
+            seconds = time.monotonic() - begin
+            total = accelerator.reduce(torch.tensor(accelerator.process_index + 1.0), "sum").item()
+            told[place] = (f"{type(error).__name__}: {error}", seconds, total)
+        for handle in handles:
+            handle.remove()
+    return told
+
+
+def test_r12_what_fails_on_one_rank_is_raised_on_both_and_the_group_lives_on(tmp_path: Path):
+    other, failing = run_ranks(fail_in, 2, tmp_path)
+    for place in PLACES:
+        message, seconds, total = failing[place]
+        expected = "CheckpointNotFoundError" if place == "missing directory" else f"ValueError: no {place}"
+        assert message.startswith(expected)
+        assert other[place][0].startswith("ProcessGroupError: rank 1 failed in ")
+        assert expected.rpartition(": ")[2] in other[place][0]
+        assert max(seconds, other[place][1]) < 40
+        assert total == other[place][2] == 3.0
+
+
+# --- R5 --------------------------------------------------------------------------------------------------------------
+
+
+def slow_save(directory: Path) -> dict[str, Any]:
+    """Save in the background on a slow disk, and go on at once: the weights change, and what is saved does not."""
+    run = SavedRun(directory)
+    run.fill(0)
+    run.accelerator.save_state()
+    run.fill(1)
+    begin = time.monotonic()
+    path = run.accelerator.save_state(async_=True)
+    stall = time.monotonic() - begin
+    run.fill(-7)
+    is_published = path.exists()
+    steps = 0
+    while run.accelerator._checkpoints.background.in_flight:
+        run.accelerator.backward(run.model(torch.ones(1, 8)).sum())
+        steps += 1
+    run.accelerator.load_state()
+    seen = {"stall": stall, "published": is_published, "held": run.step_held(), "steps": steps}
+    return {**seen, **run.accelerator.checkpoint_metrics}
+
+
+def test_r5_a_background_save_stalls_shortly_and_saves_what_was_there_when_it_was_asked(tmp_path: Path):
+    fault = "sleep@save.before_vote:rank=1:step=1:seconds=1.5"
+    results = run_ranks(slow_save, 2, tmp_path, env={"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": fault})
+    for result in results:
+        assert result["held"] == 1
+        assert not result["published"]
+        assert result["steps"] > 1
+        # The slow disk took part in the save, and not in the stall, whatever else the machine does.
+        assert result["stall"] + 0.5 < result["ckpt/duration_s"]
+        assert 0 < result["ckpt/stall_s"] <= result["stall"]
+    # Both ranks saw its end in the same step.
+    assert results[0]["steps"] == results[1]["steps"]
+    assert results[0]["ckpt/bytes"] > 8 * 8 * 4
+    assert {"resume/select_s", "resume/verify_s", "resume/load_s"} <= results[0].keys()
+
+
+@pytest.mark.parametrize("target", [":rank=0", ":rank=1", ""], ids=["rank0", "rank1", "both"])
+def test_r5_a_kill_in_the_background_loses_nothing_acknowledged(tmp_path: Path, target: str):
+    env = {"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": f"kill9@save.after_vote{target}:step=1"}
+    with pytest.raises(RankFailure, match="SIGKILL"):
+        run_ranks(save_repeatedly, 2, tmp_path, 3, async_=True, env=env)
+    assert acknowledged(tmp_path) == 0
+    assert assert_survived(tmp_path) in (0, 1)
+
+
+def fail_in_background(directory: Path, how: str) -> str:
+    run = SavedRun(directory)
+    run.fill(0)
+    run.accelerator.save_state()
+    run.accelerator.save_state(async_=True)
+    try:
+        getattr(run.accelerator, how)()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("how", ["save_state", "load_state", "wait_for_checkpoint", "end_training"])
+def test_r5_a_background_error_is_raised_by_whatever_comes_next(tmp_path: Path, how: str):
+    env = {"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": "raise@save.before_vote:rank=1:step=1"}
+    told = run_ranks(fail_in_background, 2, tmp_path, how, env=env)
+    assert told[1] == "RuntimeError: fault injected at save.before_vote"
+    assert "RuntimeError: fault injected at save.before_vote" in told[0]
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+def leave_at_once(directory: Path) -> None:
+    run = SavedRun(directory)
+    run.fill(0)
+    run.accelerator.save_state(async_=True)
+
+
+def test_r5_the_end_of_the_process_waits_for_the_writer(tmp_path: Path):
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from pathlib import Path; from tests.accelerator.test_checkpointing import leave_at_once; "
+        "from accel_trainer.checkpoint import hashing; hashing._FLUSH_BYTES = 1; "  # as in large files
+        "leave_at_once(Path(sys.argv[1]))"
+    )
+    environ = {
+        **os.environ,
+        "ACCEL_TRAINER_TEST_MODE": "1",
+        "ACCEL_TRAINER_FAULT": "sleep@save.mid_shard:step=0:seconds=0.05",
+    }
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environ, timeout=60)
+    run = SavedRun(tmp_path)
+    run.accelerator.load_state()
+    assert run.step_held() == 0
+
+
+# --- the rest --------------------------------------------------------------------------------------------------------
+
+
+def test_states_are_never_pickled(tmp_path: Path):
+    with pytest.raises(
+        ConfigError, match=r"save_state\(safe_serialization=False\) is not offered: states hold no pickle"
+    ):
+        Accelerator(cpu=True).save_state(tmp_path, safe_serialization=False)
+
+
+def test_r18_a_resume_says_what_is_exact_and_what_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    run_ranks(save_repeatedly, 2, tmp_path, 1)
+    run = SavedRun(tmp_path)
+    with caplog.at_level(logging.INFO, "accel_trainer"):
+        run.accelerator.load_state()
+        run.accelerator.save_state()
+        run.accelerator.load_state()
+        run.accelerator.load_state(verify="size")
+    lines = [record.message for record in caplog.records if record.message.startswith("resumed from")]
+    assert "saved by 2 process(es) and loaded by 1" in lines[0]
+    assert "checkpoint_1 (contents verified; " in lines[1]
+    assert "saved by 2" not in lines[1]
+    assert "(lengths verified; " in lines[2]
+    assert all("select" in line and "verify" in line and "load" in line for line in lines)
+    assert run.accelerator.save_iteration == 2

@@ -1,0 +1,408 @@
+"""What is passed to an Accelerator, brought to configuration values; and the checks before anything is laid out."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from accel_trainer import Accelerator, DeepSpeedPlugin
+from accel_trainer.accelerator.engine_plugins import EnginePlugins
+from accel_trainer.accelerator.options import AcceleratorOptions, build_strategy
+from accel_trainer.config import Resolved, resolve
+from accel_trainer.errors import ConfigError
+from accel_trainer.plugins import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+)
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.strategies.api import Capabilities
+
+
+def processes(count: int) -> ProcessContext:
+    """Rank 0 of a job, without one."""
+    return ProcessContext(0, 0, count, count, torch.device("cpu"), "gloo" if count > 1 else None)
+
+
+def options_of(**given: Any) -> AcceleratorOptions:
+    names = {
+        *("split_batches", "mixed_precision", "gradient_accumulation_steps", "cpu", "dataloader_config"),
+        *("fsdp_plugin", "gradient_accumulation_plugin", "dynamo_backend", "dynamo_plugin", "strategy"),
+        "deepspeed_plugin",
+    }
+    assert given.keys() <= names | {"kwargs_handlers"}
+    return AcceleratorOptions.build(**dict.fromkeys(names) | {"kwargs_handlers": ()} | given)
+
+
+def configured(environ: dict[str, str] | None = None, file: Any = None, **given: Any) -> Resolved:
+    return resolve(explicit=options_of(**given).explicit, environ=environ or {}, file=file)
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+# --- strategy and number of processes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "name"), [(1, "single"), (2, "ddp"), (64, "ddp")])
+def test_the_number_of_processes_decides_when_nothing_else_does(count: int, name: str):
+    assert build_strategy(configured(), processes(count)).name == name
+
+
+@pytest.mark.parametrize(("name", "count"), [("ddp", 1), ("ddp", 2), ("fsdp2", 2), ("single", 1)])
+def test_a_strategy_that_fits_is_taken(name: str, count: int):
+    assert build_strategy(configured(strategy=name), processes(count)).name == name
+
+
+def test_fsdp_with_one_process_names_the_launch_command():
+    message = (
+        r"^strategy=fsdp2 \(from Accelerator\(strategy=\.\.\.\)\): strategy 'fsdp2' needs at least 2 processes and "
+        r"this job has 1; training unsharded .* is not an option\. .*launch --num_processes 2 SCRIPT`.*--cpu"
+    )
+    with pytest.raises(ConfigError, match=message):
+        build_strategy(configured(strategy="fsdp2"), processes(1))
+
+
+def test_fsdp_with_one_process_names_the_number_in_the_file(tmp_path: Path):
+    file = write(tmp_path, "distributed_type: FSDP\nnum_processes: 8\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml:1\).*this job has 1;.*launch --num_processes 8 SCRIPT`"):
+        build_strategy(configured(file=file), processes(1))
+
+
+def test_several_single_processes_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"'single' is for 1 process and this job has 2, which would each train alone"
+    ):
+        build_strategy(configured(strategy="single"), processes(2))
+
+
+@pytest.mark.parametrize(("stated", "count"), [(2, 4), (4, 1)])
+def test_a_world_size_that_contradicts_the_file_says_both(tmp_path: Path, stated: int, count: int):
+    file = write(tmp_path, f"strategy: auto\nlaunch:\n  num_processes: {stated}\n")
+    message = (
+        rf"launch\.num_processes={stated} \(from .*run\.yaml:3\), and {count} process\(es\) run this job\. Start "
+        rf"it with `accel-trainer launch --num_processes {stated} SCRIPT`, or set num_processes to {count} there"
+    )
+    with pytest.raises(ConfigError, match=message):
+        build_strategy(configured(file=file), processes(count))
+
+
+def test_a_world_size_that_the_file_states_is_taken(tmp_path: Path):
+    file = write(tmp_path, "distributed_type: MULTI_CPU\nnum_processes: 2\n")
+    assert build_strategy(configured(file=file), processes(2)).name == "ddp"
+
+
+def test_an_unknown_strategy_is_refused():
+    with pytest.raises(ConfigError, match=r"unknown strategy 'fsdp'; did you mean 'fsdp2'\?"):
+        Accelerator(cpu=True, strategy="fsdp")
+
+
+def test_fp16_on_the_cpu_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"mixed_precision=fp16 \(from Accelerator\(.*\)\): fp16 was asked for on the CPU"
+    ):
+        Accelerator(cpu=True, mixed_precision="fp16")
+
+
+# --- arguments that say different things ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"strategy": "ddp", "fsdp_plugin": FullyShardedDataParallelPlugin()},
+            r"fsdp_plugin sets strategy='fsdp2', and Accelerator\(strategy='ddp'\) was given beside it; pass one",
+        ),
+        (
+            {"split_batches": True, "dataloader_config": DataLoaderConfiguration(split_batches=False)},
+            r"dataloader_config sets split_batches=False, and Accelerator\(split_batches=True\) was given beside it",
+        ),
+        (
+            {
+                "gradient_accumulation_steps": 2,
+                "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=4),
+            },
+            r"gradient_accumulation_steps=2 and GradientAccumulationPlugin\(num_steps=4\) were both given",
+        ),
+        (
+            {"kwargs_handlers": [InitProcessGroupKwargs(), InitProcessGroupKwargs()]},
+            r"kwargs_handlers holds two InitProcessGroupKwargs; pass one",
+        ),
+        (
+            {"gradient_accumulation_steps": 2, "deepspeed_plugin": DeepSpeedPlugin(gradient_accumulation_steps=4)},
+            r"deepspeed_plugin sets gradient_accumulation_steps=4, and Accelerator\(gradient_accumulation_steps=2\)",
+        ),
+        ({"kwargs_handlers": InitProcessGroupKwargs()}, "kwargs_handlers is a InitProcessGroupKwargs; pass a list of"),
+        (
+            {"kwargs_handlers": [InitProcessGroupKwargs(timeout=60)]},
+            r"InitProcessGroupKwargs\(timeout=60\) is a int; pass a datetime.timedelta",
+        ),
+        ({"fsdp_plugin": {"cpu_offload": True}}, "fsdp_plugin is a builtins.dict; pass accel_trainer's own FullySha"),
+        ({"dataloader_config": 3}, "dataloader_config is a builtins.int; pass accel_trainer's own DataLoaderConfigur"),
+        ({"kwargs_handlers": [object()]}, r"kwargs_handlers holds a object; known: .*DistributedDataParallelKwargs"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(given: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        options_of(**given)
+
+
+@pytest.mark.parametrize("word", ["NO", "INDUCTOR", "inductor"])
+def test_a_backend_for_compiling_may_be_written_as_elsewhere(word: str):
+    assert configured(dynamo_backend=word).config.compile.backend == word.lower()
+
+
+def test_arguments_of_the_accelerator_hold_for_every_deepspeed_plugin():
+    build = functools.partial(options_of, gradient_accumulation_steps=4, mixed_precision="bf16")
+    given = {
+        "student": DeepSpeedPlugin(gradient_accumulation_steps=4, zero_stage=2),
+        "teacher": DeepSpeedPlugin(zero_stage=3),
+    }
+    plugins = EnginePlugins.of(None, given)
+
+    def with_plugin(plugin: DeepSpeedPlugin) -> AcceleratorOptions:
+        return build(deepspeed_plugin=plugin)
+
+    first = resolve(explicit=with_plugin(given["student"]).explicit)
+    plugins.resolve(first, Capabilities(distributed_type="DEEPSPEED"), with_plugin, {}, None)
+    configs = [resolved.config for resolved in plugins.resolved.values()]
+    assert [config.accumulation.num_steps for config in configs] == [4, 4]
+    assert [config.deepspeed["zero_stage"] for config in configs] == [2, 3]
+    given["teacher"] = DeepSpeedPlugin(gradient_accumulation_steps=8)
+    with pytest.raises(ConfigError, match="deepspeed_plugin sets gradient_accumulation_steps=8, and"):
+        EnginePlugins.of(None, given).resolve(first, Capabilities(), with_plugin, {}, None)
+
+
+def test_arguments_that_agree_are_taken():
+    plugin = GradientAccumulationPlugin(num_steps=4, sync_each_batch=True)
+    resolved = configured(
+        strategy="fsdp2",
+        fsdp_plugin=FullyShardedDataParallelPlugin(),
+        split_batches=True,
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        gradient_accumulation_steps=4,
+        gradient_accumulation_plugin=plugin,
+    )
+    assert (resolved.config.accumulation.num_steps, resolved.config.accumulation.sync_each_batch) == (4, True)
+
+
+# --- explicit, environment, file -----------------------------------------------------------------------------------
+
+
+def test_an_explicit_argument_wins_over_environment_and_file(tmp_path: Path):
+    file = write(tmp_path, "accumulation:\n  num_steps: 8\nmixed_precision: bf16\n")
+    environ = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    argument = configured(environ, file, gradient_accumulation_steps=2, mixed_precision="no").config
+    plugin = configured(environ, file, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3)).config
+    assert (argument.accumulation.num_steps, str(argument.mixed_precision)) == (2, "no")
+    assert (plugin.accumulation.num_steps, str(plugin.mixed_precision)) == (3, "bf16")
+    assert configured(environ, file).config.accumulation.num_steps == 4
+    assert configured({}, file).config.accumulation.num_steps == 8
+
+
+def test_what_a_plugin_leaves_out_stays_as_configured():
+    environ = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "FSDP_OFFLOAD_PARAMS": "true"}
+    environ |= {"ACCELERATE_USE_FSDP": "true"}
+    resolved = configured(
+        environ,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(sync_each_batch=True),
+        fsdp_plugin=FullyShardedDataParallelPlugin(reshard_after_forward=False),
+        dataloader_config=DataLoaderConfiguration(),
+    )
+    assert resolved.config.accumulation.num_steps == 4
+    assert resolved.config.accumulation.sync_each_batch
+    assert resolved.config.fsdp.offload_params
+    assert not resolved.config.fsdp.reshard_after_forward
+    assert resolved.source("accumulation.num_steps").where == "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+
+
+def test_plugins_write_nothing_to_the_environment():
+    before = dict(os.environ)
+    FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True, activation_checkpointing=True).options()
+    GradientAccumulationPlugin(num_steps=2).options()
+    DistributedDataParallelKwargs(static_graph=True).given()
+    configured(fsdp_plugin=FullyShardedDataParallelPlugin())
+    Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
+    assert dict(os.environ) == before
+
+
+# --- plugins reach the configuration -------------------------------------------------------------------------------
+
+
+def wrap_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+FSDP_FIELDS: dict[str, tuple[Any, str, Any]] = {
+    "reshard_after_forward": (False, "reshard_after_forward", False),
+    "auto_wrap_policy": ("SIZE_BASED_WRAP", "wrap_policy", "size"),
+    "transformer_cls_names_to_wrap": (["A", "B"], "wrap_classes", ("A", "B")),
+    "min_num_params": (5, "min_num_params", 5),
+    "cpu_offload": (True, "offload_params", True),
+    "activation_checkpointing": (True, "activation_checkpointing", True),
+    "cpu_ram_efficient_loading": (True, "cpu_ram_efficient_loading", True),
+    "state_dict_type": ("SHARDED_STATE_DICT", "state_dict_type", "sharded"),
+    "ignored_modules": (["head"], "ignored_modules", ("head",)),
+    "backward_prefetch": (False, "backward_prefetch", False),
+    "forward_prefetch": (True, "forward_prefetch", True),
+    "replicate_size": (2, "replicate_size", 2),
+    "replicate_per_node": (True, "replicate_per_node", True),
+}
+
+
+def test_every_field_of_the_fsdp_plugin_is_tried_here():
+    fields = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
+    assert fields == {*FSDP_FIELDS, "fsdp_version", "sharding_strategy", *FSDP1_WITHOUT_EFFECT, *FSDP1_REFUSED}
+    paths = {field.name for field in dataclasses.fields(resolve(environ={}).config.fsdp)}
+    assert paths == {path for _, path, _ in FSDP_FIELDS.values()}
+
+
+@pytest.mark.parametrize("name", list(FSDP_FIELDS))
+def test_a_field_of_the_fsdp_plugin_reaches_the_configuration(name: str):
+    value, path, expected = FSDP_FIELDS[name]
+    resolved = configured(fsdp_plugin=FullyShardedDataParallelPlugin(**{name: value}))
+    assert resolved.config.strategy == "fsdp2"
+    assert getattr(resolved.config.fsdp, path) == expected
+    assert getattr(resolve(environ={}).config.fsdp, path) != expected  # or nothing was shown
+    others = [p for p in resolved.sources if p.startswith("fsdp.") and p != f"fsdp.{path}"]
+    assert {resolved.source(p).kind.value for p in others} == {"default"}
+
+
+@pytest.mark.parametrize(
+    ("written", "policy"),
+    [("transformer_based_wrap", "transformer"), ("NO_WRAP", "none"), ("none", "none"), ("size", "size")],
+)
+def test_names_of_wrap_policies(written: str, policy: str):
+    assert (
+        configured(fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy=written)).config.fsdp.wrap_policy
+        == policy
+    )
+
+
+def test_a_callable_policy_is_kept_beside_the_configuration():
+    options = options_of(fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy=wrap_linear))
+    assert options.wrap_policy is wrap_linear
+    assert "fsdp.wrap_policy" not in options.explicit
+    assert options_of(fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy="none")).wrap_policy is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"auto_wrap_policy": "by_layer"}, r"wrap_policy.*'by_layer'.*expected one of"),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, r"state_dict_type.*LOCAL_STATE_DICT"),
+        ({"reshard_after_forward": "FULL_SHARD"}, r"reshard_after_forward.*'FULL_SHARD'"),
+        ({"min_num_params": -1}, r"min_num_params.*-1"),
+    ],
+)
+def test_a_value_that_the_configuration_refuses_is_refused_in_a_plugin(given: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        configured(fsdp_plugin=FullyShardedDataParallelPlugin(**given))
+
+
+FSDP1_WITHOUT_EFFECT = {
+    "use_orig_params": True,
+    "sync_module_states": True,
+    "limit_all_gathers": False,
+    "state_dict_config": FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
+    "optim_state_dict_config": FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False),
+}
+FSDP1_REFUSED = {
+    "mixed_precision_policy": (MixedPrecision(), r"mixed_precision_policy=.*Accelerator\(mixed_precision=\.\.\.\)"),
+    "param_init_fn": (nn.Module.to_empty, r"param_init_fn=.*init_empty_weights\(\)"),
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"sharding_strategy": "FULL_SHARD"}, {"reshard_after_forward": True}),
+        ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, {"reshard_after_forward": False}),
+        ({"sharding_strategy": "hybrid_shard"}, {"reshard_after_forward": True, "replicate_per_node": True}),
+        ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": True}, {"reshard_after_forward": True}),
+        ({"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}, {"backward_prefetch": True}),
+        ({"backward_prefetch": "NO_PREFETCH"}, {"backward_prefetch": False}),
+        ({"state_dict_type": StateDictType.SHARDED_STATE_DICT}, {"state_dict_type": "sharded"}),
+        ({"cpu_offload": CPUOffload(offload_params=True)}, {"offload_params": True}),
+        (FSDP1_WITHOUT_EFFECT, {}),
+    ],
+)
+def test_what_scripts_for_fsdp1_pass_to_the_plugin_is_taken(given: dict[str, Any], expected: dict[str, Any]):
+    resolved = configured(fsdp_plugin=FullyShardedDataParallelPlugin(**given))
+    set_here = [path for path in resolved.sources if resolved.source(path).kind.value != "default"]
+    assert {path.removeprefix("fsdp.") for path in set_here if path.startswith("fsdp.")} == set(expected)
+    assert {name: getattr(resolved.config.fsdp, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        *(({name: value}, message) for name, (value, message) in FSDP1_REFUSED.items()),
+        ({"sharding_strategy": "NO_SHARD"}, r"'NO_SHARD'\) keeps the whole model.*strategy='ddp'"),
+        (
+            {"sharding_strategy": "FULL_SHART"},
+            r"'FULL_SHART'\); expected one of FULL_SHARD, .*did you mean 'FULL_SHARD'",
+        ),
+        (
+            {"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True},
+            r"'SHARD_GRAD_OP'\) means reshard_after_forward=False, and reshard_after_forward=True was given; keep one",
+        ),
+        ({"auto_wrap_policy": CustomPolicy(wrap_linear)}, r"auto_wrap_policy=.* cannot be called; pass the function"),
+    ],
+)
+def test_what_fsdp2_has_not_is_refused_in_the_plugin(given: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        FullyShardedDataParallelPlugin(**given).options()
+
+
+@pytest.mark.parametrize("version", [1, "1"])
+def test_fsdp1_is_refused_by_the_plugin(version: Any):
+    with pytest.raises(ConfigError, match=rf"Plugin\(fsdp_version={version!r}\): only FSDP2 is offered; pass 2"):
+        FullyShardedDataParallelPlugin(fsdp_version=version)
+    assert FullyShardedDataParallelPlugin(fsdp_version=type(version)(2)).options() == {"strategy": "fsdp2"}
+
+
+def test_options_of_loaders_and_groups_reach_the_configuration():
+    resolved = configured(
+        dataloader_config=DataLoaderConfiguration(even_batches=False, data_seed=3, dispatch_batches=True),
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timedelta(minutes=2)),
+            DistributedDataParallelKwargs(bucket_cap_mb=7),
+        ],
+    )
+    data = resolved.config.data
+    assert (data.even_batches, data.data_seed, data.dispatch_batches, data.split_batches) == (False, 3, True, False)
+    assert resolved.config.timeout_seconds == 120
+    assert resolved.config.ddp.bucket_cap_mb == 7
+
+
+def test_a_backend_and_ddp_options_of_no_path_are_kept():
+    handlers = [InitProcessGroupKwargs(backend="gloo"), DistributedDataParallelKwargs(dim=1, static_graph=True)]
+    options = options_of(kwargs_handlers=handlers)
+    assert options.backend == "gloo"
+    assert options.ddp_options == {"dim": 1}
+    assert options.explicit == {"ddp.static_graph": True}

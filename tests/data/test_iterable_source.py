@@ -1,0 +1,363 @@
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from datasets.distributed import split_dataset_by_node
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
+from torch.utils.data.graph_settings import apply_sharding
+
+from accel_trainer.config.schema import DataConfig
+from accel_trainer.data import PreparedDataLoader, prepare_data_loader, skip_first_batches
+from accel_trainer.data.iterable_reader import reads_own_part, shards_of
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.process import ProcessContext
+
+SEED = 17
+
+
+def prepare(loader: DataLoader, rank: int = 0, world_size: int = 1, **config: Any) -> PreparedDataLoader:
+    process = ProcessContext(rank, rank, world_size, world_size, torch.device("cpu"), None)
+    return prepare_data_loader(loader, process=process, config=DataConfig(**config), seed=SEED)
+
+
+class Stream(IterableDataset):
+    """The numbers below a bound; workers share them out."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        step, begin = (1, 0) if worker is None else (worker.num_workers, worker.id)
+        yield from range(begin, self.num_samples, step)
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+class Shuffled(Stream):
+    """Draws its order from a global stream, as many do."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self.num_samples))
+        random.shuffle(order)
+        yield from order
+
+
+class Epochs(Stream):
+    """Starts at 100 times the epoch it was told."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(num_samples)
+        self.told = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100 * self.told, 100 * self.told + self.num_samples))
+
+
+class OwnGenerator(Stream):
+    """Draws its order from an attribute called generator."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(num_samples)
+        self.generator = torch.Generator()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.num_samples, generator=self.generator).tolist())
+
+
+def valid_ids(loaders: list[PreparedDataLoader]) -> list[int]:
+    ids: list[int] = []
+    for batches in zip(*loaders, strict=True):
+        for rank, batch in enumerate(batches):
+            rows = loaders[rank].rows
+            assert rows == loaders[0].rows
+            values = torch.as_tensor(batch).view(-1)
+            assert len(values) == rows.sizes[rank]
+            ids += values[: rows.rows[rank]].tolist()
+    return ids
+
+
+@pytest.mark.parametrize("stream", [Stream, Sized])
+@pytest.mark.parametrize("options", [{}, {"even_batches": False}, {"split_batches": True}])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("num_samples", [1, 5, 12, 13, 26])
+def test_d10_every_sample_of_a_stream_once_and_in_order(
+    num_samples: int, world_size: int, options: dict[str, Any], stream: type[Stream]
+) -> None:
+    loaders = [prepare(DataLoader(stream(num_samples), 6), rank, world_size, **options) for rank in range(world_size)]
+
+    for _ in range(2):
+        assert valid_ids(loaders) == list(range(num_samples))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"in_order": False}])
+@pytest.mark.parametrize("num_samples", [1, 2, 17])
+def test_every_sample_once_over_ranks_and_workers(num_samples: int, options: dict[str, Any], workers: int) -> None:
+    loaders = [
+        prepare(DataLoader(Stream(num_samples), 2, num_workers=workers, **options), rank, 2) for rank in range(2)
+    ]
+
+    for _ in range(2):
+        assert sorted(valid_ids(loaders)) == list(range(num_samples))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("num_samples", [0, 1, 4, 9, 16])
+def test_exactly_the_last_step_is_the_last(num_samples: int, workers: int) -> None:
+    loader = prepare(DataLoader(Stream(num_samples), 2, num_workers=workers))
+
+    ends = [loader.end_of_dataloader for _ in loader]
+
+    assert ends == [False] * (len(ends) - 1) + [True] * bool(ends)
+
+
+@pytest.mark.parametrize(("world_size", "kept"), [(1, 12), (2, 12), (3, 12)])
+def test_drop_last_takes_full_global_batches_only(world_size: int, kept: int) -> None:
+    batch_size = 12 // world_size
+    loaders = [
+        prepare(DataLoader(Stream(13), batch_size, drop_last=True), rank, world_size) for rank in range(world_size)
+    ]
+
+    assert valid_ids(loaders) == list(range(kept))
+
+
+def test_one_sample_at_a_time_without_batches() -> None:
+    loaders = [prepare(DataLoader(Stream(5), batch_size=None), rank, 2) for rank in range(2)]
+
+    assert valid_ids(loaders) == list(range(5))
+
+
+def test_strings_and_nested_samples_travel() -> None:
+    class Records(IterableDataset):
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            for index in range(5):
+                yield {"text": f"t{index}", "parts": {"ids": [index] * index}}
+
+    loaders = [prepare(DataLoader(Records(), 2, collate_fn=list), rank, 2) for rank in range(2)]
+
+    first = [next(iter(loader)) for loader in loaders]
+
+    assert first[1] == [{"text": "t2", "parts": {"ids": [2, 2]}}, {"text": "t3", "parts": {"ids": [3, 3, 3]}}]
+
+
+def test_a_stream_is_read_one_sample_ahead() -> None:
+    read = []
+
+    class Recording(Stream):
+        def __iter__(self) -> Iterator[int]:
+            for index in range(self.num_samples):
+                read.append(index)
+                yield index
+
+    iterator = iter(prepare(DataLoader(Recording(9), 2)))
+    next(iterator)
+
+    assert read == [0, 1, 2]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_draws_from_global_streams_is_one_stream_for_all_ranks(workers: int) -> None:
+    loaders = []
+    for rank in range(2):
+        random.seed(rank)
+        loaders.append(prepare(DataLoader(Shuffled(8), 2, num_workers=workers), rank, 2))
+    state = random.getstate()
+
+    ids = valid_ids(loaders)
+
+    assert sorted(ids) == sorted(list(range(8)) * max(1, workers))
+    assert ids[:8] != list(range(8))
+    assert random.getstate() == state
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+def test_the_epoch_reaches_the_stream_wherever_it_is_read(options: dict[str, Any]) -> None:
+    loader = prepare(DataLoader(Epochs(2), 2, **options))
+
+    assert [batch.tolist() for _ in range(2) for batch in loader] == [[0, 1], [100, 101]]
+    loader.set_epoch(7)
+    assert [batch.tolist() for batch in loader] == [[700, 701]]
+    assert loader.epoch == 8
+
+
+def test_a_generator_attribute_is_seeded_for_the_epoch() -> None:
+    loaders = [prepare(DataLoader(OwnGenerator(8), 2), rank, 2) for rank in range(2)]
+
+    passes = [valid_ids(loaders) for _ in range(2)]
+
+    assert sorted(passes[0]) == sorted(passes[1]) == list(range(8))
+    assert passes[0] == torch.randperm(8, generator=torch.Generator().manual_seed(SEED)).tolist()
+    assert passes[0] != passes[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+@pytest.mark.parametrize("skip", [1, 3, 50])
+def test_skipping_leaves_out_steps_of_one_pass(skip: int, options: dict[str, Any]) -> None:
+    def build() -> list[PreparedDataLoader]:
+        return [prepare(DataLoader(Stream(17), 2, **options), rank, 2) for rank in range(2)]
+
+    whole = [[batch.tolist() for batch in loader] for loader in build()]
+    skipped = [skip_first_batches(loader, skip) for loader in build()]
+
+    assert [[batch.tolist() for batch in loader] for loader in skipped] == [steps[skip:] for steps in whole]
+    assert [[batch.tolist() for batch in loader] for loader in skipped] == whole
+
+
+def test_what_is_skipped_is_not_collated() -> None:
+    collated = []
+
+    def collate(samples: list[int]) -> list[int]:
+        collated.append(samples)
+        return samples
+
+    assert list(skip_first_batches(prepare(DataLoader(Stream(8), 2, collate_fn=collate)), 3)) == [[6, 7]]
+    assert collated == [[6, 7]]
+
+
+def test_the_length_of_a_sized_stream() -> None:
+    loader = prepare(DataLoader(Sized(13), 2), 0, 2)
+
+    assert (len(loader), loader.steps_per_epoch, loader.total_batch_size) == (4, 4, 4)
+    assert len(prepare(DataLoader(Sized(13), 2, drop_last=True), 0, 2)) == 3
+    assert [loader.remaining for _ in loader] == [4, 3, 2, 1]
+    assert len(skip_first_batches(loader, 3)) == 1
+    unsized = prepare(DataLoader(Stream(5), 2))
+    assert unsized.steps_per_epoch is None
+    assert [unsized.remaining for _ in unsized] == [None, None, 1]
+
+
+def test_an_early_break_and_nested_passes() -> None:
+    loader = prepare(DataLoader(Stream(6), 2))
+    for _ in loader:
+        break
+    assert (loader.epoch, loader.rows) == (0, None)
+    seen = []
+    for batch in loader:
+        assert len(list(loader)) == 3
+        seen.append((batch.tolist(), loader.end_of_dataloader))
+    assert seen == [([0, 1], False), ([2, 3], False), ([4, 5], True)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_it_pickles(workers: int) -> None:
+    loader = prepare(DataLoader(Stream(9), 2, num_workers=workers, persistent_workers=workers > 0), 1, 2)
+    expected = [batch.tolist() for batch in loader]
+
+    assert [batch.tolist() for batch in pickle.loads(pickle.dumps(loader))] == expected
+
+
+def test_a_batch_that_cannot_be_split_is_refused() -> None:
+    with pytest.raises(ConfigError, match="over 2 processes, and batch_size=3 is not a multiple of 2"):
+        prepare(DataLoader(Stream(9), 3), 0, 2, split_batches=True)
+
+
+# --- datasets ------------------------------------------------------------------------------------------------------
+
+
+def hub_stream(num_samples: int, num_shards: int) -> datasets.IterableDataset:
+    return datasets.Dataset.from_dict({"id": list(range(num_samples))}).to_iterable_dataset(num_shards=num_shards)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_of_datasets_with_too_few_shards_is_sliced(workers: int) -> None:
+    loaders = [prepare(DataLoader(hub_stream(13, 2), 2, num_workers=workers), rank, 3) for rank in range(3)]
+
+    ids = [
+        index
+        for batches in zip(*loaders, strict=True)
+        for rank, batch in enumerate(batches)
+        for index in batch["id"][: loaders[rank].rows.rows[rank]].tolist()
+    ]
+
+    assert sorted(ids) == list(range(13))
+    if not workers:
+        assert ids == list(range(13))
+
+
+def test_a_shuffled_stream_of_datasets_follows_the_epoch() -> None:
+    loader = prepare(DataLoader(hub_stream(12, 3).shuffle(seed=1, buffer_size=4), 12))
+
+    orders = [batch["id"].tolist() for _ in range(2) for batch in loader]
+
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(12))
+    assert orders[0] != orders[1]
+    assert loader.epoch == loader.dataset.epoch == 2
+
+
+NOT_BY_SHARDS = {
+    "take": lambda stream: stream.take(5),
+    "skip": lambda stream: stream.skip(3),
+    "interleave": lambda stream: datasets.interleave_datasets([stream, hub_stream(12, 4)]),
+    "beside": lambda stream: datasets.concatenate_datasets([stream, stream.rename_column("id", "other")], axis=1),
+    "full batches": lambda stream: stream.map(lambda rows: rows, batched=True, batch_size=3, drop_last_batch=True),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_BY_SHARDS)
+def test_a_stream_whose_samples_sharding_would_change_is_read_whole(kind: str) -> None:
+    def build(rank: int, world_size: int) -> PreparedDataLoader:
+        stream = NOT_BY_SHARDS[kind](hub_stream(10, 4))
+        loader = DataLoader(stream, 2, collate_fn=lambda rows: torch.tensor([row["id"] for row in rows]))
+        return prepare(loader, rank, world_size)
+
+    alone = valid_ids([build(0, 1)])
+    assert alone
+    assert valid_ids([build(rank, 3) for rank in range(3)]) == alone
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_sharding_filter_is_not_cut_twice(workers: int, shuffle: bool) -> None:
+    def build(rank: int) -> PreparedDataLoader:
+        pipe = IterableWrapper(range(13))
+        pipe = pipe.shuffle().sharding_filter().map(int) if shuffle else pipe.sharding_filter()
+        return prepare(DataLoader(pipe, 2, num_workers=workers, shuffle=shuffle), rank, 2)
+
+    orders = [valid_ids(loaders) for loaders in [[build(0), build(1)]] for _ in range(2)]
+
+    assert [sorted(ids) for ids in orders] == [list(range(13))] * 2
+    assert (orders[0] != orders[1]) == shuffle
+    assert shuffle or workers or orders[0] == list(range(13))
+    fresh = [build(0), build(1)]
+    assert valid_ids(fresh) == orders[0]
+
+
+def test_a_pipe_that_is_cut_already_reads_its_own_part() -> None:
+    pipe = IterableWrapper(range(13)).sharding_filter()
+    assert not reads_own_part(DataLoader(pipe, 2).dataset)
+    apply_sharding(pipe, 2, 1)
+    assert reads_own_part(DataLoader(pipe.map(int), 2).dataset)
+
+
+def test_what_reads_its_own_part_is_recognised() -> None:
+    declared = Stream(4)
+    declared.is_sharded_by_rank = True
+    split = split_dataset_by_node(hub_stream(8, 4), rank=0, world_size=2)
+
+    tokenized, packed = Stream(4), Stream(4)
+    tokenized.rows, packed.parts = split, [declared]
+    whole = split_dataset_by_node(hub_stream(8, 4), rank=0, world_size=1)
+
+    assert reads_own_part(declared)
+    assert reads_own_part(split)
+    assert reads_own_part(tokenized)
+    assert reads_own_part(packed)
+    packed.is_sharded_by_rank = False
+    assert not reads_own_part(packed)
+    assert not reads_own_part(whole)
+    assert not reads_own_part(hub_stream(8, 4))
+    assert (shards_of(hub_stream(8, 4)), shards_of(Stream(4))) == (4, 0)

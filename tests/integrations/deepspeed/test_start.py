@@ -1,0 +1,167 @@
+"""Starting DeepSpeed: what has to be there, and what is said where it is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from accel_trainer.errors import ConfigError
+from tests.ranks import RankFailure, preload, run_ranks
+from tests.zero import accelerator
+
+preload("accel_trainer.accelerator", "deepspeed")
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def start_alone() -> Any:
+    return accelerator(2)
+
+
+def test_without_a_launcher_the_way_to_start_is_named():
+    message = r"no launcher started.*`accel-trainer launch --num_processes 1 --use_deepspeed SCRIPT`, or with"
+    variables = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    with pytest.raises(RankFailure, match=message):
+        run_ranks(start_alone, 1, env=dict.fromkeys(variables))
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [((), r"no C\+\+ compiler 'c\+\+' on the PATH; install one"), (("c++",), r"no 'ninja' on the PATH; run `pip inst")],
+)
+def test_missing_build_tools_are_named_before_anything_is_built(tools: tuple[str, ...], message: str, tmp_path: Path):
+    for tool in tools:
+        (tmp_path / tool).write_text("#!/bin/sh\n")
+        (tmp_path / tool).chmod(0o755)
+    with pytest.raises(RankFailure, match=message):
+        run_ranks(start_alone, 1, env={"PATH": str(tmp_path), "CXX": None})
+
+
+def test_a_missing_libaio_is_named_where_tensors_go_to_disk(monkeypatch: pytest.MonkeyPatch):
+    from accel_trainer.integrations.deepspeed import runtime as deepspeed_runtime
+    from accel_trainer.runtime.process import ProcessContext
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(deepspeed_runtime.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(deepspeed_runtime.ctypes.util, "find_library", lambda name: None)
+    process = ProcessContext(0, 0, 1, 1, torch.device("cpu"), "gloo")
+    disk = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/disk"}}}
+
+    deepspeed_runtime.check_can_start(process, {"zero_optimization": {"stage": 3}})
+    with pytest.raises(ConfigError, match=r"to NVMe through libaio, which is not on this machine.*or offload to 'cpu'"):
+        deepspeed_runtime.check_can_start(process, disk)
+
+
+class Wide(torch.nn.Module):
+    """Large enough that its parameters go to the disk: a MiB and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = torch.nn.Linear(600, 900)
+        self.head = torch.nn.Linear(900, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.stem(x))).square().mean()
+
+
+def on_disk(folder: str) -> Any:
+    """Train with parameters and optimizer state on disk, save, and load into another engine."""
+    from tests.zero import whole
+
+    disk = {"device": "nvme", "nvme_path": folder}
+    zero = {"stage": 3, "offload_optimizer": disk, "offload_param": {**disk, "buffer_size": 1_000_000}}
+
+    def prepare() -> Any:
+        made, model = accelerator(3, config={"zero_optimization": zero}), Wide()
+        return made, *made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+    def update(made: Any, model: Any, optimizer: Any, step: int) -> None:
+        made.backward(model(torch.full((2, 600), 1.0 + step)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    first = prepare()
+    for step in range(2):
+        update(*first, step)
+    first[0].save_state(f"{folder}/state")
+    update(*first, 2)
+    trained = whole(*first[:2])
+    first[0].free_memory()
+    again = prepare()
+    again[0].load_state(f"{folder}/state")
+    update(*again, 2)
+    return trained, whole(*again[:2])
+
+
+@pytest.mark.skipif(
+    not Path(os.environ.get("TORCH_EXTENSIONS_DIR", "/nowhere"), "async_io", "async_io.so").is_file(),
+    reason="DeepSpeed's async_io is not compiled, which takes nine minutes of a processor. With libaio-dev, "
+    "AsyncIOBuilder().load() of deepspeed.ops.op_builder does it, in the TORCH_EXTENSIONS_DIR of tests/conftest.py",
+)
+def test_parameters_and_optimizer_on_disk_train_and_resume_as_plain_pytorch_does(tmp_path: Path):
+    trained, resumed = run_ranks(on_disk, 1, str(tmp_path), timeout=200)[0]
+    model = Wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        model(torch.full((2, 600), 1.0 + step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(trained, [p.detach() for p in model.parameters()], atol=1e-6, rtol=1e-5)
+    assert all(torch.equal(left, right) for left, right in zip(trained, resumed, strict=True))
+
+
+def join_with_another_device() -> Any:
+    from accel_trainer.integrations.deepspeed.runtime import import_deepspeed, join_engine_group
+    from accel_trainer.runtime.process import ProcessContext
+
+    join_engine_group(import_deepspeed(), ProcessContext(0, 0, 1, 1, torch.device("xpu", 0), "gloo"))
+
+
+def test_an_accelerator_of_the_engine_that_is_not_the_jobs_is_refused():
+    message = "this job runs on xpu, and DeepSpeed has chosen 'cpu' .see DS_ACCELERATOR.*take DS_ACCELERATOR out"
+    with pytest.raises(RankFailure, match=message):
+        run_ranks(join_with_another_device, 1, env={"DS_ACCELERATOR": "cpu"})
+
+
+def test_without_deepspeed_the_extra_is_named(tmp_path: Path):
+    script = (
+        "import importlib.util as util\nfind = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name == 'deepspeed' else find(name, *rest)\n"
+        "from accel_trainer import Accelerator\nAccelerator(cpu=True, strategy='deepspeed')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "MissingExtraError: strategy 'deepspeed' needs the package 'deepspeed'" in done.stderr
+    assert "pip install 'accel-trainer[deepspeed]'" in done.stderr
+
+
+SCRIPT = """
+import torch
+from accel_trainer import Accelerator, DeepSpeedPlugin
+
+accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3, zero3_init_flag=False))
+model = torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+accelerator.backward(model(torch.ones(2, 4)).sum())
+optimizer.step()
+print("trained at stage", model.zero_optimization_stage(), "on", accelerator.num_processes, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_one_process_is_launched_for_a_script_that_chooses_the_engine(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    words = ["launch", "--cpu", "--num_processes", "1", "--use_deepspeed", str(script)]
+    command = [sys.executable, "-m", "accel_trainer", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["trained at stage 3 on 1"]), done.stderr

@@ -1,0 +1,375 @@
+"""Resuming: from the newest good checkpoint, at the next sample, on any number of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from transformers import TrainerCallback
+
+from accel_trainer.checkpoint.commit import disk
+from accel_trainer.errors import (
+    CheckpointLockedError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DiskFullError,
+    IncompatibleCheckpointError,
+    ProcessGroupError,
+)
+from accel_trainer.launch.cli import main
+from tests.ranks import RankFailure, run_ranks
+from tests.trainer_jobs import TokenDataset, build_trainer, summary, train
+
+# 13 micro-batches of 4 samples, updates of 8: 7 in an epoch, the last of 4 samples.
+SAMPLES, UPDATES = 52, 7
+RUN: dict[str, Any] = {"samples": SAMPLES, "num_train_epochs": 2, "model": "gpt2"}
+ROWS = {tuple(row["input_ids"].tolist()): index for index, row in enumerate(TokenDataset(SAMPLES).rows)}
+
+
+class SaveAt(TrainerCallback):
+    """Saves after some updates, and puts a file of its own into what was saved."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = state.global_step in self.steps
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            Path(args.output_dir, f"checkpoint-{state.global_step}", "note.txt").write_text("of a callback")
+
+
+def recorded(output_dir: str, resume: Any = None, steps: tuple[int, ...] = (3, 7), **build: Any) -> dict[str, Any]:
+    """Train, and return the samples of every update, of all ranks, by its number."""
+    trainer = build_trainer(output_dir, options={"callbacks": [SaveAt(*steps)]}, **{**RUN, **build})
+    ids: dict[int, list[int]] = {}
+    training_step = trainer.training_step
+
+    def step(model: Any, inputs: Any, *rest: Any) -> Any:
+        rows = trainer.accelerator.gather(inputs["input_ids"])
+        ids.setdefault(trainer.state.global_step + 1, []).extend(ROWS[tuple(row)] for row in rows.tolist())
+        return training_step(model, inputs, *rest)
+
+    trainer.training_step = step
+    trainer.train(resume_from_checkpoint=resume)
+    noise = torch.rand(1).item()
+    return {**summary(trainer), "ids": {number: sorted(row) for number, row in ids.items()}, "noise": noise}
+
+
+def on_two(directory: Path) -> dict[str, Any]:
+    """What two ranks do: a whole run, and resumes of what one process and two wrote."""
+    window = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    found = {"whole": recorded(str(directory / "two"), **window)}
+    for source, step in (("two", 3), ("one", 3), ("one", 7)):
+        path = str(directory / source / f"checkpoint-{step}")
+        found[f"{source}-{step}"] = recorded(str(directory / "again"), path, (), **window)
+    return found
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(120)
+def test_r7_samples_and_losses_go_on_on_another_number_of_processes(tmp_path: Path, info_log) -> None:
+    one = recorded(str(tmp_path / "one"), per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    two, other = run_ranks(on_two, 2, tmp_path, timeout=110)
+    for step in (3, 7):
+        path = str(tmp_path / "two" / f"checkpoint-{step}")
+        # Larger batches, no accumulation, workers: the updates have the same samples.
+        options = {"per_device_train_batch_size": 8, "dataloader_num_workers": 2}
+        two[f"1 of two-{step}"] = recorded(str(tmp_path / "again"), path, (), **options)
+
+    for epoch in range(2):
+        numbers = range(epoch * UPDATES + 1, (epoch + 1) * UPDATES + 1)
+        assert sorted(row for number in numbers for row in one["ids"][number]) == list(range(SAMPLES))
+    for name, result in two.items():
+        begin = 0 if name == "whole" else int(name.rpartition("-")[2])
+        assert result["ids"] == {number: row for number, row in one["ids"].items() if number > begin}, name
+        np.testing.assert_allclose(result["losses"], one["losses"], rtol=1e-5, err_msg=name)
+    # Streams of two ranks differ, and are new where the ranks are not those that wrote.
+    assert two["one-3"]["noise"] != other["one-3"]["noise"]
+    reader = "written by 2 process(es), read by 1, contents verified; random streams new, from seed 42, update and rank"
+    assert f"checkpoint-7, as named; {reader}; data goes on at the next sample" in info_log.text
+
+    changed = recorded(str(tmp_path / "again"), str(tmp_path / "two" / "checkpoint-3"), ())
+    assert f"ends after update {3 + 7 + 13}" in info_log.text
+    rest = [row for number in range(4, UPDATES + 1) for row in one["ids"][number]]
+    assert sorted(row for number in range(4, 11) for row in changed["ids"][number]) == sorted(rest)
+    assert max(changed["ids"]) == changed["step"] == 23
+
+
+class SaveWithin(TrainerCallback):
+    """Saves while an update is under way, as transformers' callback for SIGTERM does."""
+
+    def __init__(self, event: str) -> None:
+        self.trainer: Any = None
+        setattr(self, event, self.save)
+
+    def save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_substep_end", "on_pre_optimizer_step"])
+def test_a_save_within_an_update_goes_on_with_the_samples_of_that_update(tmp_path: Path, event: str) -> None:
+    callback = SaveWithin(event)
+    options = {**RUN, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    callback.trainer = build_trainer(tmp_path, options={"callbacks": [callback]}, **options)
+    callback.trainer.train()
+
+    resumed = recorded(str(tmp_path / "again"), str(tmp_path / "checkpoint-3"), (), **options)
+
+    assert min(resumed["ids"]) == 4
+    assert resumed["losses"] == summary(callback.trainer)["losses"]
+
+
+class Stream(IterableDataset):
+    """Rows in a fixed order, of which a run with `max_steps` makes several passes."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(TokenDataset(SAMPLES).rows[:12])
+
+
+def test_a_stream_goes_on_in_its_second_pass(tmp_path: Path) -> None:
+    options = {"max_steps": 10, "per_device_train_batch_size": 2, "model": "llama"}
+    runs = []
+    for resume in (None, str(tmp_path / "checkpoint-8")):
+        trainer = build_trainer(tmp_path, options={"callbacks": [SaveAt(8)]}, **options)
+        trainer.train_dataset = Stream()
+        trainer.train(resume_from_checkpoint=resume)
+        runs.append(summary(trainer))
+
+    assert runs[1]["losses"] == runs[0]["losses"]
+    assert runs[1]["step"] == 10
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_the_newest_good_checkpoint_is_taken_and_bad_ones_are_kept(tmp_path: Path, info_log) -> None:
+    whole = recorded(str(tmp_path), steps=(2, 4, 6, 8), dropout=0.1)
+    copy = shutil.copytree(tmp_path / "checkpoint-8", tmp_path / "copy")
+    flip(tmp_path / "checkpoint-8" / "optimizer.pt")
+    (tmp_path / "checkpoint-6" / "rng_state.pth").unlink()
+    (tmp_path / "checkpoint-4" / "COMMITTED").unlink()
+
+    with pytest.raises(CorruptCheckpointError, match=r"checkpoint-8/optimizer.pt was changed after the save"):
+        recorded(str(tmp_path), str(tmp_path / "checkpoint-8"))
+    resumed = recorded(str(tmp_path), True, (), dropout=0.1)
+
+    assert min(resumed["ids"]) == 3
+    assert resumed["losses"] == whole["losses"]
+    kept = sorted(path.name[: len("_bad-checkpoint-N")] for path in tmp_path.glob("_bad-*"))
+    assert kept == ["_bad-checkpoint-4", "_bad-checkpoint-6", "_bad-checkpoint-8"]
+    assert "optimizer.pt was changed after the save" in info_log.text
+    line = next(record.message for record in info_log.records if record.message.startswith("resuming at update 2"))
+    for step, reason in ((8, "was changed"), (6, "rng_state.pth is missing"), (4, "COMMITTED is missing")):
+        assert f"passed over checkpoint-{step}: " in line
+        assert reason in line
+    # What a reader would take may not be added, as callbacks may add other files.
+    (copy / "optimizer.bin").write_bytes((copy / "optimizer.pt").read_bytes())
+    with pytest.raises(CorruptCheckpointError, match=r"holds 'optimizer.bin', which its manifest does not name"):
+        recorded(str(tmp_path), str(copy))
+    for path in tmp_path.glob("checkpoint-*"):
+        shutil.rmtree(path)
+    with pytest.raises(CorruptCheckpointError, match=r"none of the checkpoints in .* is good; those that are not are"):
+        recorded(str(tmp_path), True)
+    with pytest.raises(ValueError, match=r"No valid checkpoint found in output directory"):
+        recorded(str(tmp_path / "new"), True)
+
+
+def test_a_checkpoint_of_the_stock_trainer_is_taken_as_far_as_it_is_whole(tmp_path: Path, caplog) -> None:
+    whole = recorded(str(tmp_path), steps=(2, 4, 6))
+    for path in tmp_path.glob("checkpoint-*"):
+        for name in ("manifest.json", "COMMITTED", "note.txt"):
+            (path / name).unlink()
+    torn = tmp_path / "checkpoint-6" / "optimizer.pt"
+    os.truncate(torn, torn.stat().st_size // 2)
+    (tmp_path / "checkpoint-4" / "trainer_state.json").write_text("")
+
+    resumed = recorded(str(tmp_path), True, ())
+
+    assert min(resumed["ids"]) == 3
+    assert resumed["ids"].items() <= whole["ids"].items()
+    assert resumed["losses"] == whole["losses"]
+    assert "optimizer.pt ends too early" in caplog.text
+    assert "was not written by accel_trainer: it has no manifest.json, so that its contents cannot" in caplog.text
+    assert "samples are repeated or left out" not in caplog.text
+    (tmp_path / "checkpoint-2" / "rng_state.pth").unlink()
+    recorded(str(tmp_path), str(tmp_path / "checkpoint-2"), (), per_device_train_batch_size=8)
+    assert "was written after 0.154 epochs, and its number of updates is 0.286 epochs of this run" in caplog.text
+    assert "has no rng_state.pth: random streams do not go on as they were" in caplog.text
+    (tmp_path / "checkpoint-2" / "optimizer.pt").unlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"has the state of the schedule and no optimizer"):
+        recorded(str(tmp_path), str(tmp_path / "checkpoint-2"))
+
+
+def test_a_place_in_another_dataset_is_none_in_this(tmp_path: Path) -> None:
+    recorded(str(tmp_path), steps=(3,), num_train_epochs=1)
+    options: dict[str, Any] = {"resume": str(tmp_path / "checkpoint-3"), "samples": 40, "num_train_epochs": 1}
+
+    with pytest.raises(IncompatibleCheckpointError, match=r"loader's dataset has 40.* With ignore_data_skip=True"):
+        recorded(str(tmp_path), **options)
+    assert sorted(recorded(str(tmp_path), ignore_data_skip=True, **options)["ids"]) == list(range(4, 11))
+
+
+def test_r8_a_checkpoint_without_random_streams_is_an_error(tmp_path: Path) -> None:
+    trainer = build_trainer(tmp_path, save_strategy="steps", save_steps=4)
+    trainer._save_rng_state = lambda directory: None
+    trainer.train()
+
+    with pytest.raises(CheckpointNotFoundError, match=r"rng_state.pth is missing, the random streams of rank 0"):
+        train(tmp_path, str(tmp_path / "checkpoint-4"), strategy="single")
+
+
+def chosen(output_dir: str, strategy: str, **build: Any) -> dict[str, Any]:
+    trainer = build_trainer(output_dir, strategy=strategy, **build)
+    trainer.train(resume_from_checkpoint=True)
+    begun_at, lost = trainer._figures.begun_at, trainer.checkpoint_metrics["lost_steps"]
+    return {**summary(trainer), "begun_at": begun_at, "reached": begun_at + lost}
+
+
+KILLED: dict[str, Any] = {
+    "model": "gpt2", "dropout": 0.1, "samples": 24, "per_device_train_batch_size": 2, "save_strategy": "steps",
+    "save_steps": 2, "save_total_limit": 1,
+}  # fmt: skip
+
+
+# Where, the checkpoint that is resumed from, and the last update that was done.
+KILLS = [
+    ("ddp", "save.mid_shard:rank=0:step=4", 2, 4),
+    ("ddp", "save.before_vote:rank=1:step=4", 2, 4),
+    ("fsdp", "save.before_rename:step=4", 2, 4),
+    ("fsdp_sharded", "save.after_rename:rank=0:step=4", 4, 4),
+    ("ddp", "save.retention_rm:rank=0:step=4", 4, 4),
+    ("ddp", "train.forward:rank=1:step=5", 4, 5),
+]
+
+
+def resume_killed(folder: Path) -> list[dict[str, Any]]:
+    found = [chosen(str(folder / point), strategy, **KILLED) for strategy, point, *_ in KILLS]
+    return [*found, train(str(folder / "whole"), strategy="fsdp", **KILLED)]
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(240)
+def test_r1_a_run_that_is_killed_resumes_from_the_last_good_one(tmp_path: Path) -> None:
+    for strategy, point, *_ in KILLS:
+        environ = {"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": f"kill9@{point}"}
+        with pytest.raises(RankFailure, match="SIGKILL"):
+            run_ranks(train, 2, str(tmp_path / point), strategy=strategy, env=environ, **KILLED)
+
+    ranks = run_ranks(resume_killed, 2, tmp_path, timeout=150)
+
+    for (_, point, begun_at, reached), *results in zip(KILLS, *(found[:-1] for found in ranks), strict=True):
+        assert [result["begun_at"] for result in results] == [begun_at] * 2, point
+        assert [result["reached"] for result in results] == [reached] * 2, point
+        assert [path.name for path in (tmp_path / point).iterdir()] == ["checkpoint-6"]
+        state = json.loads((tmp_path / point / "checkpoint-6" / "trainer_state.json").read_text())
+        assert state["global_step"] == 6
+    *resumed, whole = ranks[0]
+    assert resumed[2]["losses"] == whole["losses"]
+
+
+class Saves(TrainerCallback):
+    """After which updates callbacks are told of a save."""
+
+    def __init__(self) -> None:
+        self.updates: list[int] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.updates.append(state.global_step)
+
+
+def train_on_a_full_disk(output_dir: str) -> Any:
+    """The second save meets a full disk on rank 0: once the run ends with it, once it goes on."""
+    with pytest.raises((DiskFullError, ProcessGroupError)) as error:
+        train(f"{output_dir}/raises", strategy="ddp", **KILLED)
+    saves = Saves()
+    changes = {**KILLED, "save_total_limit": 2, "on_save_error": "warn", "metric_for_best_model": "score"}
+    trainer = build_trainer(
+        f"{output_dir}/warns", strategy="ddp", eval_strategy="steps", eval_steps=2, eval_samples=2,
+        options={"callbacks": [saves]}, **changes,
+    )  # fmt: skip
+    trainer.compute_metrics = lambda _: {"score": float(trainer.state.global_step == 4)}
+    trainer.train()
+    return str(error.value), saves.updates, trainer.state
+
+
+@pytest.mark.multirank
+def test_r13_a_full_disk_leaves_the_last_checkpoint_and_may_be_no_more_than_a_warning(tmp_path: Path) -> None:
+    environ = {"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": "enospc@save.mid_shard:rank=0:step=4"}
+
+    (error, saves, state), (told, *_) = run_ranks(train_on_a_full_disk, 2, str(tmp_path), env=environ)
+
+    assert "optimizer.pt" in error
+    assert "rank 0 failed" in told
+    assert "DiskFullError" in told
+    assert sorted(path.name for path in (tmp_path / "raises").iterdir()) == ["_last_update", "checkpoint-2"]
+    assert state.global_step == 6
+    assert saves == [2, 6]
+    # The best model was that of update 4; of those that were saved it is the one before.
+    assert state.best_global_step == 4
+    assert state.best_model_checkpoint == str(tmp_path / "warns" / "checkpoint-2")
+    assert sorted(path.name for path in (tmp_path / "warns").iterdir()) == ["checkpoint-2", "checkpoint-6"]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_r13_a_save_that_will_not_fit_is_not_begun(tmp_path: Path, monkeypatch, alone: bool) -> None:
+    trainer = build_trainer(tmp_path, save_strategy="steps", save_steps=2, save_only_model=alone, max_steps=2)
+    weights = sum(parameter.nbytes for parameter in trainer.model.parameters())
+    monkeypatch.setattr(disk, "_free_bytes", lambda path: weights * (1 if alone else 2))
+
+    with pytest.raises(DiskFullError, match=r"free, and the save needs .*; nothing was written"):
+        trainer.train()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_retention_keeps_the_best_and_the_newest_and_counts_numbers(tmp_path: Path) -> None:
+    trainer = build_trainer(
+        tmp_path, samples=44, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        save_total_limit=3, load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True,
+    )  # fmt: skip
+    trainer.compute_metrics = lambda _: {"score": float(trainer.state.global_step == 3)}
+    # Number 9 is written before 10, and looks newer: numbers count, not times or names.
+    (tmp_path / "checkpoint-of-mine").mkdir()
+
+    trainer.train()
+
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == ["checkpoint-10", "checkpoint-11", "checkpoint-3", "checkpoint-of-mine"]
+    assert main(["ckpt", "prune", "--keep", "1", str(tmp_path)]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-11", "checkpoint-3", "checkpoint-of-mine"]
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-3")
+
+
+class Lock(TrainerCallback):
+    """Begins a second run in the directory of the first, in another process."""
+
+    error = ""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        with pytest.raises(RankFailure) as failure:
+            run_ranks(train, 1, args.output_dir, strategy="single", save_strategy="steps", save_steps=2)
+        self.error = str(failure.value)
+
+
+def test_r19_a_second_run_in_the_directory_is_refused(tmp_path: Path) -> None:
+    lock = Lock()
+
+    build_trainer(tmp_path, options={"callbacks": [lock]}, save_strategy="steps", save_steps=8).train()
+
+    assert f"is written to by another run (process {os.getpid()} on" in lock.error
+    assert CheckpointLockedError.__name__ in lock.error
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-8"]

@@ -1,0 +1,154 @@
+"""What saves and resumes cost is told once, and the line of a resume says from where, why, and what is exact."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+from accel_trainer.trainer.checkpoint import run_metrics as figures
+from accel_trainer.trainer.checkpoint.run_metrics import RunFigures
+from tests.trainer_jobs import build_trainer, summary
+
+CKPT = {"ckpt/stall_s", "ckpt/duration_s", "ckpt/bytes"}
+RESUME = {"resume/select_s", "resume/verify_s", "resume/load_s", "resume/data_s"}
+FIGURES = CKPT | RESUME | {"lost_steps", "goodput"}
+# 8 updates an epoch.
+RUN: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+
+
+class Stopped(Exception):
+    pass
+
+
+class Watch(TrainerCallback):
+    """Keeps what callbacks see, and stops the run before an update."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.logs: list[tuple[int, set[str]]] = []
+        self.stop_at = stop_at
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append((state.global_step, FIGURES.intersection(logs)))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.stop_at:
+            raise Stopped
+
+
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory) -> Path:
+    """A run that was stopped after update 7, with checkpoints of updates 2, 4 and 6."""
+    directory = tmp_path_factory.mktemp("stopped")
+    with pytest.raises(Stopped):
+        build_trainer(directory, options={"callbacks": [Watch(7)]}, **RUN).train()
+    return directory
+
+
+@pytest.fixture
+def run_dir(stopped_run: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(stopped_run, tmp_path / "run")
+
+
+def resume(run_dir: Path, given: Any = True, **changes: Any) -> tuple[Any, Watch, Any]:
+    watch = Watch()
+    trainer = build_trainer(run_dir, options={"callbacks": [watch]}, **{**RUN, **changes})
+    return trainer, watch, trainer.train(resume_from_checkpoint=given)
+
+
+def test_r18_figures_are_logged_once_and_kept_out_of_the_history(run_dir: Path):
+    trainer, watch, output = resume(run_dir, eval_strategy="steps", eval_steps=1)
+    whole = build_trainer(run_dir.parent / "whole", eval_strategy="steps", eval_steps=1)
+    whole_output = whole.train()
+
+    # The log of update 7 is the first after the resume, that of the end the first after the save of update 8.
+    assert [entry for entry in watch.logs if entry[1]] == [
+        (7, RESUME | {"lost_steps"}),
+        (8, FIGURES),
+    ]
+    assert trainer.checkpoint_metrics["lost_steps"] == 1
+    assert trainer.checkpoint_metrics["ckpt/bytes"] > 10_000
+    assert 0 < trainer.checkpoint_metrics["goodput"] <= 0.5  # of two updates one had been done before
+    assert output.metrics.keys() - whole_output.metrics.keys() == FIGURES
+    assert whole.checkpoint_metrics == {}
+    assert summary(trainer)["losses"] == summary(whole)["losses"]
+    keys = [[sorted(entry) for entry in each.state.log_history[-2:]] for each in (trainer, whole)]
+    assert keys[0] == keys[1]
+    assert trainer.evaluate().keys() == whole.evaluate().keys()
+
+
+def test_goodput_is_the_share_of_the_time_in_new_updates(monkeypatch):
+    now = iter([100.0, 101.0, 104.0, 110.0, 200.0, 201.0])
+    monkeypatch.setattr(figures, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    run = RunFigures()
+    with run.resuming("load"):
+        pass
+    run.add_save(duration=1.0, stall=2.0, num_bytes=None)
+    run.add_loss(2)
+
+    assert run.take() == {"resume/load_s": 3.0, "ckpt/stall_s": 2.0, "ckpt/duration_s": 1.0, "lost_steps": 2.0}
+    assert run.take() == {}
+    # 5 of 10 seconds were no training, and 2 of 10 updates nothing new.
+    run.begun_at = 20
+    assert run.finish(last_update=30)["goodput"] == pytest.approx(0.4)
+    assert RunFigures().finish(last_update=10) == {}
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def without_manifest(run_dir: Path) -> None:
+    for checkpoint in run_dir.glob("checkpoint-*"):
+        for name in ("manifest.json", "COMMITTED"):
+            (checkpoint / name).unlink()
+
+
+def test_r18_the_line_of_a_resume_is_right(run_dir: Path, info_log):
+
+    def line(given: Any = True, **changes: Any) -> str:
+        info_log.clear()
+        resume(run_dir, given, num_train_epochs=2, max_steps=7, save_strategy="no", **changes)
+        (found,) = [record.message for record in info_log.records if record.message.startswith("resuming")]
+        return found
+
+    head = "written by 1 process(es), read by 1, contents verified; random streams restored; data "
+    sample = head + "goes on at the next sample"
+    named = run_dir / "checkpoint-2"
+    lost = "update(s) that were done after it are lost, and done again"
+    note = (run_dir / "_last_update").read_bytes()
+    assert line() == f"resuming at update 6 from {run_dir / 'checkpoint-6'}; {sample}; 1 {lost}"
+    assert not (run_dir / "_last_update").exists()
+    assert line(str(named)) == f"resuming at update 2 from {named}, as named; {sample}"
+    assert (
+        line(str(named), ignore_data_skip=True)
+        == f"resuming at update 2 from {named}, as named; {head}begins its epoch again"
+    )
+
+    (run_dir / "_last_update").write_bytes(note)
+    flip(run_dir / "checkpoint-6" / "optimizer.pt")
+    found = line()
+    assert found.startswith(f"resuming at update 4 from {run_dir / 'checkpoint-4'}; {sample}; 3 {lost}; passed over ")
+    assert "checkpoint-6: " in found
+    assert "optimizer.pt was changed after the save" in found
+
+    without_manifest(run_dir)
+    assert line() == (
+        f"resuming at update 4 from {run_dir / 'checkpoint-4'}; written by 1 process(es), read by 1, not written by "
+        "accel_trainer, contents not verified; random streams restored; data by number of updates"
+    )
+
+
+def test_r18_weights_alone_are_said_to_be_alone(tmp_path: Path, info_log):
+    build_trainer(tmp_path, save_only_model=True, max_steps=1, **RUN).train()
+
+    trainer, _, _ = resume(tmp_path, max_steps=2)
+
+    assert "contents verified; weights only: optimizer, schedule and random streams are new; data goes" in info_log.text
+    assert "lost_steps" not in trainer.checkpoint_metrics

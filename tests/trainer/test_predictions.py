@@ -1,0 +1,91 @@
+"""Rows of several ranks come back in sample order, whatever their shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from accel_trainer.errors import ConfigError
+from accel_trainer.trainer import predictions as gathering
+from accel_trainer.trainer.predictions import Gatherer, concat_steps, to_numpy, trim_rows
+from tests.ranks import run_ranks
+
+
+def test_steps_of_different_widths_are_padded():
+    joined = concat_steps([torch.ones(2, 3), torch.ones(1, 5)])
+
+    assert joined.shape == (3, 5)
+    assert joined[0].tolist() == [1, 1, 1, -100, -100]
+
+
+def test_structures_are_joined_leaf_by_leaf():
+    step = {"a": torch.ones(2), "b": (torch.zeros(2, 1), torch.tensor(1.0))}
+
+    joined = concat_steps([step, step])
+
+    assert joined["a"].shape == (4,)
+    assert joined["b"][0].shape == (4, 1)
+    assert joined["b"][1].tolist() == [1.0, 1.0]
+
+
+def test_different_numbers_of_dimensions_are_refused():
+    with pytest.raises(ConfigError, match=r"dimensions in different batches"):
+        concat_steps([torch.ones(2, 3), torch.ones(2)])
+
+
+def test_other_leaves_are_refused():
+    with pytest.raises(ConfigError, match=r"returned a str among its predictions.*ignore_keys"):
+        concat_steps([(torch.ones(2), "text")])
+
+
+def test_only_tensors_of_the_batch_are_trimmed():
+    data = {"rows": torch.arange(4), "scale": torch.ones(2), "name": "x", "scalar": torch.tensor(1)}
+
+    trimmed = trim_rows(data, 4, 3)
+
+    assert trimmed["rows"].tolist() == [0, 1, 2]
+    assert trimmed["scale"].shape == (2,)
+    assert trimmed["name"] == "x"
+
+
+def test_bfloat16_becomes_float32():
+    assert to_numpy(torch.ones(2, dtype=torch.bfloat16)).dtype == np.float32
+
+
+CASES = [(dtype, size) for dtype in (torch.float32, torch.int64, torch.bfloat16) for size in (1, 2**20)]
+
+
+def gather_ragged(accelerator: Any, dtype: torch.dtype, piece_bytes: int) -> Any:
+    """Rank r has r + 1 rows of width r + 2 in each of 3 steps, and rank 1 lacks the last step."""
+    gathering._PIECE_BYTES = piece_bytes
+    rank = accelerator.process_index
+    steps = [torch.full((rank + 1, rank + 2), 10 * step + rank).to(dtype) for step in range(3 if rank == 0 else 2)]
+    return Gatherer(accelerator).gather(steps).float().numpy()
+
+
+def gather_from_one(accelerator: Any) -> Any:
+    steps = [{"a": torch.arange(3), "b": torch.ones(3, 2, dtype=torch.bool)}] if accelerator.is_main_process else []
+    result = Gatherer(accelerator).gather(steps)
+    return result["a"].tolist(), result["b"].shape, bool(result["b"].all())
+
+
+def gather_all() -> Any:
+    from accel_trainer import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    ragged = [gather_ragged(accelerator, dtype, piece_bytes) for dtype, piece_bytes in CASES]
+    return ragged, gather_from_one(accelerator)
+
+
+@pytest.mark.multirank
+def test_ranks_are_interleaved_step_by_step_and_one_without_steps_learns_the_structure():
+    for ragged, from_one in run_ranks(gather_all, 2):
+        assert len(ragged) == len(CASES)
+        for result in ragged:
+            assert result[:, 0].tolist() == [0, 1, 1, 10, 11, 11, 20]
+            assert result[0].tolist() == [0, 0, -100]
+            assert result[1].tolist() == [1, 1, 1]
+        assert from_one == ([0, 1, 2], (3, 2), True)
