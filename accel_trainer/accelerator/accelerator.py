@@ -36,7 +36,7 @@ from accel_trainer.checkpoint.checkpointer import CheckpointRegistry
 from accel_trainer.config import Resolved
 from accel_trainer.plugins.kwargs import ProjectConfiguration, TorchDynamoPlugin
 from accel_trainer.precision import build_precision, remove_autocast
-from accel_trainer.runtime.memory import register_holder
+from accel_trainer.runtime.memory import register_memory_owner
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
 from accel_trainer.runtime.rng import check_rng_types
 from accel_trainer.tracking import GeneralTracker
@@ -175,7 +175,7 @@ class Accelerator(
         self._checkpoints = CheckpointRegistry()
         self._last_grad_norm = torch.tensor(float("nan"))
         self._data_seed: int | None = None
-        register_holder(self)
+        register_memory_owner(self)
         for note in self.resolved.notes:
             logger.info(note)
         if self.strategy.capabilities.shards_parameters and self.process.device.type == "cpu":

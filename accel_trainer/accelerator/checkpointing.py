@@ -26,7 +26,7 @@ from accel_trainer.checkpoint.selection import Selection, select_named, select_n
 from accel_trainer.checkpoint.train_state import TrainState, files_to_read, load_train_state, save_train_state
 from accel_trainer.data.loader import SavedPosition
 from accel_trainer.errors import ConfigError
-from accel_trainer.runtime.shared_errors import gather_votes
+from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.strategies.loss_scale import settle
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ class AcceleratorCheckpointing:
                 number = max(self.project_configuration.iteration, next_number(directory))
         except Exception as raised:
             error = raised
-        number = max(gather_votes(self.process, f"save to {directory}", error, number))
+        number = max(gather_or_raise(self.process, f"save to {directory}", error, number))
         return directory / f"checkpoint_{number}", number
 
     def _state_bytes(self) -> int:
@@ -275,7 +275,7 @@ class AcceleratorCheckpointing:
             error = raised
         kept = [any(own is item for item in left) for own in weights]
         # Scripts take entries out on the main process only.
-        state.has_weights = gather_votes(self.process, "save_state's hooks", error, kept)[0]
+        state.has_weights = gather_or_raise(self.process, "save_state's hooks", error, kept)[0]
 
     # --- resuming --------------------------------------------------------------------------------------------------
 
@@ -322,7 +322,7 @@ class AcceleratorCheckpointing:
         if input_dir is None and self.project_configuration.project_dir is not None:
             found = [path for _, path in numbered_checkpoints(self._checkpoints_directory())]
         path = found[-1] if found and is_foreign(found[-1]) else None
-        chosen: Path | None = gather_votes(self.process, "load_state", None, path)[0]  # rank 0 decides for all
+        chosen: Path | None = gather_or_raise(self.process, "load_state", None, path)[0]  # rank 0 decides for all
         if chosen is None:
             return False
         begin = time.perf_counter()
@@ -344,7 +344,7 @@ class AcceleratorCheckpointing:
         except Exception as raised:
             error = raised
         kept = [any(own is item for item in left) for own in models]
-        state.has_weights = gather_votes(self.process, "load_state's hooks", error, kept)[0]
+        state.has_weights = gather_or_raise(self.process, "load_state's hooks", error, kept)[0]
 
 
 def _describe_resume(selection: Selection, outcome: str, metrics: dict[str, float]) -> str:

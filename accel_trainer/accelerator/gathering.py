@@ -13,7 +13,7 @@ from accel_trainer.runtime import collectives
 from accel_trainer.runtime.collectives import ReduceOp
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.uneven_gather import gather_rows
+from accel_trainer.runtime.uneven_gather import gather_unknown_rows
 
 __all__ = ["AcceleratorExchange"]
 
@@ -43,7 +43,7 @@ class AcceleratorExchange:
         is_uneven = is_uneven and (not rows.is_even or loader.yields_items)
         if is_uneven and pad_index is None and not as_samples:
             # What a rank computed from its batch has as many rows as that batch.
-            return gather_rows(tensor, self.process)
+            return gather_unknown_rows(tensor, self.process)
         return collectives.gather(
             tensor, self.process, debug=self.config.debug, pad_index=pad_index, as_samples=as_samples
         )

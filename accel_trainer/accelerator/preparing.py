@@ -34,9 +34,9 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DummyScheduler
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime import collectives
-from accel_trainer.runtime.fault_injection import watch_forward
+from accel_trainer.runtime.fault_injection import hook_forward_faults
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.rng import separate_streams, synchronize_rng
+from accel_trainer.runtime.rng import seed_own_streams, synchronize_rng
 from accel_trainer.strategies.api import Strategy, TrainJob
 
 __all__ = ["AcceleratorPreparing"]
@@ -181,7 +181,7 @@ class AcceleratorPreparing:
 
     def _begin_pass(self, loader: PreparedDataLoader) -> None:
         """A pass over a loader begins; collective with `rng_types`."""
-        separate_streams(self.process)
+        seed_own_streams(self.process)
         if self.rng_types:
             synchronize_rng(self.rng_types, self.process)
         self.gradient_state.begin(loader)
@@ -286,8 +286,8 @@ class AcceleratorPreparing:
         evaluation_only = job.evaluation_only and not self.strategy.capabilities.shards_parameters
         self._prepared.append(PreparedUnit(unit, window, evaluation_only))
         self._models.append(unit.model)
-        watch_forward(unit.model)
-        separate_streams(self.process)
+        hook_forward_faults(unit.model)
+        seed_own_streams(self.process)
         return unit.model
 
     def _units_of(self, optimizer: Optimizer) -> list[PreparedUnit]:

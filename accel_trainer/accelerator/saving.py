@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from accel_trainer.accelerator.prepared import PreparedUnit, prepared_of
 from accel_trainer.checkpoint.weights.writing import save_weights
 from accel_trainer.errors import ConfigError
-from accel_trainer.runtime.shared_errors import shared_fate
+from accel_trainer.runtime.shared_errors import raise_together
 
 if TYPE_CHECKING:
     from accel_trainer.plugins.kwargs import ProjectConfiguration
@@ -60,7 +60,7 @@ class AcceleratorSaving:
             raise ConfigError(f"save_directory {str(directory.absolute())!r} is a file; give a directory")
         state = prepared_of(self._prepared, model).unit.checkpoint_io().lazy_model_state()
         # Errors of the writing are raised after the last tensor has been gathered: the ranks stay in step.
-        with shared_fate(self.process, f"save_model to {directory}"):
+        with raise_together(self.process, f"save_model to {directory}"):
             save_weights(
                 state, directory, max_shard_size, safe_serialization=safe_serialization, writes=self.process.is_main
             )

@@ -14,7 +14,7 @@ from accel_trainer import logging
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.registry import installed_trackers, load_tracker, tracker_names
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.shared_errors import shared_fate
+from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.tracking import BlankTracker, GeneralTracker, mask_secrets, redact, secrets_of
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class AcceleratorReporting:
         self._finish_trackers()
         self._secrets = frozenset(secrets_of(options) | secrets_of(config or {}))
         # What rank 0 alone would raise (an option that the library does not take) is raised by all.
-        with shared_fate(self.process, "init_trackers"):
+        with raise_together(self.process, "init_trackers"):
             for choice in self.log_with:
                 if self.process.is_main or not choice.main_process_only:
                     self._open(choice, project_name, options.get(choice.name, {}), config)

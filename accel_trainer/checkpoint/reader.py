@@ -12,7 +12,7 @@ from accel_trainer.checkpoint.format.safetensors_file import StoredTensors
 from accel_trainer.checkpoint.format.verification import check_files, find_extra, warn_of_writers
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.shared_errors import gather_votes, shared_fate
+from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 
 __all__ = ["StoredCheckpoint", "Verify", "check_verify", "open_checkpoint"]
 
@@ -101,7 +101,7 @@ class StoredCheckpoint:
         """As `verify_together`, and return what is corrupt, the same on all ranks; None when all is well."""
         section = f"verification of {self.path}"
         wanted = [name for name in (self.manifest.files if names is None else names) if name in self.manifest.files]
-        asked = gather_votes(self._process, section, None, wanted)
+        asked = gather_or_raise(self._process, section, None, wanted)
         flaw, error = None, None
         try:
             self.check(self._share(asked))
@@ -109,7 +109,7 @@ class StoredCheckpoint:
             flaw = str(found)
         except Exception as raised:
             error = raised
-        flaws = gather_votes(self._process, section, error, flaw)
+        flaws = gather_or_raise(self._process, section, error, flaw)
         self._verified.update(wanted)
         return next((flaw for flaw in flaws if flaw is not None), None)
 
@@ -148,7 +148,7 @@ def open_checkpoint(path: str | Path, process: ProcessContext, verify: str = "fu
         ConfigError: `verify` is unknown.
     """
     checked = check_verify(verify)
-    with shared_fate(process, f"load of {path}"):
+    with raise_together(process, f"load of {path}"):
         stored = StoredCheckpoint(Path(path), process, checked)
         warn_of_writers(stored.path)
     return stored

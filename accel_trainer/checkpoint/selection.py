@@ -15,7 +15,7 @@ from accel_trainer.checkpoint.reader import StoredCheckpoint, Verify, open_check
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError, CorruptCheckpointError
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.shared_errors import gather_votes, shared_fate
+from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 
 __all__ = ["Selection", "select_named", "select_newest"]
 
@@ -43,7 +43,7 @@ def select_named(path: Path, process: ProcessContext, verify: Verify, files: Fil
     """
     begin = time.perf_counter()
     # The other ranks look for it only once it is back.
-    with shared_fate(process, f"load of {path}"):
+    with raise_together(process, f"load of {path}"):
         if process.is_local_main:
             recover_target(path)
     stored = open_checkpoint(path, process, verify)
@@ -78,7 +78,7 @@ def select_newest(directory: Path, process: ProcessContext, verify: Verify, file
                 choice = _choose(directory, verify, passed_over)
             except (AccelTrainerError, OSError) as raised:
                 error = raised
-        path, passed_over = gather_votes(process, section, error, (choice, passed_over))[0]
+        path, passed_over = gather_or_raise(process, section, error, (choice, passed_over))[0]
         stored = open_checkpoint(path, process, verify)
         selected = time.perf_counter()
         fault_point("load.verify", stored.manifest.step)

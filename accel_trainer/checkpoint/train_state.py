@@ -27,8 +27,8 @@ from accel_trainer.checkpoint.shards import StoredParts, TensorInParts, write_pa
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.rng import derive_streams, get_rng_state, set_rng_state
-from accel_trainer.runtime.shared_errors import shared_fate
+from accel_trainer.runtime.rng import get_rng_state, reseed_from_saved, set_rng_state
+from accel_trainer.runtime.shared_errors import raise_together
 
 __all__ = ["FORMAT_VERSION", "TrainState", "files_to_read", "load_train_state", "save_train_state"]
 
@@ -88,9 +88,9 @@ def save_train_state(staged: StagedDirectory, state: TrainState, process: Proces
     """Write `state` into `staged`. Collective: every rank calls it, and a rank's error is raised on all."""
     # A vote after each part that writes: what comes next may gather, engines and registered objects do.
     for index, unit in enumerate(state.units):
-        with shared_fate(process, "save of the state"):
+        with raise_together(process, "save of the state"):
             unit.save(staged, f"unit_{index}", weights=state.has_weights[index])
-    with shared_fate(process, "save of the state"):
+    with raise_together(process, "save of the state"):
         # First what may gather: a rank whose disk is full would not take part.
         window = None if state.windows is None else state.windows.state_dict()
         _write(staged, f"random_{process.rank}", get_rng_state())
@@ -195,7 +195,7 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
         IncompatibleCheckpointError: it was saved from other objects; nothing was changed.
     """
     manifest = stored.manifest
-    with shared_fate(process, f"load of {stored.path}"):
+    with raise_together(process, f"load of {stored.path}"):
         if manifest.metadata["units"] != len(state.units):
             raise IncompatibleCheckpointError(
                 f"{stored.path.absolute()} holds {manifest.metadata['units']} model(s) and this Accelerator has "
@@ -215,7 +215,7 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
             loads += _plan_whole_unit(stored, index, unit, state, process)
     for load in loads:
         load()
-    with shared_fate(process, f"load of {stored.path}"):
+    with raise_together(process, f"load of {stored.path}"):
         fault_point("load.apply", manifest.step)
         for kind, own in (("schedulers", state.schedulers), ("loaders", state.loaders)):
             for item, saved in zip(own, training[kind], strict=True):
@@ -226,7 +226,7 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
             state.scaler.load_state_dict(training["scaler"])
         open_windows()
         if random_state is not None:
-            set_rng_state(random_state) if same_world else derive_streams(random_state, process.rank)
+            set_rng_state(random_state) if same_world else reseed_from_saved(random_state, process.rank)
     if same_world:
         return "random streams restored"
     origin = "of this run" if random_state is None else "new, from those saved and the rank"
@@ -263,7 +263,7 @@ def _plan_whole_unit(
     """Check a unit as format 1 has it: one file with all of the model, one with all of the optimizer. Collective."""
     model: Mapping[str, Tensor] = {}
     optimizer: Mapping[str, Any] = {}
-    with shared_fate(process, f"load of {stored.path}"):
+    with raise_together(process, f"load of {stored.path}"):
         if process.is_main and state.has_weights[index]:
             model = stored.tensors(f"model_{index}.safetensors")
         if process.is_main and state.has_optimizer[index]:

@@ -22,7 +22,7 @@ from accel_trainer.data.sampler import ShardedBatchSampler
 from accel_trainer.errors import IncompatibleCheckpointError, ProcessGroupError
 from accel_trainer.runtime.collectives import scatter_objects
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.rng import stream_of
+from accel_trainer.runtime.rng import stream_index
 
 __all__ = ["DispatchSource", "IndexSource", "ReadingSource", "Source"]
 
@@ -227,7 +227,7 @@ class IndexSource:
     def _begin(self, loader: Any, progress: Pass) -> Iterator[Any]:
         if loader.num_workers > 0:
             # Workers derive their streams from one draw of this generator: augmentation differs per shard and worker.
-            shard = stream_of(self.sampler.process_index or 0)
+            shard = stream_index(self.sampler.process_index or 0)
             loader.generator = torch.Generator().manual_seed(mix_seed(self._seed, progress.epoch, shard))
         elif self.sampler.start or self.sampler.origin:
             return begin_silently(loader, loader.native_iterator)

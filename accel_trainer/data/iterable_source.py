@@ -16,9 +16,9 @@ from accel_trainer.data.plan import BatchRows, mix_seed
 from accel_trainer.data.position import Pass, Place, Position
 from accel_trainer.data.sampler import Clock
 from accel_trainer.errors import IncompatibleCheckpointError
-from accel_trainer.runtime.collectives import broadcast_object, exchange_integers
+from accel_trainer.runtime.collectives import all_gather_integers, broadcast_object
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.rng import stream_of
+from accel_trainer.runtime.rng import stream_index
 
 __all__ = ["ShardSource", "SliceSource"]
 
@@ -160,7 +160,7 @@ class _StreamSource:
     def _begin(self, progress: Pass, shard: int) -> Iterator[Any]:
         self._stream.begin_epoch(progress.epoch)
         if self._reader.num_workers > 0:
-            seed = mix_seed(self._seed, progress.epoch, stream_of(shard))
+            seed = mix_seed(self._seed, progress.epoch, stream_index(shard))
             self._reader.generator = torch.Generator().manual_seed(seed)
         elif progress.start.steps:
             return begin_silently(self._reader, self._reader.__iter__)
@@ -317,7 +317,7 @@ class ShardSource(_StreamSource):
         shown = current or spare
         size = shown.rows.sizes[0] if shown is not None and shown.rows is not None else 0
         valid = current.rows.rows[0] if current is not None and current.rows is not None else 0
-        return exchange_integers([valid, size, int(following is not None)], self._process)
+        return all_gather_integers([valid, size, int(following is not None)], self._process)
 
     def _lend(
         self, current: Step | None, rows: tuple[int, ...], sizes: tuple[int, ...]

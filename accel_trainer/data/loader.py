@@ -17,7 +17,7 @@ from accel_trainer.data.source_choice import build_source
 from accel_trainer.errors import ConfigError
 from accel_trainer.logging import get_logger
 from accel_trainer.runtime.collectives import send_to_device
-from accel_trainer.runtime.fault_injection import passing
+from accel_trainer.runtime.fault_injection import with_fault_point
 from accel_trainer.runtime.process import ProcessContext
 
 __all__ = ["PreparedDataLoader", "SavedPosition", "prepare_data_loader", "skip_first_batches"]
@@ -180,7 +180,7 @@ class PreparedDataLoader(DataLoader[Any]):
         try:
             for told in self._on_begin:
                 told(self)
-            batches = passing("data.next", self._source.read(self, current))
+            batches = with_fault_point("data.next", self._source.read(self, current))
             if self._device is None:
                 yield from batches
             else:

@@ -10,9 +10,9 @@ from torch import Tensor, cat
 
 from accel_trainer.data.plan import BatchRows
 from accel_trainer.errors import ConfigError
-from accel_trainer.runtime.collectives import gather, gather_object, gather_ragged
+from accel_trainer.runtime.collectives import gather, gather_known_rows, gather_object
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.uneven_gather import check_ragged, gather_rows
+from accel_trainer.runtime.uneven_gather import check_uneven_options, gather_unknown_rows
 from accel_trainer.tree import leaves, map_leaves
 
 __all__ = ["drop_padding", "keep_valid", "trim_gathered"]
@@ -74,7 +74,7 @@ def trim_gathered(
             the rows of an uneven step.
         ProcessGroupError: with `debug`, the ranks' tensors do not fit together.
     """
-    is_ragged = check_ragged(pad_index, as_samples)
+    is_ragged = check_uneven_options(pad_index, as_samples)
     if is_ragged and use_objects:
         raise ConfigError(
             f"use_gather_object=True sends objects as they are, and pad_index={pad_index}, as_samples={as_samples} are "
@@ -99,14 +99,16 @@ def trim_gathered(
     if has_items and rows is not None and max(rows.sizes) == 1:
         # A rank that was lent another's item has no rows of its own.
         own_tensors = tensors if rows.rows[process.rank] else [_without_rows(tensor) for tensor in tensors]
-        gathered = gather_rows(own_tensors, process) if not is_ragged else gather(own_tensors, process, **ragged)
+        gathered = (
+            gather_unknown_rows(own_tensors, process) if not is_ragged else gather(own_tensors, process, **ragged)
+        )
     else:
         if is_ragged:
             gathered = gather(tensors, process, **ragged)
         elif rows is None or rows.is_even:
             gathered = gather(tensors, process, debug=debug)
         else:
-            gathered = gather_ragged(tensors, rows.sizes, process, debug=debug)
+            gathered = gather_known_rows(tensors, rows.sizes, process, debug=debug)
         gathered = gathered if rows is None else [_keep(column, rows.rows, rows.sizes) for column in gathered]
     merged = iter(_merge_columns(columns, iter(gathered), rows, process, as_samples=as_samples))
     return map_leaves(lambda _: next(merged), data, is_leaf=is_column)

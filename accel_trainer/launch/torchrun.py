@@ -31,7 +31,7 @@ from accel_trainer.config import LaunchConfig
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.rendezvous import LOOPBACK, BoundRendezvous, parse_settings
 from accel_trainer.runtime.launchers import DEFAULT_PORT
-from accel_trainer.runtime.process import bracketed
+from accel_trainer.runtime.process import bracket_ipv6
 
 __all__ = ["AgentJob", "build_rendezvous", "log_destination", "run_workers", "shell_code"]
 
@@ -249,7 +249,7 @@ def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
         return get_rendezvous_handler(
             RendezvousParameters(
                 launch.rdzv_backend,
-                f"{bracketed(address)}:{port}",
+                f"{bracket_ipv6(address)}:{port}",
                 run_id,
                 launch.num_machines,
                 launch.num_machines,

@@ -13,12 +13,12 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.tensor_trees import is_tensor
 from accel_trainer.tree import leaves
 
-__all__ = ["RAGGED_WAY_OUT", "agree", "describe", "describe_rows"]
+__all__ = ["UNEVEN_HINT", "check_same_call", "describe_leaves", "describe_rows"]
 
-RAGGED_WAY_OUT = ", pass pad_index= or as_samples=True where they may differ,"
+UNEVEN_HINT = ", pass pad_index= or as_samples=True where they may differ,"
 
 
-def agree(
+def check_same_call(
     name: str, entries: Sequence[str], process: ProcessContext, *, value: Any = None, way_out: str = ""
 ) -> list[Any]:
     """Raise on every rank unless all ranks call the same operation with the same entries.
@@ -61,7 +61,7 @@ def agree(
     return [given for _, given in everyone]
 
 
-def describe(data: Any) -> list[str]:
+def describe_leaves(data: Any) -> list[str]:
     """Return, for each leaf, dtype and shape of a tensor in words, or the class of anything else."""
     return [_describe(leaf) for leaf in leaves(data, is_leaf=is_tensor)]
 

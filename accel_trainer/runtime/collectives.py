@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel_trainer.errors import ConfigError, did_you_mean
-from accel_trainer.runtime.collective_checks import RAGGED_WAY_OUT, agree, describe, describe_rows
+from accel_trainer.runtime.collective_checks import UNEVEN_HINT, check_same_call, describe_leaves, describe_rows
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.tensor_trees import (
     concatenate,
@@ -24,28 +24,33 @@ from accel_trainer.runtime.tensor_trees import (
     send_to_device,
 )
 from accel_trainer.runtime.transport import (
-    CARRIED,
+    SENDABLE_DTYPES,
     all_gather,
-    as_carried,
-    carries_cpu,
+    as_sendable_dtype,
+    backend_takes_cpu,
     gather_tensors,
     map_tensors,
     tensors_of,
-    to_wire,
+    to_sendable,
 )
-from accel_trainer.runtime.uneven_gather import check_fits, check_ragged, gather_ragged, gather_unequal
+from accel_trainer.runtime.uneven_gather import (
+    check_pad_value,
+    check_uneven_options,
+    gather_any_shapes,
+    gather_known_rows,
+)
 
 __all__ = [
     "ReduceOp",
+    "all_gather_integers",
     "broadcast",
     "broadcast_object",
     "broadcast_object_list",
     "concatenate",
-    "exchange_integers",
     "find_batch_size",
     "gather",
+    "gather_known_rows",
     "gather_object",
-    "gather_ragged",
     "pad_across_processes",
     "recursively_apply",
     "reduce",
@@ -95,10 +100,10 @@ def gather(
         ProcessGroupError: with `debug`, the ranks do not have the same shapes; with `pad_index` or `as_samples`, not
             the same dtypes and numbers of dimensions.
     """
-    if check_ragged(pad_index, as_samples):
-        return gather_unequal(data, process, pad_index=pad_index)
+    if check_uneven_options(pad_index, as_samples):
+        return gather_any_shapes(data, process, pad_index=pad_index)
     if debug:
-        agree("gather", describe(data), process, way_out=RAGGED_WAY_OUT)
+        check_same_call("gather", describe_leaves(data), process, way_out=UNEVEN_HINT)
     gathered = iter(gather_tensors(tensors_of("gather", data), process))
     return map_tensors("gather", lambda _: next(gathered), data)
 
@@ -150,7 +155,7 @@ def reduce(
             f"unknown reduction {reduction!r}, expected one of {', '.join(known)}{did_you_mean(str(reduction), known)}"
         ) from None
     if debug:
-        agree(f"reduce({op.value})", describe(data), process)
+        check_same_call(f"reduce({op.value})", describe_leaves(data), process)
 
     def apply(tensor: Tensor) -> Tensor:
         reduced = tensor if op is ReduceOp.NONE else _reduce_tensor(tensor, process, op)
@@ -169,13 +174,13 @@ def broadcast(data: Any, process: ProcessContext, from_process: int = 0, *, debu
         ProcessGroupError: with `debug`, the ranks do not have the same shapes.
     """
     if debug:
-        agree("broadcast", describe(data), process)
+        check_same_call("broadcast", describe_leaves(data), process)
 
     def apply(tensor: Tensor) -> Tensor:
         if not process.is_distributed:
             return tensor
-        wire = to_wire(tensor, process).clone(memory_format=torch.contiguous_format)
-        dist.broadcast(as_carried(wire), src=from_process)
+        wire = to_sendable(tensor, process).clone(memory_format=torch.contiguous_format)
+        dist.broadcast(as_sendable_dtype(wire), src=from_process)
         return wire.to(tensor.device)
 
     return map_tensors("broadcast", apply, data)
@@ -212,14 +217,14 @@ def scatter_objects(objects: Sequence[Any] | None, process: ProcessContext, from
     return mine[0]
 
 
-def exchange_integers(values: Sequence[int], process: ProcessContext) -> Callable[[], list[list[int]]]:
+def all_gather_integers(values: Sequence[int], process: ProcessContext) -> Callable[[], list[list[int]]]:
     """Begin telling all ranks some integers; the function that is returned waits for those of every rank.
 
     Collective: every rank calls it, with as many integers. What ranks do in between is not held up.
     """
     if not process.is_distributed:
         return lambda: [list(values)]
-    mine = torch.tensor(values, dtype=torch.int64, device=None if carries_cpu() else process.device)
+    mine = torch.tensor(values, dtype=torch.int64, device=None if backend_takes_cpu() else process.device)
     everyone = mine.new_empty((process.world_size * len(values),))
     work = all_gather(everyone, mine, async_op=True)
 
@@ -257,13 +262,13 @@ def pad_across_processes(
     if not process.is_distributed:
         return data
     for tensor in tensors:
-        check_fits(pad_index, tensor.dtype)
+        check_pad_value(pad_index, tensor.dtype)
     if debug:
-        agree("pad_across_processes", describe_rows(tensors, None), process)
+        check_same_call("pad_across_processes", describe_rows(tensors, None), process)
     if not tensors:
         return data
     sizes = torch.tensor([tensor.shape[dim] if _has_dim(tensor, dim) else 0 for tensor in tensors])
-    largest = to_wire(sizes, process).clone()
+    largest = to_sendable(sizes, process).clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     targets = iter(largest.tolist())
     return map_tensors("pad_across_processes", lambda t: _pad(t, dim, next(targets), pad_index, pad_first), data)
@@ -285,8 +290,8 @@ def _reduce_tensor(tensor: Tensor, process: ProcessContext, op: ReduceOp) -> Ten
         dtype = torch.int64
     reduced = tensor.detach()
     if process.is_distributed:
-        carried = dtype if dtype in CARRIED - {torch.bool} or tensor.is_complex() else _wider(dtype)
-        wire = to_wire(reduced.to(carried), process).clone(memory_format=torch.contiguous_format)
+        carried = dtype if dtype in SENDABLE_DTYPES - {torch.bool} or tensor.is_complex() else _wider(dtype)
+        wire = to_sendable(reduced.to(carried), process).clone(memory_format=torch.contiguous_format)
         dist.all_reduce(wire, op=_TORCH_OPS[op])
         reduced = wire.to(tensor.device)
     if op is ReduceOp.MEAN:

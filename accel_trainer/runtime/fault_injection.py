@@ -23,7 +23,7 @@ from accel_trainer.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["KINDS", "POINTS", "fault_point", "install_faults", "passing", "watch_forward"]
+__all__ = ["KINDS", "POINTS", "fault_point", "hook_forward_faults", "install_faults", "with_fault_point"]
 
 FAULT_VARIABLE = "ACCEL_TRAINER_FAULT"
 TEST_MODE_VARIABLE = "ACCEL_TRAINER_TEST_MODE"
@@ -108,7 +108,7 @@ def fault_point(point: str, step: int | None = None, path: Path | None = None) -
         fault.meet(step, path)
 
 
-def passing(point: str, items: Iterable[Any]) -> Iterable[Any]:
+def with_fault_point(point: str, items: Iterable[Any]) -> Iterable[Any]:
     """Return `items`, or, where a fault waits for it, what passes `point` before each of them."""
     return _pass(point, iter(items)) if point in _faults else items
 
@@ -123,7 +123,7 @@ def _pass(point: str, items: Iterator[Any]) -> Iterator[Any]:
         yield item
 
 
-def watch_forward(model: nn.Module) -> None:
+def hook_forward_faults(model: nn.Module) -> None:
     """Have each forward of a model pass `train.forward`, or `eval.batch` in evaluation mode.
 
     A hook, which is there only where a fault waits for one of the two.

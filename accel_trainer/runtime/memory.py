@@ -18,11 +18,11 @@ from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.restart_group import Ballot
 
 __all__ = [
-    "Holder",
+    "MemoryOwner",
     "clear_device_cache",
     "find_executable_batch_size",
     "is_out_of_memory",
-    "register_holder",
+    "register_memory_owner",
     "release_memory",
 ]
 
@@ -38,7 +38,7 @@ _DONE, _OUT_OF_MEMORY, _STOPPED, _FAILED = "done", "out of memory", "stopped", "
 _searches = itertools.count()
 
 
-class Holder(Protocol):
+class MemoryOwner(Protocol):
     """What holds models and optimizers, and can let go of them."""
 
     def free_memory(self) -> Any:
@@ -48,7 +48,7 @@ class Holder(Protocol):
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def register_holder(holder: Holder) -> None:
+def register_memory_owner(holder: MemoryOwner) -> None:
     """Have `holder.free_memory()` called, as long as it lives, when a search for a batch size begins a new attempt."""
     _holders.add(holder)
 

@@ -24,7 +24,7 @@ from accel_trainer.runtime.launchers import DEFAULT_PORT, LaunchInfo, find_launc
 
 __all__ = [
     "ProcessContext",
-    "bracketed",
+    "bracket_ipv6",
     "current_process",
     "destroy_process_group",
     "find_rank",
@@ -127,7 +127,7 @@ def _select_backend(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
-def bracketed(address: str) -> str:
+def bracket_ipv6(address: str) -> str:
     """Return an address as it stands before a port: one of IPv6 in brackets."""
     return f"[{address}]" if ":" in address else address
 
@@ -144,7 +144,7 @@ def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, ti
     try:
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{bracketed(address)}:{port}",
+            init_method=f"tcp://{bracket_ipv6(address)}:{port}",
             rank=info.rank,
             world_size=info.world_size,
             timeout=timedelta(seconds=timeout_seconds),

@@ -16,12 +16,12 @@ from accel_trainer.runtime.process import ProcessContext, current_process
 
 __all__ = [
     "check_rng_types",
-    "derive_streams",
     "get_rng_state",
-    "separate_streams",
+    "reseed_from_saved",
+    "seed_own_streams",
     "set_rng_state",
     "set_seed",
-    "stream_of",
+    "stream_index",
     "synchronize_rng",
 ]
 
@@ -78,7 +78,7 @@ def _seed(value: int) -> None:
     torch.manual_seed(value)
 
 
-def separate_streams(process: ProcessContext) -> None:
+def seed_own_streams(process: ProcessContext) -> None:
     """Give this rank streams of its own if all ranks draw from those of one `set_seed`. Ranks do not communicate."""
     global _seed_in_common
     if _seed_in_common is None:
@@ -89,7 +89,7 @@ def separate_streams(process: ProcessContext) -> None:
     _seed_in_common = None
 
 
-def stream_of(shard: int) -> int:
+def stream_index(shard: int) -> int:
     """Return the number that tells a shard's random streams from those of others; 0 for all that stay the same."""
     return 0 if _stay_equal else shard
 
@@ -120,7 +120,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def derive_streams(saved: Mapping[str, Any], rank: int) -> None:
+def reseed_from_saved(saved: Mapping[str, Any], rank: int) -> None:
     """Seed this process's random streams from what rank 0 had saved and its own rank. Ranks do not communicate.
 
     For a state that another number of ranks saved: the streams are others than before, differ between the ranks, and

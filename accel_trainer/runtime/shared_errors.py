@@ -12,10 +12,10 @@ import torch.distributed as dist
 from accel_trainer.errors import ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext
 
-__all__ = ["gather_votes", "shared_fate"]
+__all__ = ["gather_or_raise", "raise_together"]
 
 
-def gather_votes(
+def gather_or_raise(
     process: ProcessContext,
     section: str,
     error: BaseException | None,
@@ -52,7 +52,7 @@ def gather_votes(
 
 
 @contextmanager
-def shared_fate(process: ProcessContext, section: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def raise_together(process: ProcessContext, section: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a block on every rank, and raise on every rank if one of them raised.
 
     Collective: every rank enters it; at its end the ranks vote, and an error is a vote. Use it around work that is
@@ -60,7 +60,7 @@ def shared_fate(process: ProcessContext, section: str, group: dist.ProcessGroup 
 
     Args:
         section: what is being done, for the message: "save", "load".
-        group: see `gather_votes`.
+        group: see `gather_or_raise`.
 
     Raises:
         ProcessGroupError: another rank failed; the message has its number, the section and its error.
@@ -70,4 +70,4 @@ def shared_fate(process: ProcessContext, section: str, group: dist.ProcessGroup 
         yield
     except (Exception, SystemExit) as raised:
         error = raised
-    gather_votes(process, section, error, group=group)
+    gather_or_raise(process, section, error, group=group)

@@ -15,22 +15,22 @@ from accel_trainer.runtime.tensor_trees import is_tensor
 from accel_trainer.tree import leaves, map_leaves
 
 __all__ = [
-    "CARRIED",
+    "SENDABLE_DTYPES",
     "all_gather",
-    "as_carried",
-    "carries_cpu",
+    "as_sendable_dtype",
+    "backend_takes_cpu",
     "gather_tensor",
     "gather_tensors",
     "map_tensors",
     "tensors_of",
-    "to_wire",
+    "to_sendable",
 ]
 
 # torch 2.13 renamed it; the old name warns there, the new one is missing before.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # What gloo carries. Other dtypes (int16, float8, uint32 ...) travel as their bytes.
-CARRIED = frozenset(
+SENDABLE_DTYPES = frozenset(
     {
         torch.float32,
         torch.float64,
@@ -85,22 +85,22 @@ def _check_none(name: str, leaf: Any) -> None:
         )
 
 
-def to_wire(tensor: Tensor, process: ProcessContext) -> Tensor:
+def to_sendable(tensor: Tensor, process: ProcessContext) -> Tensor:
     """Return the tensor, detached, contiguous, and on a device that the process group can carry."""
     tensor = tensor.detach()
-    if tensor.device.type == "cpu" and process.device.type != "cpu" and not carries_cpu():
+    if tensor.device.type == "cpu" and process.device.type != "cpu" and not backend_takes_cpu():
         tensor = tensor.to(process.device)
     return tensor.contiguous()
 
 
-def carries_cpu() -> bool:
+def backend_takes_cpu() -> bool:
     """Return whether the process group takes tensors on the CPU."""
     return "cpu" in dist.get_backend_config()
 
 
-def as_carried(tensor: Tensor) -> Tensor:
+def as_sendable_dtype(tensor: Tensor) -> Tensor:
     """Return a view of a contiguous tensor in a dtype that every backend carries."""
-    return tensor if tensor.dtype in CARRIED else tensor.view(-1).view(torch.uint8)
+    return tensor if tensor.dtype in SENDABLE_DTYPES else tensor.view(-1).view(torch.uint8)
 
 
 def gather_tensor(tensor: Tensor, process: ProcessContext) -> Tensor:
@@ -115,9 +115,9 @@ def gather_tensors(tensors: Sequence[Tensor], process: ProcessContext) -> list[T
         return tensors
     under_way = []
     for tensor in tensors:
-        wire = to_wire(tensor, process)
+        wire = to_sendable(tensor, process)
         out = wire.new_empty((process.world_size * wire.shape[0], *wire.shape[1:]))
-        under_way.append((out, wire, all_gather(as_carried(out), as_carried(wire), async_op=True)))
+        under_way.append((out, wire, all_gather(as_sendable_dtype(out), as_sendable_dtype(wire), async_op=True)))
     for _, _, work in under_way:
         work.wait()
     return [

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from accel_trainer.errors import ConfigError, ProcessGroupError
-from accel_trainer.runtime.collective_checks import RAGGED_WAY_OUT, agree, describe_rows
+from accel_trainer.runtime.collective_checks import UNEVEN_HINT, check_same_call, describe_rows
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.transport import gather_tensor, map_tensors, tensors_of
 
-__all__ = ["check_fits", "check_ragged", "gather_ragged", "gather_rows", "gather_unequal"]
+__all__ = ["check_pad_value", "check_uneven_options", "gather_any_shapes", "gather_known_rows", "gather_unknown_rows"]
 
 
-def check_ragged(pad_index: float | None, as_samples: bool) -> bool:
+def check_uneven_options(pad_index: float | None, as_samples: bool) -> bool:
     """Return whether tensors were declared to differ between ranks in shape.
 
     Raises:
@@ -30,7 +30,7 @@ def check_ragged(pad_index: float | None, as_samples: bool) -> bool:
     return as_samples or pad_index is not None
 
 
-def gather_ragged(data: Any, sizes: Sequence[int], process: ProcessContext, *, debug: bool = False) -> Any:
+def gather_known_rows(data: Any, sizes: Sequence[int], process: ProcessContext, *, debug: bool = False) -> Any:
     """Concatenate tensors whose first dimension differs between ranks in a way that all ranks know beforehand.
 
     Collective: every rank calls it, with the same `sizes`. How many rows each tensor has for a sample is exchanged
@@ -49,9 +49,9 @@ def gather_ragged(data: Any, sizes: Sequence[int], process: ProcessContext, *, d
     if len(sizes) != process.world_size:
         raise ConfigError(f"got {len(sizes)} sizes for {process.world_size} ranks; give one for each rank")
     if debug:
-        agree("gather", describe_rows(data, sizes[process.rank]), process, way_out=RAGGED_WAY_OUT)
-    _agree_on_rows(tensors_of("gather_ragged", data), sizes[process.rank], process)
-    return map_tensors("gather_ragged", lambda tensor: _gather_rows(tensor, sizes, process), data)
+        check_same_call("gather", describe_rows(data, sizes[process.rank]), process, way_out=UNEVEN_HINT)
+    _agree_on_rows(tensors_of("gather_known_rows", data), sizes[process.rank], process)
+    return map_tensors("gather_known_rows", lambda tensor: _gather_rows(tensor, sizes, process), data)
 
 
 def _rows_for_each(tensor: Tensor, num_samples: int) -> int:
@@ -87,7 +87,7 @@ def _agree_on_rows(tensors: Sequence[Tensor], num_samples: int, process: Process
             )
 
 
-def gather_unequal(data: Any, process: ProcessContext, *, pad_index: float | None) -> Any:
+def gather_any_shapes(data: Any, process: ProcessContext, *, pad_index: float | None) -> Any:
     """Concatenate tensors that may differ between ranks in the size of any dimension.
 
     Collective: every rank calls it, with tensors of the same dtypes and numbers of dimensions. The shapes of the whole
@@ -103,13 +103,13 @@ def gather_unequal(data: Any, process: ProcessContext, *, pad_index: float | Non
     """
     tensors = tensors_of("gather", data)
     for tensor in tensors:
-        check_fits(pad_index or 0, tensor.dtype)
+        check_pad_value(pad_index or 0, tensor.dtype)
     mine = [tuple(tensor.shape) or (1,) for tensor in tensors]
-    shapes = iter(zip(*agree("gather", describe_rows(tensors, None), process, value=mine), strict=True))
+    shapes = iter(zip(*check_same_call("gather", describe_rows(tensors, None), process, value=mine), strict=True))
     return map_tensors("gather", lambda tensor: _gather_shapes(tensor, next(shapes), process, pad_index), data)
 
 
-def gather_rows(data: Any, process: ProcessContext) -> Any:
+def gather_unknown_rows(data: Any, process: ProcessContext) -> Any:
     """Concatenate tensors that may differ between ranks in their first dimension, by how much nobody knows beforehand.
 
     Collective: every rank calls it. The shapes of the whole nesting are exchanged first, as one object.
@@ -121,11 +121,11 @@ def gather_rows(data: Any, process: ProcessContext) -> Any:
     tensors = tensors_of("gather", data)
     mine = [tuple(tensor.shape) or (1,) for tensor in tensors]
     tails = [f"has rows of {shape[1:]} and {tensor.dtype}" for tensor, shape in zip(tensors, mine, strict=True)]
-    shapes = iter(zip(*agree("gather", tails, process, value=mine, way_out=RAGGED_WAY_OUT), strict=True))
+    shapes = iter(zip(*check_same_call("gather", tails, process, value=mine, way_out=UNEVEN_HINT), strict=True))
     return map_tensors("gather", lambda tensor: _gather_shapes(tensor, next(shapes), process, 0), data)
 
 
-def check_fits(pad_index: float, dtype: torch.dtype) -> None:
+def check_pad_value(pad_index: float, dtype: torch.dtype) -> None:
     """Refuse a value to pad with that tensors of a dtype cannot hold, before a rank that has to pad finds out alone.
 
     Raises:

@@ -16,7 +16,7 @@ from accel_trainer.checkpoint.format.manifest import Manifest
 from accel_trainer.checkpoint.shards import StoredParts
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.integrations.deepspeed.partitions import Run, opened_partition, whole_shape
-from accel_trainer.runtime.shared_errors import shared_fate
+from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.strategies.parameter_state.model_io import options_of, outline_optimizer
 from accel_trainer.strategies.parameter_state.stored_unit import (
     Pending,
@@ -173,7 +173,7 @@ def plan_parts_load(
     io: DeepSpeedCheckpointIO, stored: StoredCheckpoint, prefix: str, *, weights: bool
 ) -> Callable[[], None]:
     """Check what `save_parts`, or a native unit, wrote, and return what loads it; see `CheckpointIO.plan_load`."""
-    with shared_fate(stored.process, f"load of {stored.path}"):
+    with raise_together(stored.process, f"load of {stored.path}"):
         outline = read_outline(stored, prefix, io.module, "DeepSpeed's engine")
         plan = _Plan(io, stored, prefix)
         if weights:
@@ -183,7 +183,7 @@ def plan_parts_load(
     stored.verify_together(plan.files)
 
     def load() -> None:
-        with shared_fate(stored.process, f"load of {stored.path}"):
+        with raise_together(stored.process, f"load of {stored.path}"):
             plan.run()
 
     return load

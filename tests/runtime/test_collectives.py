@@ -37,9 +37,9 @@ def test_one_process_has_the_shapes_of_many() -> None:
     assert collectives.gather_object(["a", "b"], ALONE) == ["a", "b"]
     assert collectives.broadcast_object("x", ALONE) == "x"
     assert collectives.scatter_objects(["mine"], ALONE) == "mine"
-    assert collectives.exchange_integers([1, 2], ALONE)() == [[1, 2]]
+    assert collectives.all_gather_integers([1, 2], ALONE)() == [[1, 2]]
     assert collectives.pad_across_processes(torch.ones(2, 3), ALONE, dim=1).shape == (2, 3)
-    assert collectives.gather_ragged(torch.ones(2, 3), [2], ALONE).shape == (2, 3)
+    assert collectives.gather_known_rows(torch.ones(2, 3), [2], ALONE).shape == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_padding_refuses_what_it_cannot_do_before_ranks_talk() -> None:
 def test_gather_ragged_wants_a_size_of_each_rank() -> None:
     process = ProcessContext(1, 1, 2, 2, torch.device("cpu"), "gloo")
     with pytest.raises(ConfigError, match="got 3 sizes for 2 ranks"):
-        collectives.gather_ragged(torch.ones(3, 2), [4, 2, 1], process)
+        collectives.gather_known_rows(torch.ones(3, 2), [4, 2, 1], process)
 
 
 def test_find_batch_size_takes_the_first_tensor_with_rows() -> None:
@@ -252,7 +252,7 @@ def move_objects() -> dict[str, Any]:
     rank = process.rank
     mine = torch.full((2,), rank, dtype=torch.int16)
     sent = collectives.broadcast({"x": mine}, process, from_process=1)["x"]
-    wait = collectives.exchange_integers([rank, rank * 10], process)
+    wait = collectives.all_gather_integers([rank, rank * 10], process)
     return {
         "dict": collectives.gather_object({"k": rank}, process),
         "lists": collectives.gather_object([f"a{rank}", f"b{rank}"], process),
@@ -287,7 +287,7 @@ def pad_everything() -> dict[str, Any]:
     padded = collectives.pad_across_processes(data, process, dim=1, pad_index=-100)
     first = collectives.pad_across_processes(torch.ones(1 + rank), process, pad_first=True)
     last = collectives.pad_across_processes(torch.ones(2, 2 + rank, dtype=torch.int64), process, dim=-1, pad_index=9)
-    ragged = collectives.gather_ragged({"x": torch.full((2 + 2 * rank, 2), float(rank))}, [1, 2], process)["x"]
+    ragged = collectives.gather_known_rows({"x": torch.full((2 + 2 * rank, 2), float(rank))}, [1, 2], process)["x"]
     return {
         "wide": padded["wide"].tolist(),
         "shapes": [tuple(padded[key].shape) for key in ("flat", "scalar")],
@@ -309,7 +309,7 @@ def test_padding_and_ragged_gathering() -> None:
     assert results[0]["ragged"] == results[1]["ragged"] == [0, 0, 1, 1, 1, 1]
 
 
-def gather_unequal() -> dict[str, Any]:
+def gather_any_shapes() -> dict[str, Any]:
     process = join()
     rank = process.rank
     logits = torch.arange(2 * (2 + rank)).view(2, 2 + rank) + 100 * rank
@@ -328,7 +328,7 @@ def gather_unequal() -> dict[str, Any]:
 
 @pytest.mark.multirank
 def test_ragged_dimensions_are_filled_or_come_as_samples() -> None:
-    for result in run_ranks(gather_unequal, 2):
+    for result in run_ranks(gather_any_shapes, 2):
         assert result["padded"] == {
             "logits": [[0, 1, -1], [2, 3, -1], [100, 101, 102], [103, 104, 105]],
             "boxes": [[1] * 4] * 3,
@@ -355,8 +355,8 @@ def disagree(kind: str) -> str:
         "number": lambda: collectives.gather([torch.ones(1)] * (1 + rank), process, debug=True),
         "padding": lambda: collectives.pad_across_processes([torch.ones(2)] * (1 + rank), process, debug=True),
         "dimensions": lambda: collectives.gather(torch.ones((2,) * (1 + rank)), process, pad_index=0),
-        "uneven": lambda: collectives.gather_ragged(torch.ones(2 - rank, 3 + rank), [2, 1], process, debug=True),
-        "rows": lambda: collectives.gather_ragged(torch.ones(2 - rank + 3 * rank, 1), [2, 3], process, debug=True),
+        "uneven": lambda: collectives.gather_known_rows(torch.ones(2 - rank, 3 + rank), [2, 1], process, debug=True),
+        "rows": lambda: collectives.gather_known_rows(torch.ones(2 - rank + 3 * rank, 1), [2, 3], process, debug=True),
     }
     with pytest.raises(ProcessGroupError) as caught:
         calls[kind]()

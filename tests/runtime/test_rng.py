@@ -13,7 +13,7 @@ import torch
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.rng import get_rng_state, separate_streams, set_rng_state, set_seed, stream_of
+from accel_trainer.runtime.rng import get_rng_state, seed_own_streams, set_rng_state, set_seed, stream_index
 
 
 @pytest.fixture(autouse=True)
@@ -78,13 +78,13 @@ def test_each_rank_gets_streams_of_its_own_and_rank_0_goes_on_with_the_seeds(see
     for number in range(1, 4):
         set_seed(seed)
         assert draw() == alone[0]
-        separate_streams(rank(number))
+        seed_own_streams(rank(number))
         drawn.append(draw())
-        separate_streams(rank(number))  # once for each seed
+        seed_own_streams(rank(number))  # once for each seed
         drawn.append(draw())
     set_seed(seed)
     draw()
-    separate_streams(rank(0))
+    seed_own_streams(rank(0))
     assert draw() == alone[1]
     assert all(len(set(values)) == 7 for values in zip(*(map(str, row) for row in drawn), strict=True))
 
@@ -95,7 +95,7 @@ def test_streams_stay_where_nobody_seeded_them_or_a_state_was_loaded():
     expected = draw()
     set_seed(2)
     set_rng_state(state)
-    separate_streams(rank(1))
+    seed_own_streams(rank(1))
     assert draw() == expected
 
 
@@ -103,11 +103,11 @@ def test_equal_streams_stay_equal_on_request():
     set_seed(1, same_on_all_ranks=True)
     expected = draw()
     set_seed(1, same_on_all_ranks=True)
-    separate_streams(rank(1))
+    seed_own_streams(rank(1))
     assert draw() == expected
-    assert stream_of(3) == 0
+    assert stream_index(3) == 0
     set_seed(1)
-    assert stream_of(3) == 3
+    assert stream_index(3) == 3
     with pytest.raises(ConfigError, match="device_specific=True and same_on_all_ranks=True, which say the opposite"):
         set_seed(1, device_specific=True, same_on_all_ranks=True)
 

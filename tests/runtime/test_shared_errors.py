@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from accel_trainer.errors import ProcessGroupError
 from accel_trainer.runtime.process import init_process, read_environment
-from accel_trainer.runtime.shared_errors import shared_fate
+from accel_trainer.runtime.shared_errors import raise_together
 from tests.ranks import run_ranks
 
 
@@ -25,7 +25,7 @@ def fail_on(failing: tuple[int, ...]) -> dict[str, Any]:
     begin = time.monotonic()
     for ranks in (failing, ()):
         try:
-            with shared_fate(process, "save"):
+            with raise_together(process, "save"):
                 if process.rank in ranks:
                     raise Full(f"no space on {process.rank}")
             seen.append(("ok", "", False))
@@ -64,7 +64,7 @@ def test_every_failing_rank_is_named():
 def exit_on(failing: int) -> str:
     process = init_process(read_environment(), timeout_seconds=20)
     try:
-        with shared_fate(process, "load"):
+        with raise_together(process, "load"):
             if process.rank == failing:
                 raise SystemExit(3)
     except SystemExit as error:
@@ -82,7 +82,7 @@ def test_a_rank_that_exits_takes_the_others_along():
 
 def test_one_process_raises_its_own_error():
     process = init_process({})
-    with pytest.raises(Full, match="disk"), shared_fate(process, "save"):
+    with pytest.raises(Full, match="disk"), raise_together(process, "save"):
         raise Full("disk")
-    with shared_fate(process, "save"):
+    with raise_together(process, "save"):
         pass

@@ -15,7 +15,7 @@ from accel_trainer.checkpoint.commit.retry import SavePolicy, save_persistently
 from accel_trainer.checkpoint.format.safetensors_file import StagingMemory
 from accel_trainer.errors import SaveTimeoutError
 from accel_trainer.runtime.process import ProcessContext, group_timeout
-from accel_trainer.runtime.shared_errors import gather_votes
+from accel_trainer.runtime.shared_errors import gather_or_raise
 
 __all__ = ["BackgroundSaver"]
 
@@ -124,4 +124,4 @@ class BackgroundSaver:
             return
         self._thread.join()
         self._thread = None
-        gather_votes(self._process, self._section, self._error, group=self._main_group)
+        gather_or_raise(self._process, self._section, self._error, group=self._main_group)

@@ -36,7 +36,7 @@ from accel_trainer.checkpoint.reader import StoredCheckpoint, open_checkpoint
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.shared_errors import gather_votes, shared_fate
+from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 
 __all__ = ["Publication", "StagedDirectory", "StoredCheckpoint", "open_checkpoint", "publish_directory"]
 
@@ -113,7 +113,7 @@ class Publication:
             fault_point("save.begin", self.step)
         except Exception as raised:
             error = raised
-        needs = gather_votes(self.process, self._section, error, self._need_bytes)
+        needs = gather_or_raise(self.process, self._section, error, self._need_bytes)
         name = f".tmp-{self.target.name}-{uuid.uuid4().hex[:8]}"
         try:
             if self.commits:
@@ -121,7 +121,7 @@ class Publication:
         except Exception as raised:
             error = raised
         try:
-            names = gather_votes(self.process, self._section, error, name)
+            names = gather_or_raise(self.process, self._section, error, name)
         except BaseException:
             self._clean_up(self.target.parent / name)
             raise
@@ -156,7 +156,7 @@ class Publication:
     def agree(self) -> None:
         """Raise on all ranks if the block failed on one of them; nothing is left of the save then. Collective."""
         try:
-            gather_votes(self.process, self._section, self._error)
+            gather_or_raise(self.process, self._section, self._error)
         except BaseException:
             self._clean_up()
             raise
@@ -179,9 +179,9 @@ class Publication:
         is_over = not keeps
         try:
             error = self._error or self._finish_writing(staged)
-            firsts = gather_votes(self.process, self._section, error, self._first, group)
+            firsts = gather_or_raise(self.process, self._section, error, self._first, group)
             tables = self._gather_tables(staged, sorted(set(firsts)), group)
-            with shared_fate(self.process, f"publication of {self.target}", group):
+            with raise_together(self.process, f"publication of {self.target}", group):
                 fault_point("save.after_vote", self.step)
                 self._publish(staged, tables)
             is_over = True

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from accel_trainer import logging
 from accel_trainer.errors import AccelTrainerError, ConfigError, DiskFullError, ProcessGroupError, did_you_mean
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.shared_errors import gather_votes
+from accel_trainer.runtime.shared_errors import gather_or_raise
 
 __all__ = ["RETRY_SECONDS", "SaveErrorAction", "SavePolicy", "save_persistently"]
 
@@ -71,7 +71,7 @@ def save_persistently(
     Args:
         save: raises on all ranks when it fails on one of them; it can be called again.
         section: what is saved, for the messages: "save of run/checkpoint_3".
-        group: see `gather_votes`.
+        group: see `gather_or_raise`.
 
     Returns:
         What `save` returned; None where it failed and the policy is to warn.
@@ -105,5 +105,5 @@ def _is_of_a_disk(error: Exception, process: ProcessContext, section: str, group
     is_own = isinstance(error, OSError) and (
         isinstance(error, DiskFullError) or not isinstance(error, AccelTrainerError)
     )
-    votes = gather_votes(process, section, None, (is_told, is_own), group)
+    votes = gather_or_raise(process, section, None, (is_told, is_own), group)
     return all(told or own for told, own in votes) and any(own for _, own in votes)

@@ -25,7 +25,7 @@ from accel_trainer.checkpoint.train_state import TrainState
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import set_rng_state
-from accel_trainer.runtime.shared_errors import gather_votes, shared_fate
+from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 
 __all__ = ["is_foreign", "load_foreign_state"]
 
@@ -78,13 +78,13 @@ def load_foreign_state(directory: Path, state: TrainState, process: ProcessConte
             own = unit.full_optimizer_state()
             stored = _on_main(process, section, partial(_optimizer, directory, index, own))
             loads.append(unit.plan_full_optimizer_load(stored or {}))
-    with shared_fate(process, section):
+    with raise_together(process, section):
         small = _read_small(directory, state) if has_all else []
     for load in loads:
         load()
     if not has_all:
         return "a directory of torch.distributed.checkpoint: models and optimizers; all else is as it was"
-    with shared_fate(process, section):
+    with raise_together(process, section):
         for item, saved in small:
             item.load_state_dict(saved)
         streams = _restore_streams(directory, process)
@@ -101,7 +101,7 @@ def _on_main(process: ProcessContext, section: str, read: Callable[[], Any]) -> 
             value = read()
         except Exception as raised:
             error = raised
-    gather_votes(process, section, error)
+    gather_or_raise(process, section, error)
     return value
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from accel_trainer.checkpoint.weights.gather_to_file import spool
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.shared_errors import shared_fate
+from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.strategies.parameter_state.model_io import TorchCheckpointIO
 
 __all__ = ["SavePretrained", "exchange_whole_weights", "refuse_copies"]
@@ -73,7 +73,7 @@ class SavePretrained:
                 f"{type(self.model).__name__} is sharded, and its save_pretrained() has no `state_dict` argument for "
                 "the gathered weights; use accelerator.save_model(model, directory)"
             )
-        with shared_fate(self.process, "save_pretrained"):
+        with raise_together(self.process, "save_pretrained"):
             call.arguments["state_dict"] = spool(
                 TorchCheckpointIO(self.model).lazy_model_state(),
                 _path_of(next(iter(call.arguments.values()), None)),
@@ -82,7 +82,7 @@ class SavePretrained:
         if "is_main_process" in self.__signature__.parameters:
             call.arguments["is_main_process"] = self.process.is_main and call.arguments.get("is_main_process", True)
         # Also the barrier behind which every rank may read what was written.
-        with shared_fate(self.process, "save_pretrained"):
+        with raise_together(self.process, "save_pretrained"):
             return save(self.model, *call.args, **call.kwargs)
 
 

@@ -18,7 +18,7 @@ from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.placement import box_of, local_of, materialize, set_home
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.shared_errors import gather_votes
+from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.strategies.broadcast_values import broadcast_tensors
 
 __all__ = ["Values", "bring_whole", "compare_values", "hold", "send_differing", "settle"]
@@ -96,7 +96,7 @@ def compare_values(model: nn.Module, process: ProcessContext, *, may_await: bool
             f"{where if extra else 'rank 0'}; give it values on every rank, on none, or, with "
             "fsdp.cpu_ram_efficient_loading=true, on rank 0 alone"
         )
-    gather_votes(process, f"comparison of {kind} over the ranks", error)
+    gather_or_raise(process, f"comparison of {kind} over the ranks", error)
     other = [name for name in own if not own[name][2] and own[name][3] != main[name][3]]
     flags = torch.tensor([[name in other, name in lacks] for name in main], dtype=torch.int32, device=process.device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)

@@ -28,7 +28,7 @@ from accel_trainer.checkpoint.format.placement import box_of, is_cut
 from accel_trainer.checkpoint.interop.dcp import DcpDirectory
 from accel_trainer.checkpoint.shards import StoredParts, write_parts
 from accel_trainer.errors import IncompatibleCheckpointError
-from accel_trainer.runtime.shared_errors import shared_fate
+from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.strategies.parameter_state.stored_unit import (
     ENGINE,
     Pending,
@@ -148,7 +148,7 @@ def plan_unit_load(
     """Check what `save_unit` wrote, and return what loads it; see `CheckpointIO.plan_load`."""
     reads = _Reads()
     finish: Callable[[], None] | None = None
-    with shared_fate(stored.process, f"load of {stored.path}"):
+    with raise_together(stored.process, f"load of {stored.path}"):
         outline = read_outline(stored, prefix, io.module, "torch's")
         if weights:
             _plan_model(io, stored, prefix, outline["tied"], reads)
@@ -157,7 +157,7 @@ def plan_unit_load(
     stored.verify_together(reads.files)
 
     def load() -> None:
-        with shared_fate(stored.process, f"load of {stored.path}"):
+        with raise_together(stored.process, f"load of {stored.path}"):
             reads.run()
             if finish is not None:
                 finish()

@@ -11,7 +11,7 @@ from typing import Any
 from accel_trainer import logging
 from accel_trainer.checkpoint.commit.retention import retire
 from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError
-from accel_trainer.runtime.shared_errors import gather_votes
+from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.trainer.checkpoint.resuming import PREFIX, open_named
 
 __all__ = ["keeping_best", "verify_best"]
@@ -30,7 +30,7 @@ def keeping_best(trainer: Any) -> Iterator[None]:
     """
     args, state = trainer.args, trainer.state
     # Each rank has looked for its directory by itself, and loading it is collective.
-    best = gather_votes(trainer.accelerator.process, "end of training", None, state.best_model_checkpoint)[0]
+    best = gather_or_raise(trainer.accelerator.process, "end of training", None, state.best_model_checkpoint)[0]
     state.best_model_checkpoint = best
     if args.load_best_model_at_end and best is None:
         logger.warning(

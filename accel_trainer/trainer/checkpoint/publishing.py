@@ -19,7 +19,7 @@ from accel_trainer.checkpoint.commit.publication import Publication, StagedDirec
 from accel_trainer.checkpoint.commit.retention import retire
 from accel_trainer.checkpoint.commit.retry import save_persistently
 from accel_trainer.errors import AccelTrainerError
-from accel_trainer.runtime.shared_errors import shared_fate
+from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.trainer.checkpoint.resuming import PREFIX, describe_progress
 from accel_trainer.trainer.checkpoint.upstream_files import TRAINER_STATE_NAME
 
@@ -68,7 +68,7 @@ def save_checkpoint(trainer: Any, trial: Any) -> None:
 
 def _push(trainer: Any, target: Path) -> None:
     """Have a committed checkpoint uploaded, in the background; the main process copies it first. Collective."""
-    with shared_fate(trainer.accelerator.process, f"push of {target}"):
+    with raise_together(trainer.accelerator.process, f"push of {target}"):
         trainer._disown()  # what is uploaded is the whole directory, and the lock is not for others
         trainer._push_from_checkpoint(str(target))
 
@@ -76,7 +76,7 @@ def _push(trainer: Any, target: Path) -> None:
 def _publish(trainer: Any, run_dir: Path, target: Path) -> Publication:
     """Write and commit the checkpoint `target`. Collective."""
     args, state, process = trainer.args, trainer.state, trainer.accelerator.process
-    with shared_fate(process, f"save to {run_dir}"):
+    with raise_together(process, f"save to {run_dir}"):
         if args.should_save:
             trainer._own(run_dir)
     # Of an earlier run in this folder, or with what callbacks put there: upstream writes over it.
@@ -93,7 +93,7 @@ def _publish(trainer: Any, run_dir: Path, target: Path) -> Publication:
     try:
         with publication as staged, explain_full_disk(staged.path), _staging(trainer, staged):
             directory = os.fspath(staged)
-            with shared_fate(process, f"save of {target}"):  # the optimizer's state is gathered next
+            with raise_together(process, f"save of {target}"):  # the optimizer's state is gathered next
                 trainer.save_model(directory, _internal_call=True)
             _note_best(trainer, run_dir, target)
             if not args.save_only_model:

@@ -34,7 +34,7 @@ from accel_trainer.errors import (
 )
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.shared_errors import gather_votes, shared_fate
+from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 from accel_trainer.trainer.checkpoint.run_metrics import RunFigures, UpdateNote
 
 __all__ = ["PREFIX", "Resumption", "current_position", "describe_progress", "open_named", "select_checkpoint"]
@@ -254,7 +254,7 @@ def select_checkpoint(given: bool | str | os.PathLike[str], trainer: Any, figure
         resumption.is_named = True
     is_own = resumption.path.absolute().parent == run_dir.absolute()
     note = UpdateNote.read(run_dir) if is_own else None
-    resumption.noted_update = gather_votes(trainer.accelerator.process, f"load of {resumption.path}", None, note)[0]
+    resumption.noted_update = gather_or_raise(trainer.accelerator.process, f"load of {resumption.path}", None, note)[0]
     if resumption.manifest is None and resumption.path.is_dir():
         logger.warning(
             "%s was not written by accel_trainer: it has no %s, so that its contents cannot be verified",
@@ -269,10 +269,10 @@ def open_named(path: Path, process: ProcessContext) -> StoredCheckpoint | None:
     Raises:
         As `select_checkpoint`.
     """
-    with shared_fate(process, f"load of {path}"):
+    with raise_together(process, f"load of {path}"):
         if process.is_local_main:
             recover_target(path)
-    is_ours = any(gather_votes(process, f"load of {path}", None, _is_ours(path)))
+    is_ours = any(gather_or_raise(process, f"load of {path}", None, _is_ours(path)))
     return open_checkpoint(path, process) if is_ours else None
 
 
@@ -316,8 +316,8 @@ def _select_newest(directory: Path, trainer: Any, figures: RunFigures) -> Resump
                     choice = _choose(directory, passed_over)
                 except (AccelTrainerError, OSError) as raised:
                     error = raised
-            path, passed_over = gather_votes(process, section, error, (choice, passed_over))[0]
-            if not any(gather_votes(process, section, None, _is_ours(path))):
+            path, passed_over = gather_or_raise(process, section, error, (choice, passed_over))[0]
+            if not any(gather_or_raise(process, section, None, _is_ours(path))):
                 return Resumption(path, None, passed_over)
             stored: StoredCheckpoint = open_checkpoint(path, process)
         fault_point("load.verify", stored.manifest.step)

@@ -34,7 +34,7 @@ from accel_trainer.checkpoint.weights.gather_to_file import spool
 from accel_trainer.checkpoint.weights.writing import INDEX_NAME, WEIGHTS_NAME, SafetensorsDirectory
 from accel_trainer.config import StateDictType
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
-from accel_trainer.runtime.shared_errors import shared_fate
+from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.strategies.api import CheckpointIO
 
 __all__ = [
@@ -96,14 +96,14 @@ def save_model(trainer: Any, output_dir: str) -> None:
     Sharded weights are gathered one by one into a file without a name: they take disk room twice, and no rank's memory.
     """
     writes = trainer.args.should_save and trainer.is_world_process_zero()
-    with shared_fate(trainer.accelerator.process, "save_model"):
+    with raise_together(trainer.accelerator.process, "save_model"):
         if not trainer.accelerator._models:
             state = trainer.model.state_dict()
         elif trainer._is_sharded:
             state = spool(_io(trainer).lazy_model_state(), Path(output_dir), writes=writes)
         else:
             state = trainer.accelerator.get_state_dict(trainer.model)
-    with shared_fate(trainer.accelerator.process, "save_model"):
+    with raise_together(trainer.accelerator.process, "save_model"):
         if writes:
             trainer._save(output_dir, state_dict=state)
 
@@ -158,7 +158,7 @@ def load_model(trainer: Any, model: nn.Module, directory: Path) -> None:
     """Load a checkpoint's weights into a laid-out model. Collective; rank 0 reads."""
     logger.info(f"Loading model from {directory}.")
     weights: Mapping[str, Tensor] = {}
-    with shared_fate(trainer.accelerator.process, "load_model"):
+    with raise_together(trainer.accelerator.process, "load_model"):
         if trainer.accelerator.is_main_process:
             weights = _open_weights(directory)
     unit = trainer.accelerator.unit_of(model)
@@ -273,7 +273,7 @@ def load_optimizer(trainer: Any, directory: Path) -> None:
         return
     state: Mapping[str, Any] = {}
     own = io.full_optimizer_state()
-    with shared_fate(trainer.accelerator.process, "load_optimizer"):
+    with raise_together(trainer.accelerator.process, "load_optimizer"):
         if trainer.accelerator.is_main_process:
             state = _read_optimizer(directory, own)
     io.load_full_optimizer_state(state)
