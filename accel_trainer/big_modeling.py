@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_trainer.checkpoint.weights.into_model import load_checkpoint_and_dispatch, load_checkpoint_in_model
 from accel_trainer.checkpoint.weights.meta_device import init_empty_weights, init_on_device
@@ -11,5 +11,7 @@ from accel_trainer.unsupported import explain_missing
 __all__ = ["init_empty_weights", "init_on_device", "load_checkpoint_and_dispatch", "load_checkpoint_in_model"]
 
 
-def __getattr__(name: str) -> Any:
-    raise explain_missing(__name__, name)
+if not TYPE_CHECKING:  # a type checker would take every name for one of this module's
+
+    def __getattr__(name: str) -> Any:
+        raise explain_missing(__name__, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.unsupported import explain_missing
@@ -10,5 +10,7 @@ from accel_trainer.unsupported import explain_missing
 __all__ = ["AcceleratedOptimizer"]
 
 
-def __getattr__(name: str) -> Any:
-    raise explain_missing(__name__, name)
+if not TYPE_CHECKING:  # a type checker would take every name for one of this module's
+
+    def __getattr__(name: str) -> Any:
+        raise explain_missing(__name__, name)

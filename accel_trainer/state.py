@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_trainer.accelerator.shared_state import (
     AcceleratorState,
@@ -16,5 +16,7 @@ from accel_trainer.unsupported import explain_missing
 __all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "is_initialized"]
 
 
-def __getattr__(name: str) -> Any:
-    raise explain_missing(__name__, name)
+if not TYPE_CHECKING:  # a type checker would take every name for one of this module's
+
+    def __getattr__(name: str) -> Any:
+        raise explain_missing(__name__, name)

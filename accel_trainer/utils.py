@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_trainer.accelerator.gathered_parameters import GatheredParameters
 from accel_trainer.accelerator.operations import (
@@ -91,5 +91,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    raise explain_missing(__name__, name)
+if not TYPE_CHECKING:  # a type checker would take every name for one of this module's
+
+    def __getattr__(name: str) -> Any:
+        raise explain_missing(__name__, name)

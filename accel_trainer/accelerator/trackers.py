@@ -19,7 +19,7 @@ from accel_trainer.tracking import BlankTracker, GeneralTracker, mask_secrets, r
 
 if TYPE_CHECKING:
     from accel_trainer.accelerator.options import AcceleratorOptions
-    from accel_trainer.accelerator.shared_state import PartialState
+    from accel_trainer.accelerator.shared_state import AcceleratorState
     from accel_trainer.checkpoint.checkpointer import CheckpointRegistry
     from accel_trainer.plugins.kwargs import ProfileKwargs, ProjectConfiguration
 
@@ -88,7 +88,7 @@ class AcceleratorReporting:
     log_with: list[GeneralTracker | type[GeneralTracker]]
     trackers: list[GeneralTracker]
     """Those that this rank logs to."""
-    state: PartialState
+    state: AcceleratorState
     _checkpoints: CheckpointRegistry
     _options: AcceleratorOptions
     _secrets: frozenset[str] = frozenset()

@@ -45,14 +45,15 @@ class TrainingArguments(transformers.TrainingArguments):
     """
 
     if TYPE_CHECKING:
-        accelerator_config: Any
-        deepspeed: Any
-        fsdp: Any
-        fsdp_config: Any
-        max_grad_norm: float
-        gradient_accumulation_steps: int
-        torch_compile_backend: str | None
-        torch_compile_mode: str | None
+        # Fields of upstream's that are assigned here; with defaults, or they would be required arguments.
+        accelerator_config: Any = None
+        deepspeed: Any = None
+        fsdp: Any = None
+        fsdp_config: Any = None
+        max_grad_norm: float = 1.0
+        gradient_accumulation_steps: int = 1
+        torch_compile_backend: str | None = None
+        torch_compile_mode: str | None = None
 
     eval_loss_weighting: Literal["token", "batch"] = field(
         default="token",
