@@ -19,8 +19,8 @@ from accel_trainer.checkpoint.commit.disk import explain_full_disk
 from accel_trainer.checkpoint.commit.publication import Publication
 from accel_trainer.checkpoint.commit.retention import next_number, numbered_checkpoints, retire
 from accel_trainer.checkpoint.commit.retry import save_persistently
-from accel_trainer.checkpoint.format.placement import local_of
-from accel_trainer.checkpoint.interop.accelerate_state import is_foreign, load_foreign_state
+from accel_trainer.checkpoint.format.placement import local_tensor
+from accel_trainer.checkpoint.interop.accelerate_state import is_accelerate_or_dcp_state, load_accelerate_or_dcp_state
 from accel_trainer.checkpoint.reader import check_verify
 from accel_trainer.checkpoint.selection import Selection, select_named, select_newest
 from accel_trainer.checkpoint.train_state import TrainState, files_to_read, load_train_state, save_train_state
@@ -244,7 +244,7 @@ class AcceleratorCheckpointing:
         """About how many bytes this rank writes: its part of what is sharded, and on rank 0 what is whole."""
         is_sharded = self.strategy.capabilities.shards_parameters
         gradients = sum(
-            local_of(parameter).nbytes
+            local_tensor(parameter).nbytes
             for prepared in self._prepared
             if prepared.window.is_open
             for parameter in prepared.unit.module.parameters()
@@ -321,14 +321,14 @@ class AcceleratorCheckpointing:
         found = [Path(input_dir)] if input_dir is not None else []
         if input_dir is None and self.project_configuration.project_dir is not None:
             found = [path for _, path in numbered_checkpoints(self._checkpoints_directory())]
-        path = found[-1] if found and is_foreign(found[-1]) else None
+        path = found[-1] if found and is_accelerate_or_dcp_state(found[-1]) else None
         chosen: Path | None = gather_or_raise(self.process, "load_state", None, path)[0]  # rank 0 decides for all
         if chosen is None:
             return False
         begin = time.perf_counter()
         state = self._train_state()
         self._run_load_hooks(state, chosen)
-        outcome = load_foreign_state(chosen, state, self.process)
+        outcome = load_accelerate_or_dcp_state(chosen, state, self.process)
         self._checkpoints.metrics |= {"resume/load_s": time.perf_counter() - begin}
         logger.info("loaded %s: %s", chosen, outcome)
         return True

@@ -12,7 +12,7 @@ from accel_trainer import logging
 from accel_trainer.accelerator.prepared import PreparedUnit
 from accel_trainer.accelerator.token_mean import TokenWindow
 from accel_trainer.checkpoint.format.boxes import Box
-from accel_trainer.checkpoint.shards import TensorInParts
+from accel_trainer.checkpoint.shards import StoredTensor
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 
@@ -20,7 +20,7 @@ __all__ = ["OpenWindows"]
 
 logger = logging.get_logger(__name__)
 
-Stored = Tensor | TensorInParts
+Stored = Tensor | StoredTensor
 """A gradient in a file: a rank's own whole one, or one of which every rank has written its part."""
 
 
@@ -137,7 +137,7 @@ def _sum(stored: Sequence[Stored], weight: float, box: Box) -> Tensor:
     """Return the sum of a part of each, weighed."""
     total: Tensor | None = None
     for each in stored:
-        part = each[box.within(Box.whole(each.shape))] if isinstance(each, Tensor) else each.read(box)
+        part = each[box.within(Box.full(each.shape))] if isinstance(each, Tensor) else each.read(box)
         part = part if weight == 1.0 else part * weight
         total = part if total is None else total + part
     assert total is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from accel_trainer.checkpoint.format.manifest import Manifest, parse_json
-from accel_trainer.checkpoint.format.safetensors_file import StoredTensors
+from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile
 from accel_trainer.checkpoint.format.verification import check_files, find_extra, warn_of_writers
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from accel_trainer.runtime.process import ProcessContext
@@ -129,9 +129,9 @@ class StoredCheckpoint:
                 share.append(name)
         return share
 
-    def tensors(self, name: str) -> StoredTensors:
+    def tensors(self, name: str) -> SafetensorsFile:
         """Return the tensors of a safetensors file by name, each read when it is asked for."""
-        return StoredTensors(self.file(name))
+        return SafetensorsFile(self.file(name))
 
     def json(self, name: str) -> Any:
         """Return what `write_json` was given."""

@@ -11,26 +11,24 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from accel_trainer.checkpoint.format.boxes import Box, Read, plan_reads, share_out
-from accel_trainer.checkpoint.format.placement import box_of, local_of, materialize
-from accel_trainer.checkpoint.format.safetensors_file import StoredTensors, dtype_of
+from accel_trainer.checkpoint.commit.staging import StagedDirectory
+from accel_trainer.checkpoint.format.boxes import Box, Read, balance_bytes, plan_reads
+from accel_trainer.checkpoint.format.placement import local_box, local_tensor, materialize
+from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile, dtype_of
+from accel_trainer.checkpoint.reader import StoredCheckpoint
 from accel_trainer.errors import CorruptCheckpointError
 
-if TYPE_CHECKING:
-    from accel_trainer.checkpoint.commit.publication import StagedDirectory, StoredCheckpoint
-
-__all__ = ["StoredParts", "TensorInParts", "write_parts"]
+__all__ = ["StoredShards", "StoredTensor", "write_shards"]
 
 _MAX_OPEN_FILES = 64
 
 
-def write_parts(staged: StagedDirectory, prefix: str, tensors: Mapping[str, Tensor], rank: int) -> None:
+def write_shards(staged: StagedDirectory, prefix: str, tensors: Mapping[str, Tensor], rank: int) -> None:
     """Write this rank's part of `tensors`, whole or laid out over a mesh. Every rank calls it with the same names.
 
     Raises:
@@ -39,9 +37,9 @@ def write_parts(staged: StagedDirectory, prefix: str, tensors: Mapping[str, Tens
     own = _own_share(tensors, rank, staged.ranks)
     locals_, slices = {}, {}
     for name in own:
-        box = box_of(tensors[name])
-        locals_[name] = local_of(tensors[name])
-        if box != Box.whole(tensors[name].shape):
+        box = local_box(tensors[name])
+        locals_[name] = local_tensor(tensors[name])
+        if box != Box.full(tensors[name].shape):
             slices[name] = (tuple(tensors[name].shape), box.offsets)
     if locals_:
         staged.write_tensors(f"{prefix}.{rank:05d}.safetensors", locals_, slices=slices)
@@ -52,11 +50,11 @@ def _own_share(tensors: Mapping[str, Tensor], rank: int, ranks: Sequence[int]) -
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, tensor in tensors.items():
         # A rank for which nothing is left of a tensor has nothing to write.
-        if local_of(tensor).numel() or not tensor.numel():
+        if local_tensor(tensor).numel() or not tensor.numel():
             groups.setdefault(_holders(tensor, ranks), []).append(name)
     own = []
     for holders, names in groups.items():
-        takers = share_out([local_of(tensors[name]).nbytes for name in names], len(holders))
+        takers = balance_bytes([local_tensor(tensors[name]).nbytes for name in names], len(holders))
         own += [name for name, taker in zip(names, takers, strict=True) if holders[taker] == rank]
     return own
 
@@ -75,15 +73,15 @@ def _holders(tensor: Tensor, ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass
-class _StoredTensor:
+class _TensorShards:
     dtype: torch.dtype
     shape: tuple[int, ...]
     files: list[str] = field(default_factory=list)
     boxes: list[Box] = field(default_factory=list)
 
 
-class StoredParts:
-    """The tensors that `write_parts` wrote, on however many ranks, by name."""
+class StoredShards:
+    """The tensors that `write_shards` wrote, on however many ranks, by name."""
 
     def __init__(self, stored: StoredCheckpoint, prefix: str) -> None:
         """Find the parts in the manifest; no file is opened.
@@ -92,16 +90,16 @@ class StoredParts:
             CorruptCheckpointError: parts of one tensor do not agree on what it is.
         """
         self._stored = stored
-        self._tensors: dict[str, _StoredTensor] = {}
-        self._opened: OrderedDict[str, StoredTensors] = OrderedDict()
+        self._tensors: dict[str, _TensorShards] = {}
+        self._opened: OrderedDict[str, SafetensorsFile] = OrderedDict()
         pattern = re.compile(re.escape(prefix) + r"\.\d+\.safetensors")
         for file, entries in sorted(stored.manifest.tensors.items()):
             if not pattern.fullmatch(file):
                 continue
             for name, entry in entries.items():
                 dtype = dtype_of(entry.dtype)
-                known = self._tensors.setdefault(name, _StoredTensor(dtype, entry.shape))
-                whole = Box.whole(entry.shape)
+                known = self._tensors.setdefault(name, _TensorShards(dtype, entry.shape))
+                whole = Box.full(entry.shape)
                 box = whole if entry.offsets is None else Box(entry.offsets, entry.sizes or ())
                 if (known.dtype, known.shape) != (dtype, entry.shape) or not box.fits(entry.shape):
                     raise CorruptCheckpointError(
@@ -155,7 +153,7 @@ class StoredParts:
         """
         if target.is_meta:
             materialize(target)
-        self.read_box(name, box_of(target), local_of(target))
+        self.read_box(name, local_box(target), local_tensor(target))
 
     def read_box(self, name: str, box: Box, target: Tensor) -> None:
         """Fill a plain tensor of the shape of `box` with that part of a stored one; see `read` for the errors."""
@@ -166,7 +164,7 @@ class StoredParts:
                 raise CorruptCheckpointError(f"{(self._stored.path / file).absolute()} lacks {name!r}; load another")
             target[place].copy_(opened.slice(name, source) if source else opened[name])
 
-    def _open(self, file: str) -> StoredTensors:
+    def _open(self, file: str) -> SafetensorsFile:
         if file not in self._opened:
             self._opened[file] = self._stored.tensors(file)
             if len(self._opened) > _MAX_OPEN_FILES:
@@ -175,15 +173,15 @@ class StoredParts:
         return self._opened[file]
 
 
-class TensorInParts:
-    """One of the tensors in `StoredParts`, where it stands in a state that was decoded; of it, parts are read."""
+class StoredTensor:
+    """One of the tensors in `StoredShards`, where it stands in a state that was decoded; of it, parts are read."""
 
-    def __init__(self, parts: StoredParts, name: str) -> None:
+    def __init__(self, parts: StoredShards, name: str) -> None:
         self._parts = parts
         self._name = name
 
     def read(self, box: Box) -> Tensor:
-        """Return a part; see `StoredParts.read` for the errors."""
+        """Return a part; see `StoredShards.read` for the errors."""
         part = torch.empty(box.sizes, dtype=self._parts.dtype(self._name))
         self._parts.read_box(self._name, box, part)
         return part

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from accel_trainer.checkpoint.commit.publication import StagedDirectory, StoredCheckpoint
+from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.json_codec import decode, encode
 from accel_trainer.checkpoint.format.manifest import FORMAT_VERSION, Manifest
-from accel_trainer.checkpoint.shards import StoredParts, TensorInParts, write_parts
+from accel_trainer.checkpoint.reader import StoredCheckpoint
+from accel_trainer.checkpoint.shards import StoredShards, StoredTensor, write_shards
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.process import ProcessContext
@@ -114,7 +115,7 @@ def _write_sharded(
 ) -> dict[str, Tensor]:
     """Write this rank's part of what is laid out over a mesh, and return the other tensors."""
     sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    write_parts(staged, prefix, sharded, process.rank)
+    write_shards(staged, prefix, sharded, process.rank)
     return {name: tensor for name, tensor in tensors.items() if name not in sharded}
 
 
@@ -129,7 +130,7 @@ def _training(state: TrainState) -> dict[str, Any]:
 
 def _read_training(stored: StoredCheckpoint, state: TrainState) -> dict[str, Any]:
     """Return the small things. Tensors that are sharded in this run are read so, each rank its part."""
-    parts = StoredParts(stored, "training")
+    parts = StoredShards(stored, "training")
     now: dict[str, Tensor] = {}
     if len(parts):
         encode(_training(state), now)
@@ -237,8 +238,8 @@ def _plan_windows(stored: StoredCheckpoint, state: TrainState) -> Callable[[], N
     """Return what puts accumulation windows back, once they are known to fit."""
     if state.windows is None:
         return lambda: None
-    parts = StoredParts(stored, "window")
-    held = {name: TensorInParts(parts, name) for name in parts}
+    parts = StoredShards(stored, "window")
+    held = {name: StoredTensor(parts, name) for name in parts}
     is_open = "window_0.json" in stored
     read = (lambda rank: _read(stored, f"window_{rank}", held)) if is_open else None
     return state.windows.plan_load(read, stored.manifest.world_size)

@@ -53,10 +53,10 @@ def run_export(arguments: argparse.Namespace) -> int:
             verify=arguments.verify,
         )
     else:
-        from accel_trainer.checkpoint.interop.hf_fsdp_export import export_stock
+        from accel_trainer.checkpoint.interop.hf_fsdp_export import export_hf_fsdp
 
         is_sharded = arguments.format == "fsdp-sharded"
-        names = export_stock(
+        names = export_hf_fsdp(
             arguments.source, arguments.target, is_sharded=is_sharded, unit=arguments.unit, verify=arguments.verify
         )
     size = sum((arguments.target / name).stat().st_size for name in names)

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel_trainer.checkpoint.commit.publication import StagedDirectory, StoredCheckpoint
+from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.manifest import Manifest
 from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
+from accel_trainer.checkpoint.reader import StoredCheckpoint
 from accel_trainer.config import Resolved, RunConfig
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.process import ProcessContext

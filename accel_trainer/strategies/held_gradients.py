@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from accel_trainer.checkpoint.format.boxes import Box
-from accel_trainer.checkpoint.format.placement import box_of, laid_out_like, local_of
+from accel_trainer.checkpoint.format.placement import local_box, local_tensor, wrap_local_like
 from accel_trainer.strategies.api import HeldGradients
 
 __all__ = ["held_by_rank", "held_over_ranks", "put_gradients"]
@@ -66,10 +66,10 @@ def _mean_over_ranks(sharded: Mapping[str, nn.Parameter], local: Mapping[str, Te
         dist.all_reduce(mean)
         mean /= dist.get_world_size()
         if isinstance(parameter, DTensor):
-            part = mean[box_of(parameter).within(Box.whole(mean.shape))].clone()
+            part = mean[local_box(parameter).within(Box.full(mean.shape))].clone()
             if parameter.grad is not None:
-                part += local_of(parameter.grad)
-            means[name] = laid_out_like(parameter, part)
+                part += local_tensor(parameter.grad)
+            means[name] = wrap_local_like(parameter, part)
         else:
             everywhere = [] if mesh is None else [Replicate()] * mesh.ndim
             means[name] = mean if mesh is None else DTensor.from_local(mean, mesh, everywhere, run_check=False)
@@ -82,5 +82,5 @@ def put_gradients(module: nn.Module, gradients: Mapping[str, Callable[[Box], Ten
         if name not in gradients:
             parameter.grad = None
             continue
-        own = torch.empty_like(local_of(parameter))
-        parameter.grad = laid_out_like(parameter, own.copy_(gradients[name](box_of(parameter))))
+        own = torch.empty_like(local_tensor(parameter))
+        parameter.grad = wrap_local_like(parameter, own.copy_(gradients[name](local_box(parameter))))

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel_trainer.checkpoint.commit.publication import StagedDirectory, StoredCheckpoint
+from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.manifest import Manifest
 from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
+from accel_trainer.checkpoint.reader import StoredCheckpoint
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.integrations.deepspeed.loading import part_files, plan_parts_load
 from accel_trainer.integrations.deepspeed.partitions import (

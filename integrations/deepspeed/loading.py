@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accel_trainer.checkpoint.commit.publication import StoredCheckpoint
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.manifest import Manifest
-from accel_trainer.checkpoint.shards import StoredParts
+from accel_trainer.checkpoint.reader import StoredCheckpoint
+from accel_trainer.checkpoint.shards import StoredShards
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.integrations.deepspeed.partitions import Run, opened_partition, whole_shape
 from accel_trainer.runtime.shared_errors import raise_together
@@ -52,8 +52,8 @@ class _Plan:
 
     def __init__(self, io: DeepSpeedCheckpointIO, stored: StoredCheckpoint, prefix: str) -> None:
         self.files: set[str] = set()
-        self.weights = StoredParts(stored, f"{prefix}.model")
-        self.held = StoredParts(stored, f"{prefix}.optimizer")
+        self.weights = StoredShards(stored, f"{prefix}.model")
+        self.held = StoredShards(stored, f"{prefix}.optimizer")
         self.flats = [_FlatPlan() for _ in range(io.partitions.num_flat)]
         self.replaces_state = False
         self._io = io
@@ -65,7 +65,7 @@ class _Plan:
         trained, frozen = self._io.partitions.trained(tensor), self._io.partitions.frozen(tensor)
         is_whole = tuple(tensor.shape) == whole_shape(tensor)
         if is_whole:
-            self.files |= self.weights.files_for(name, Box.whole(tensor.shape))
+            self.files |= self.weights.files_for(name, Box.full(tensor.shape))
             self._first.append(partial(self.weights.read, name, tensor.detach()))
         if frozen is not None:
             self._first.append(partial(_fill_partition, self._fill(self.weights, name, frozen), tensor))
@@ -77,7 +77,7 @@ class _Plan:
     def add_extra_state(self, name: str, put: Callable[[Tensor], Any]) -> None:
         """Read what a module has made itself, and hand it to it."""
         state = torch.empty(self.weights.shape(name), dtype=self.weights.dtype(name))
-        self.files |= self.weights.files_for(name, Box.whole(state.shape))
+        self.files |= self.weights.files_for(name, Box.full(state.shape))
         self._first.append(partial(self.weights.read, name, state))
         self._last.append(partial(put, state))
 
@@ -102,7 +102,7 @@ class _Plan:
         """Return `value`, whose tensors will be read whole."""
         for leaf in leaves(value):
             if isinstance(leaf, Pending):
-                self.files |= self.held.files_for(leaf.name, Box.whole(self.held.shape(leaf.name)))
+                self.files |= self.held.files_for(leaf.name, Box.full(self.held.shape(leaf.name)))
         return value
 
     def _read(self, value: Any, before: Any = None) -> Any:
@@ -118,7 +118,7 @@ class _Plan:
 
         return map_leaves(read, value)
 
-    def _fill(self, parts: StoredParts, name: str, run: Run) -> Fill:
+    def _fill(self, parts: StoredShards, name: str, run: Run) -> Fill:
         places = run.places()
         for place in places:
             self.files |= parts.files_for(name, place.box)
@@ -155,7 +155,7 @@ class _Plan:
                 fill(state[key])
 
 
-def _is_number(held: StoredParts, run: Run, key: str, value: Any) -> bool:
+def _is_number(held: StoredShards, run: Run, key: str, value: Any) -> bool:
     # Of a parameter of one number, the count of its updates has the same shape.
     return not isinstance(value, Pending) or key == "step" or held.shape(value.name) != run.shape
 
@@ -232,5 +232,5 @@ def part_files(io: DeepSpeedCheckpointIO, manifest: Manifest, prefix: str) -> se
         boxes = [] if run is None else [place.box for place in run.places()]
         shape = whole_shape(tensor)
         state[name] = shape, boxes
-        weights[name] = shape, [Box.whole(shape)] if tuple(tensor.shape) == shape else boxes
+        weights[name] = shape, [Box.full(shape)] if tuple(tensor.shape) == shape else boxes
     return files_with(manifest, prefix, weights, state)

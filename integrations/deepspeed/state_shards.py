@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_trainer.checkpoint.commit.publication import StagedDirectory
-from accel_trainer.checkpoint.format.boxes import Box, share_out
+from accel_trainer.checkpoint.commit.staging import StagedDirectory
+from accel_trainer.checkpoint.format.boxes import Box, balance_bytes
 from accel_trainer.checkpoint.format.json_codec import encode
 from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
 from accel_trainer.integrations.deepspeed.partitions import Place, Run, opened_partition
@@ -54,13 +54,13 @@ class _Parts:
         for number, place in enumerate(run.places()):
             tensors, slices = self._file(number)
             tensors[name] = _Piece(dtype, place, read)
-            if place.box != Box.whole(run.shape):
+            if place.box != Box.full(run.shape):
                 slices[name] = (run.shape, place.box.offsets)
 
     def add_shared(self, tensors: Mapping[str, Tensor]) -> None:
         """Write this rank's share of what all of them have whole."""
         ranks = self._staged.ranks
-        takers = share_out([tensor.nbytes for tensor in tensors.values()], len(ranks))
+        takers = balance_bytes([tensor.nbytes for tensor in tensors.values()], len(ranks))
         rank = dist.get_rank()
         own = {name: t for (name, t), taker in zip(tensors.items(), takers, strict=True) if ranks[taker] == rank}
         if own:

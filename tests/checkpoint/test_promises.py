@@ -14,10 +14,10 @@ import pytest
 import torch
 import xxhash
 
-from accel_trainer.checkpoint.commit.publication import open_checkpoint, publish_directory
 from accel_trainer.checkpoint.commit.retention import retire
 from accel_trainer.checkpoint.format.checksums import BLOCK_BYTES
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, check_name
+from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -26,6 +26,7 @@ from accel_trainer.errors import (
 )
 from accel_trainer.runtime.process import ProcessContext
 from tests.checkpoint.crash_job import SavedRun, save_repeatedly
+from tests.publishing import publish_directory
 from tests.ranks import run_ranks
 
 ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from accel_trainer.checkpoint.commit.lock import DirectoryLock
-from accel_trainer.checkpoint.commit.publication import publish_directory
 from accel_trainer.launch.cli import main
 from accel_trainer.runtime.process import ProcessContext
+from tests.publishing import publish_directory
 
 ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from accel_trainer.checkpoint.interop.hf_fsdp_export import export_stock
+from accel_trainer.checkpoint.interop.hf_fsdp_export import export_hf_fsdp
 from accel_trainer.errors import AccelTrainerError, ConfigError, IncompatibleCheckpointError, MissingExtraError
 from tests.ranks import preload, run_ranks
 from tests.trainer_jobs import arguments, build_model, build_trainer, summary, train
@@ -161,7 +161,7 @@ def test_the_numbers_are_those_of_one_process_and_a_resume_is_exact(tmp_path, al
     if stage == 2:
         elsewhere = run_ranks(resumed, 1, str(tmp_path), "checkpoint-6", per_device_train_batch_size=4, timeout=100)[0]
         np.testing.assert_allclose(elsewhere["losses"], alone["losses"], rtol=1e-5)
-        export_stock(tmp_path / "checkpoint-6", tmp_path / "fsdp", is_sharded=False)
+        export_hf_fsdp(tmp_path / "checkpoint-6", tmp_path / "fsdp", is_sharded=False)
         state = torch.load(tmp_path / "fsdp" / "optimizer.bin", weights_only=True)["state"]
         assert state["model.embed_tokens.weight"]["exp_avg"].shape == build_model().model.embed_tokens.weight.shape
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,12 @@ from accel_trainer.checkpoint.format.checksums import FileEntry
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, TensorEntry
 from accel_trainer.checkpoint.format.safetensors_file import StagingMemory
 from accel_trainer.checkpoint.format.verification import list_files
-from accel_trainer.checkpoint.reader import StoredCheckpoint, open_checkpoint
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 
-__all__ = ["Publication", "StagedDirectory", "StoredCheckpoint", "open_checkpoint", "publish_directory"]
+__all__ = ["Publication"]
 
 Tables = tuple[dict[str, FileEntry], dict[str, dict[str, TensorEntry]]]
 """Files and tensors that a rank has written."""
@@ -279,32 +277,3 @@ class Publication:
             (staged.path / name).unlink(missing_ok=True)  # of a commit that failed, and is tried again
         write_durably(staged.path / MANIFEST_NAME, text)
         write_durably(staged.path / MARKER_NAME, manifest.digest(text))
-
-
-@contextmanager
-def publish_directory(
-    target: Path,
-    process: ProcessContext,
-    *,
-    step: int | None = None,
-    each_node: bool = False,
-    need_bytes: int = 0,
-    owns_name: bool = False,
-) -> Iterator[StagedDirectory]:
-    """Yield a directory beside `target` to write into; it becomes `target` once every rank has left the block.
-
-    Collective: every rank enters it and writes its own files. When one rank raises, every rank raises, nothing appears
-    under `target`, and what was there before stays. For the arguments see `Publication`.
-
-    Raises:
-        ProcessGroupError: another rank failed.
-        ConfigError: `target` is a file, or holds something else than a checkpoint.
-        CheckpointLockedError: another run is saving to it.
-        DiskFullError: there is no room.
-    """
-    publication = Publication(
-        target, process, step=step, each_node=each_node, need_bytes=need_bytes, owns_name=owns_name
-    )
-    with publication as staged, explain_full_disk(staged.path, need_bytes or None):
-        yield staged
-    publication.commit()

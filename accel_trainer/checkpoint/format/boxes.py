@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["Box", "Index", "Read", "boxes_of_run", "chunk_of", "local_box", "plan_reads", "share_out"]
+__all__ = ["Box", "Index", "Read", "balance_bytes", "box_at", "boxes_of_run", "chunk_of", "plan_reads"]
 
 Index = tuple[slice, ...]
 """Of a part of a tensor, one slice a dimension; `()` of a scalar is all of it."""
@@ -25,7 +25,7 @@ class Box:
     sizes: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
+    def full(cls, shape: Sequence[int]) -> Box:
         """Return the box that is all of a tensor of `shape`."""
         return cls((0,) * len(shape), tuple(shape))
 
@@ -139,7 +139,7 @@ def chunk_of(extent: int, num_chunks: int, index: int) -> tuple[int, int]:
     return offset, min(extent, offset + step) - offset
 
 
-def local_box(
+def box_at(
     shape: Sequence[int], sharded_dims: Sequence[int | None], mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> Box:
     """Return what the rank at `coordinate` of a mesh holds of a tensor of `shape`.
@@ -156,7 +156,7 @@ def local_box(
     return Box(tuple(offsets), tuple(sizes))
 
 
-def share_out(sizes: Sequence[int], num_shares: int) -> list[int]:
+def balance_bytes(sizes: Sequence[int], num_shares: int) -> list[int]:
     """Return for each item who takes it, so that no one takes much more bytes than another.
 
     The largest goes first, to whoever has least so far: the same answer on every rank, without communication.

@@ -6,28 +6,35 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from accel_trainer.checkpoint.format.boxes import Box, local_box
+from accel_trainer.checkpoint.format.boxes import Box, box_at
 from accel_trainer.errors import ConfigError
 
-__all__ = ["box_of", "is_cut", "laid_out_like", "local_of", "materialize", "set_home"]
+__all__ = [
+    "is_sharded_or_replicated",
+    "local_box",
+    "local_tensor",
+    "materialize",
+    "set_target_device",
+    "wrap_local_like",
+]
 
-_HOME = "_accel_trainer_home"
+_TARGET_DEVICE = "_accel_trainer_target_device"
 
 
-def is_cut(tensor: Tensor) -> bool:
+def is_sharded_or_replicated(tensor: Tensor) -> bool:
     """Whether `tensor` is laid out over a mesh sharded or replicated along each of its axes."""
     return isinstance(tensor, DTensor) and all(p.is_replicate() or type(p) is Shard for p in tensor.placements)
 
 
-def box_of(tensor: Tensor) -> Box:
+def local_box(tensor: Tensor) -> Box:
     """Return which part of the whole tensor this rank holds. Nothing is communicated.
 
     Raises:
         ConfigError: a DTensor is laid out in another way than sharded or replicated.
     """
     if not isinstance(tensor, DTensor):
-        return Box.whole(tensor.shape)
-    if not is_cut(tensor):
+        return Box.full(tensor.shape)
+    if not is_sharded_or_replicated(tensor):
         raise ConfigError(
             f"a tensor of shape {tuple(tensor.shape)} is laid out as {tensor.placements}; expected each axis of its "
             "mesh to shard or to replicate it"
@@ -35,12 +42,12 @@ def box_of(tensor: Tensor) -> Box:
     dims = [placement.dim if isinstance(placement, Shard) else None for placement in tensor.placements]
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank is not in the mesh of its own tensor"
-    box = local_box(tensor.shape, dims, tensor.device_mesh.shape, coordinate)
-    assert box.sizes == tuple(local_of(tensor).shape), (box, local_of(tensor).shape)
+    box = box_at(tensor.shape, dims, tensor.device_mesh.shape, coordinate)
+    assert box.sizes == tuple(local_tensor(tensor).shape), (box, local_tensor(tensor).shape)
     return box
 
 
-def local_of(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part of `tensor`, sharing its memory and without gradients."""
     if isinstance(tensor, DTensor):
         with torch.no_grad():  # as it is, and not through autograd: a load asks for each tensor's
@@ -48,7 +55,7 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def laid_out_like(tensor: Tensor, local: Tensor) -> Tensor:
+def wrap_local_like(tensor: Tensor, local: Tensor) -> Tensor:
     """Return `local`, which is this rank's part of something, laid out as `tensor` is."""
     if not isinstance(tensor, DTensor):
         return local
@@ -57,9 +64,9 @@ def laid_out_like(tensor: Tensor, local: Tensor) -> Tensor:
     return DTensor(local, tensor._spec, requires_grad=False)
 
 
-def set_home(tensor: Tensor, device: torch.device) -> None:
+def set_target_device(tensor: Tensor, device: torch.device) -> None:
     """Remember on a meta tensor the device that its values belong on, for whoever loads them."""
-    setattr(tensor, _HOME, device)
+    setattr(tensor, _TARGET_DEVICE, device)
 
 
 def materialize(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
@@ -68,11 +75,11 @@ def materialize(tensor: Tensor, device: torch.device | None = None, dtype: torch
     A sharded one gets memory for this rank's part.
 
     Args:
-        device: None is the one that `set_home` named, then that of the mesh, then the CPU.
+        device: None is the one that `set_target_device` named, then that of the mesh, then the CPU.
     """
-    local = local_of(tensor)
+    local = local_tensor(tensor)
     filled = torch.empty(local.shape, dtype=dtype or tensor.dtype, device=device or _default_device(tensor))
-    filled = laid_out_like(tensor, filled)
+    filled = wrap_local_like(tensor, filled)
     if isinstance(tensor, nn.Parameter):
         filled = nn.Parameter(filled, requires_grad=tensor.requires_grad)
     filled.__dict__.update(tensor.__dict__)
@@ -80,7 +87,7 @@ def materialize(tensor: Tensor, device: torch.device | None = None, dtype: torch
 
 
 def _default_device(tensor: Tensor) -> torch.device:
-    home = getattr(tensor, _HOME, None)
+    home = getattr(tensor, _TARGET_DEVICE, None)
     if home is not None:
         return torch.device(home)
     if isinstance(tensor, DTensor) and tensor.device_mesh.device_type != "cpu":

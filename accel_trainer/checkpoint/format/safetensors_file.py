@@ -15,8 +15,8 @@ from accel_trainer.errors import ConfigError, CorruptCheckpointError
 
 __all__ = [
     "LazyTensor",
+    "SafetensorsFile",
     "StagingMemory",
-    "StoredTensors",
     "dtype_name",
     "dtype_of",
     "tensor_file_bytes",
@@ -182,7 +182,7 @@ def write_tensor_file(
         del tensor
 
 
-class StoredTensors(Mapping[str, Tensor]):
+class SafetensorsFile(Mapping[str, Tensor]):
     """The tensors of a file by name, each read when it is asked for. The file is mapped, not loaded."""
 
     def __init__(self, path: Path, device: str = "cpu") -> None:

@@ -27,12 +27,12 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import set_rng_state
 from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 
-__all__ = ["is_foreign", "load_foreign_state"]
+__all__ = ["is_accelerate_or_dcp_state", "load_accelerate_or_dcp_state"]
 
 logger = logging.get_logger(__name__)
 
 
-def is_foreign(directory: Path) -> bool:
+def is_accelerate_or_dcp_state(directory: Path) -> bool:
     """Whether a directory holds a state that `save_state` of this library did not write, and `load_state` reads."""
     if (directory / MANIFEST_NAME).is_file():
         return False
@@ -55,7 +55,7 @@ class _Weights(Mapping[str, Tensor]):
         return len(self._lazy)
 
 
-def load_foreign_state(directory: Path, state: TrainState, process: ProcessContext) -> str:
+def load_accelerate_or_dcp_state(directory: Path, state: TrainState, process: ProcessContext) -> str:
     """Load models, optimizers, schedules, loss scale, random streams and registered objects. Collective.
 
     Returns:

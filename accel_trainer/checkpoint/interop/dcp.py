@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from accel_trainer.checkpoint.format.boxes import Box, plan_reads
-from accel_trainer.checkpoint.format.placement import box_of, local_of
+from accel_trainer.checkpoint.format.placement import local_box, local_tensor
 from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 
 __all__ = ["METADATA_NAME", "DcpDirectory"]
@@ -167,7 +167,7 @@ class DcpDirectory:
             CorruptCheckpointError: it is not all there.
         """
         entry = self.tensors[name]
-        box = box or Box.whole(entry.shape)
+        box = box or Box.full(entry.shape)
         reads = plan_reads(box, entry.boxes)
         if reads is None:
             raise CorruptCheckpointError(f"{self.directory} does not hold all of {name!r}: its parts leave gaps")
@@ -181,7 +181,7 @@ class DcpDirectory:
 
     def read_into(self, name: str, target: Tensor) -> None:
         """Fill `target`, whole or laid out over a mesh, with what this rank holds of a tensor."""
-        local_of(target).copy_(self.read(name, box_of(target)))
+        local_tensor(target).copy_(self.read(name, local_box(target)))
 
     def value(self, name: str) -> Any:
         """Return a tensor, or an object of numbers, strings, lists and dicts."""

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_trainer.checkpoint.commit.publication import open_checkpoint
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME
 from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.interop.dcp import METADATA_NAME, DcpDirectory
-from accel_trainer.checkpoint.shards import StoredParts
+from accel_trainer.checkpoint.reader import open_checkpoint
+from accel_trainer.checkpoint.shards import StoredShards
 from accel_trainer.checkpoint.weights.reading import WeightFiles
 from accel_trainer.checkpoint.weights.writing import save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 
-__all__ = ["ALONE", "LazyRead", "export_weights", "find_weights", "read_tied", "read_whole"]
+__all__ = ["ALONE", "LazyRead", "export_weights", "find_weights", "lazy_tensors", "read_tied"]
 
 _SHARDED_NAMES = ("pytorch_model_fsdp_{}", "model_{}", "model")
 """Directories of shards below a checkpoint of Hugging Face accelerate or a Trainer."""
@@ -102,16 +102,16 @@ def _of_state(source: Path, unit: int, verify: str) -> Mapping[str, LazyTensor]:
     prefix = f"unit_{unit}"
     if f"{prefix}.json" not in stored:
         raise ConfigError(f"{source.absolute()} has no model {unit}; it holds {stored.manifest.metadata.get('units')}")
-    parts = StoredParts(stored, f"{prefix}.model")
+    parts = StoredShards(stored, f"{prefix}.model")
     if not len(parts):
         raise IncompatibleCheckpointError(
             f"{source.absolute()} holds no weights of model {unit}: a hook of its run saved them, where it says"
         )
 
-    return read_whole(parts)
+    return lazy_tensors(parts)
 
 
-def read_whole(parts: StoredParts) -> dict[str, LazyRead]:
+def lazy_tensors(parts: StoredShards) -> dict[str, LazyRead]:
     """Return what puts each tensor together from its parts when it is called."""
 
     def read(name: str) -> Tensor:

@@ -27,13 +27,13 @@ from accel_trainer.checkpoint.format.json_codec import OWN_STATE, decode
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, MARKER_NAME
 from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.interop.dcp import METADATA_NAME, DcpDirectory
-from accel_trainer.checkpoint.interop.export import ALONE, LazyRead, find_weights, read_tied, read_whole
+from accel_trainer.checkpoint.interop.export import ALONE, LazyRead, find_weights, lazy_tensors, read_tied
 from accel_trainer.checkpoint.reader import open_checkpoint
-from accel_trainer.checkpoint.shards import StoredParts
+from accel_trainer.checkpoint.shards import StoredShards
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.tree import map_leaves
 
-__all__ = ["export_stock"]
+__all__ = ["export_hf_fsdp"]
 
 _REPLACED = ("model*.safetensors*", "pytorch_model*", "optimizer*", MANIFEST_NAME, MARKER_NAME)
 """Files of a Trainer's checkpoint that are not copied: others say the same."""
@@ -42,7 +42,7 @@ Optimizer = Mapping[str, Any]
 """`{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], ...}]}`, its tensors lazy or mapped."""
 
 
-def export_stock(source: Path, target: Path, *, is_sharded: bool, unit: int = 0, verify: str = "full") -> list[str]:
+def export_hf_fsdp(source: Path, target: Path, *, is_sharded: bool, unit: int = 0, verify: str = "full") -> list[str]:
     """Write to a new directory what the stock Trainer resumes from under FSDP, and return the files' names.
 
     Of what `save_state` wrote, weights and optimizer alone: the stock Trainer has no form for the rest.
@@ -102,7 +102,7 @@ def _find_optimizer(source: Path, unit: int) -> Optimizer | None:
         prefix = next((name for name in (f"unit_{unit}", "optimizer") if f"{name}.json" in stored), None)
         if prefix is not None:
             outline = stored.json(f"{prefix}.json")["optimizer"]
-            lazy_state: Any = read_whole(StoredParts(stored, f"{prefix}.optimizer"))
+            lazy_state: Any = lazy_tensors(StoredShards(stored, f"{prefix}.optimizer"))
             return None if outline is None else decode(outline, lazy_state)
     if (source / f"optimizer_{unit}" / METADATA_NAME).is_file():
         shards = DcpDirectory(source / f"optimizer_{unit}")

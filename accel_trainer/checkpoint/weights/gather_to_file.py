@@ -16,12 +16,12 @@ from torch import Tensor
 from accel_trainer.checkpoint.commit.disk import explain_full_disk
 from accel_trainer.checkpoint.format.safetensors_file import LazyTensor, tensor_file_bytes
 
-__all__ = ["spool"]
+__all__ = ["gather_to_file"]
 
 _ALIGNMENT = 64
 
 
-def spool(tensors: Mapping[str, LazyTensor], target: Path, *, writes: bool) -> dict[str, Tensor]:
+def gather_to_file(tensors: Mapping[str, LazyTensor], target: Path, *, writes: bool) -> dict[str, Tensor]:
     """Make every tensor once, and return them mapped from a file beside `target` that has no name and goes with them.
 
     One of them is in memory at a time. Collective where they gather: every rank calls it with the same names.

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.format.boxes import Box
-from accel_trainer.checkpoint.format.placement import box_of, local_of, materialize
+from accel_trainer.checkpoint.format.placement import local_box, local_tensor, materialize
 from accel_trainer.checkpoint.weights.new_values import initialize_tensors
 from accel_trainer.checkpoint.weights.reading import BroadcastFiles, WeightFiles
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
@@ -257,7 +257,7 @@ def _fill(
         tensor.dtype != dtype or (device is not None and tensor.device != device)
     ):
         tensor.data = torch.empty(tensor.shape, dtype=dtype, device=device or tensor.device)
-    weights.fill(stored, box_of(tensor).within(Box.whole(tensor.shape)), local_of(tensor))
+    weights.fill(stored, local_box(tensor).within(Box.full(tensor.shape)), local_tensor(tensor))
 
 
 def _fill_what_no_file_has(

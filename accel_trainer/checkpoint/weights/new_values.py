@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_trainer.checkpoint.format.boxes import Box
-from accel_trainer.checkpoint.format.placement import box_of, local_of, materialize
+from accel_trainer.checkpoint.format.placement import local_box, local_tensor, materialize
 
 __all__ = ["initialize_tensors"]
 
@@ -61,7 +61,7 @@ def _tensor_of(model: nn.Module, name: str) -> Tensor:
 
 def _take_part(tensor: Tensor, value: Tensor, device: torch.device | None) -> None:
     materialize(tensor, device)
-    local_of(tensor).copy_(value[box_of(tensor).within(Box.whole(tensor.shape))])
+    local_tensor(tensor).copy_(value[local_box(tensor).within(Box.full(tensor.shape))])
 
 
 def _initializer_of(model: nn.Module, owner: str) -> Initializer | None:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from accel_trainer.checkpoint.weights.gather_to_file import spool
+from accel_trainer.checkpoint.weights.gather_to_file import gather_to_file
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import raise_together
@@ -74,7 +74,7 @@ class SavePretrained:
                 "the gathered weights; use accelerator.save_model(model, directory)"
             )
         with raise_together(self.process, "save_pretrained"):
-            call.arguments["state_dict"] = spool(
+            call.arguments["state_dict"] = gather_to_file(
                 TorchCheckpointIO(self.model).lazy_model_state(),
                 _path_of(next(iter(call.arguments.values()), None)),
                 writes=self.process.is_main,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accel_trainer.checkpoint.format.boxes import Box
-from accel_trainer.checkpoint.format.placement import box_of, local_of, materialize, set_home
+from accel_trainer.checkpoint.format.placement import local_box, local_tensor, materialize, set_target_device
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_or_raise
@@ -125,7 +125,7 @@ def bring_whole(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Move what is not sharded to `device`; what has no values yet gets them there."""
     for tensor in tensors:
         if tensor.is_meta:
-            set_home(tensor, device)
+            set_target_device(tensor, device)
         else:
             tensor.data = tensor.data.to(device)
 
@@ -145,7 +145,7 @@ def settle(
     named = _named(model)
     for tensor in named.values():
         if tensor.is_meta:
-            set_home(tensor, shard_device if isinstance(tensor, DTensor) else device)
+            set_target_device(tensor, shard_device if isinstance(tensor, DTensor) else device)
     for name in values.awaited:
         target = named[name]
         whole = torch.empty(target.shape, dtype=target.dtype, device=device)
@@ -155,7 +155,7 @@ def settle(
         if target.is_meta:
             materialize(target)
         with torch.no_grad():
-            local_of(target).copy_(whole[box_of(target).within(Box.whole(target.shape))])
+            local_tensor(target).copy_(whole[local_box(target).within(Box.full(target.shape))])
     if values.empty:
         _refuse_until_loaded(model)
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from accel_trainer.checkpoint.commit.publication import StagedDirectory, StoredCheckpoint
+from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.json_codec import OWN_STATE
 from accel_trainer.checkpoint.format.manifest import Manifest
 from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
+from accel_trainer.checkpoint.reader import StoredCheckpoint
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.strategies.parameter_state.matching import EXTRA_STATE, describe_names, plan_model_load
 from accel_trainer.strategies.parameter_state.sharded_io import (

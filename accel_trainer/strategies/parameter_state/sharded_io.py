@@ -20,13 +20,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.commit.publication import StagedDirectory, StoredCheckpoint
+from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.json_codec import OWN_STATE, encode
 from accel_trainer.checkpoint.format.manifest import Manifest
-from accel_trainer.checkpoint.format.placement import box_of, is_cut
+from accel_trainer.checkpoint.format.placement import is_sharded_or_replicated, local_box
 from accel_trainer.checkpoint.interop.dcp import DcpDirectory
-from accel_trainer.checkpoint.shards import StoredParts, write_parts
+from accel_trainer.checkpoint.reader import StoredCheckpoint
+from accel_trainer.checkpoint.shards import StoredShards, write_shards
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.strategies.parameter_state.stored_unit import (
@@ -48,7 +49,7 @@ logger = logging.get_logger(__name__)
 
 def _writable(tensor: Tensor) -> Tensor:
     """Return a tensor whose parts have places; one that is laid out in another way is made whole. Collective then."""
-    if isinstance(tensor, DTensor) and not is_cut(tensor):
+    if isinstance(tensor, DTensor) and not is_sharded_or_replicated(tensor):
         full: Tensor = tensor.full_tensor().detach()
         return full
     return tensor
@@ -65,13 +66,13 @@ def save_unit(io: TorchCheckpointIO, staged: StagedDirectory, prefix: str, rank:
             tensors[name] = tensor
         else:
             tied[name] = first
-    write_parts(staged, f"{prefix}.model", {name: _writable(t) for name, t in tensors.items()}, rank)
+    write_shards(staged, f"{prefix}.model", {name: _writable(t) for name, t in tensors.items()}, rank)
     outline = None
     if io.optimizers:
         _warn_of_what_is_left_out(io.optimizers)
         held: dict[str, Tensor] = {}
         outline = encode(_optimizer_state(io), held, "optimizer")
-        write_parts(staged, f"{prefix}.optimizer", {name: _writable(t) for name, t in held.items()}, rank)
+        write_shards(staged, f"{prefix}.optimizer", {name: _writable(t) for name, t in held.items()}, rank)
     if staged.commits:
         staged.write_json(f"{prefix}.json", {"engine": ENGINE, "tied": tied, "optimizer": outline})
 
@@ -127,7 +128,7 @@ class _Reads:
         self._waiting: list[Callable[[], None]] = []
 
     def add(self, parts: Parts, name: str, target: Tensor, then: Callable[[], Any] | None = None) -> None:
-        self.files |= parts.files_for(name, box_of(target))
+        self.files |= parts.files_for(name, local_box(target))
 
         def read() -> None:
             parts.read(name, target)
@@ -167,14 +168,14 @@ def plan_unit_load(
 
 def unit_files(io: TorchCheckpointIO, manifest: Manifest, prefix: str) -> set[str]:
     """Return the files of a unit that hold something of what this rank holds; see `CheckpointIO.files`."""
-    held = {name: (tuple(tensor.shape), [box_of(tensor)]) for name, tensor in io.model_tensors()}
+    held = {name: (tuple(tensor.shape), [local_box(tensor)]) for name, tensor in io.model_tensors()}
     return files_with(manifest, prefix, held, held)
 
 
 def _plan_model(
     io: TorchCheckpointIO, stored: StoredCheckpoint, prefix: str, tied: Mapping[str, str], reads: _Reads
 ) -> None:
-    parts = StoredParts(stored, f"{prefix}.model")
+    parts = StoredShards(stored, f"{prefix}.model")
     own, extra = dict(io.model_tensors()), io.with_extra_state()
     for name, stored_name in fit_model(stored, parts, tied, io.module, own):
         if name in extra:
@@ -188,7 +189,7 @@ def _plan_optimizer(
     io: TorchCheckpointIO, stored: StoredCheckpoint, prefix: str, outline: Any, reads: _Reads
 ) -> Callable[[], None]:
     """Make the targets of the optimizers' state, and return what puts them in place once they are filled."""
-    parts = StoredParts(stored, f"{prefix}.optimizer")
+    parts = StoredShards(stored, f"{prefix}.optimizer")
     return _plan_groups(io, decode_optimizer(stored, outline, parts, io.module), parts, reads, stored.path)
 
 
@@ -293,7 +294,7 @@ def _like_option(before: Any) -> Make:
 def _can_hold(before: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     if not isinstance(before, Tensor) or before.is_meta or (tuple(before.shape), before.dtype) != (shape, dtype):
         return False
-    return is_cut(before) if isinstance(before, DTensor) else True
+    return is_sharded_or_replicated(before) if isinstance(before, DTensor) else True
 
 
 def _like_state(key: Any, parameter: nn.Parameter, group: Mapping[str, Any], before: Any) -> Make:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_trainer.checkpoint.commit.publication import StoredCheckpoint
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.json_codec import decode
 from accel_trainer.checkpoint.format.manifest import Manifest, TensorEntry
-from accel_trainer.checkpoint.shards import StoredParts
+from accel_trainer.checkpoint.reader import StoredCheckpoint
+from accel_trainer.checkpoint.shards import StoredShards
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.strategies.parameter_state.matching import plan_model_load, shape_of
 
@@ -56,7 +56,7 @@ def read_outline(stored: StoredCheckpoint, prefix: str, module: nn.Module, engin
     return outline
 
 
-def decode_optimizer(stored: StoredCheckpoint, outline: Any, parts: StoredParts, module: nn.Module) -> Any:
+def decode_optimizer(stored: StoredCheckpoint, outline: Any, parts: StoredShards, module: nn.Module) -> Any:
     """Return the state that an outline of PREFIX.json describes, its tensors pending.
 
     Raises:
@@ -73,7 +73,7 @@ def decode_optimizer(stored: StoredCheckpoint, outline: Any, parts: StoredParts,
 
 def fit_model(
     stored: StoredCheckpoint,
-    parts: StoredParts,
+    parts: StoredShards,
     tied: Mapping[str, str],
     module: nn.Module,
     own: Mapping[str, Tensor],
@@ -114,5 +114,5 @@ def _is_needed(stored_name: str, entry: TensorEntry, held: Held) -> bool:
         name = name.removeprefix(f"{_STATE}.").rpartition(".")[0]
     if name not in held or held[name][0] != entry.shape:
         return True
-    part = Box.whole(entry.shape) if entry.offsets is None else Box(entry.offsets, entry.sizes or ())
+    part = Box.full(entry.shape) if entry.offsets is None else Box(entry.offsets, entry.sizes or ())
     return any(box.intersect(part) is not None for box in held[name][1])

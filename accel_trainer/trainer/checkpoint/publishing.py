@@ -15,9 +15,10 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from accel_trainer.checkpoint.commit.disk import explain_full_disk
-from accel_trainer.checkpoint.commit.publication import Publication, StagedDirectory
+from accel_trainer.checkpoint.commit.publication import Publication
 from accel_trainer.checkpoint.commit.retention import retire
 from accel_trainer.checkpoint.commit.retry import save_persistently
+from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.errors import AccelTrainerError
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.trainer.checkpoint.resuming import PREFIX, describe_progress

@@ -17,11 +17,11 @@ from transformers import set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.commit.publication import StoredCheckpoint, open_checkpoint
 from accel_trainer.checkpoint.commit.rename import recover_target
 from accel_trainer.checkpoint.commit.retention import numbered_checkpoints, quarantine
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest
 from accel_trainer.checkpoint.format.verification import check_files, find_extra
+from accel_trainer.checkpoint.reader import StoredCheckpoint, open_checkpoint
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.data.plan import mix_seed
 from accel_trainer.data.position import Position

@@ -30,7 +30,7 @@ from transformers.utils import logging
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.interop.dcp import DcpDirectory
 from accel_trainer.checkpoint.reader import open_checkpoint
-from accel_trainer.checkpoint.weights.gather_to_file import spool
+from accel_trainer.checkpoint.weights.gather_to_file import gather_to_file
 from accel_trainer.checkpoint.weights.writing import INDEX_NAME, WEIGHTS_NAME, SafetensorsDirectory
 from accel_trainer.config import StateDictType
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
@@ -100,7 +100,7 @@ def save_model(trainer: Any, output_dir: str) -> None:
         if not trainer.accelerator._models:
             state = trainer.model.state_dict()
         elif trainer._is_sharded:
-            state = spool(_io(trainer).lazy_model_state(), Path(output_dir), writes=writes)
+            state = gather_to_file(_io(trainer).lazy_model_state(), Path(output_dir), writes=writes)
         else:
             state = trainer.accelerator.get_state_dict(trainer.model)
     with raise_together(trainer.accelerator.process, "save_model"):

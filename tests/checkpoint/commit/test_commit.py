@@ -19,13 +19,14 @@ import torch.distributed as dist
 from accel_trainer.checkpoint.commit import lock
 from accel_trainer.checkpoint.commit import rename as replacing
 from accel_trainer.checkpoint.commit.lock import HEARTBEAT_SECONDS, STALE_SECONDS, DirectoryLock
-from accel_trainer.checkpoint.commit.publication import open_checkpoint, publish_directory
 from accel_trainer.checkpoint.format import checksums as hashing
 from accel_trainer.checkpoint.format.manifest import MARKER_NAME, Manifest
+from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.checkpoint.selection import select_named
 from accel_trainer.errors import CheckpointLockedError, ConfigError, ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext
 from tests.checkpoint.crash_job import SavedRun, acknowledged, save_repeatedly
+from tests.publishing import publish_directory
 from tests.ranks import run_ranks
 
 ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from accel_trainer.checkpoint.commit.publication import Publication, open_checkpoint, publish_directory
+from accel_trainer.checkpoint.commit.publication import Publication
+from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.errors import ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
+from tests.publishing import publish_directory
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")

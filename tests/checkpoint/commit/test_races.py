@@ -23,12 +23,13 @@ from accel_trainer import Accelerator, ProjectConfiguration
 from accel_trainer.checkpoint import selection
 from accel_trainer.checkpoint.commit import lock, retention
 from accel_trainer.checkpoint.commit.lock import LOCK_NAME, DirectoryLock
-from accel_trainer.checkpoint.commit.publication import Publication, publish_directory
+from accel_trainer.checkpoint.commit.publication import Publication
 from accel_trainer.checkpoint.commit.rename import recover_target, sweep
 from accel_trainer.checkpoint.format.manifest import MARKER_NAME
 from accel_trainer.checkpoint.selection import select_named
 from accel_trainer.errors import CheckpointLockedError, ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
+from tests.publishing import publish_directory
 from tests.ranks import run_ranks
 
 ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
@@ -102,7 +103,7 @@ SAVING = """
 import sys
 from pathlib import Path
 import torch
-from accel_trainer.checkpoint.commit.publication import publish_directory
+from tests.publishing import publish_directory
 from accel_trainer.runtime.process import ProcessContext
 with publish_directory(Path(sys.argv[1]), ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)) as staged:
     staged.write_json("x.json", 1)

@@ -15,10 +15,12 @@ import torch
 from accel_trainer import ProjectConfiguration
 from accel_trainer.checkpoint.commit import disk
 from accel_trainer.checkpoint.commit import retry as persistence
-from accel_trainer.checkpoint.commit.publication import Publication, open_checkpoint, publish_directory
+from accel_trainer.checkpoint.commit.publication import Publication
+from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.errors import ConfigError, DiskFullError
 from accel_trainer.runtime.process import ProcessContext
 from tests.checkpoint.crash_job import SavedRun, assert_survived
+from tests.publishing import publish_directory
 from tests.ranks import run_ranks
 
 ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_trainer.checkpoint.format.boxes import Box, boxes_of_run, chunk_of, local_box, plan_reads, share_out
+from accel_trainer.checkpoint.format.boxes import Box, balance_bytes, box_at, boxes_of_run, chunk_of, plan_reads
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
@@ -33,7 +33,7 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     shape = draw(st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple))
     mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=2)))
     dims = [draw(st.none() | st.integers(0, len(shape) - 1)) for _ in mesh]
-    return shape, [local_box(shape, dims, mesh, coordinate) for coordinate in np.ndindex(*mesh)]
+    return shape, [box_at(shape, dims, mesh, coordinate) for coordinate in np.ndindex(*mesh)]
 
 
 def values_of(shape: tuple[int, ...]) -> np.ndarray:
@@ -46,16 +46,16 @@ def test_a_plan_fills_exactly_what_the_parts_have(case: tuple[tuple[int, ...], B
     whole = values_of(shape)
     held = np.zeros(shape, dtype=bool)
     for part in parts:
-        held[part.within(Box.whole(shape))] = True
-    wanted = whole[target.within(Box.whole(shape))]
+        held[part.within(Box.full(shape))] = True
+    wanted = whole[target.within(Box.full(shape))]
     reads = plan_reads(target, parts)
-    if not held[target.within(Box.whole(shape))].all():
+    if not held[target.within(Box.full(shape))].all():
         assert reads is None
         return
     assert reads is not None
     filled, times = np.full(target.sizes, -1), np.zeros(target.sizes, dtype=int)
     for read in reads:
-        filled[read.target] = whole[parts[read.part].within(Box.whole(shape))][read.source]
+        filled[read.target] = whole[parts[read.part].within(Box.full(shape))][read.source]
         times[read.target] += 1
     assert np.array_equal(filled, wanted)
     assert (times == 1).all()
@@ -68,14 +68,14 @@ def test_what_one_layout_saved_fills_every_other(
     shape, parts = saved
     assert all(part.fits(shape) for part in parts)
     whole = values_of(shape)
-    loaded_as = other[1] if other[0] == shape else [Box.whole(shape)]
+    loaded_as = other[1] if other[0] == shape else [Box.full(shape)]
     for target in loaded_as:
         reads = plan_reads(target, parts)
         assert reads is not None
         filled = np.full(target.sizes, -1)
         for read in reads:
-            filled[read.target] = whole[parts[read.part].within(Box.whole(shape))][read.source]
-        assert np.array_equal(filled, whole[target.within(Box.whole(shape))])
+            filled[read.target] = whole[parts[read.part].within(Box.full(shape))][read.source]
+        assert np.array_equal(filled, whole[target.within(Box.full(shape))])
 
 
 @st.composite
@@ -90,7 +90,7 @@ def test_a_run_of_elements_is_cut_into_few_boxes_in_order(case: tuple[tuple[int,
     shape, begin, end = case
     whole = np.arange(prod(shape)).reshape(shape)
     boxes = boxes_of_run(shape, begin, end)
-    found = [whole[box.within(Box.whole(shape))].reshape(-1) for box in boxes]
+    found = [whole[box.within(Box.full(shape))].reshape(-1) for box in boxes]
     assert np.concatenate([*found, []]).tolist() == list(range(begin, end))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
     assert all(box.num_elements and box.fits(shape) for box in boxes)
@@ -123,7 +123,7 @@ def test_a_box_outside_its_tensor_is_seen(box: Box, shape: tuple[int, ...]):
 
 @given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 5))
 def test_shares_differ_by_no_more_than_the_largest_item(sizes: list[int], num_shares: int):
-    takers = share_out(sizes, num_shares)
+    takers = balance_bytes(sizes, num_shares)
     loads = [
         sum(size for size, taker in zip(sizes, takers, strict=True) if taker == share) for share in range(num_shares)
     ]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state
 
 from accel_trainer.checkpoint.interop.dcp import DcpDirectory
-from accel_trainer.checkpoint.interop.hf_fsdp_export import export_stock
+from accel_trainer.checkpoint.interop.hf_fsdp_export import export_hf_fsdp
 from accel_trainer.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -72,8 +72,8 @@ def save_and_load(folder: Path) -> list[Any]:
     accelerator.save_state(folder / "state")
     saved = whole(model, optimizer)
     if accelerator.is_main_process:
-        export_stock(folder / "state", folder / "full", is_sharded=False)
-        export_stock(folder / "state", folder / "sharded", is_sharded=True)
+        export_hf_fsdp(folder / "state", folder / "full", is_sharded=False)
+        export_hf_fsdp(folder / "state", folder / "sharded", is_sharded=True)
     accelerator.wait_for_everyone()
 
     _, model, optimizer = prepare(seed=1)
@@ -156,9 +156,9 @@ def test_the_command_line_exports_them(folder: Path, states: list[Any], tmp_path
 
 def test_what_cannot_be_exported_is_refused_and_leaves_nothing(folder: Path, states: list[Any], tmp_path: Path):
     with pytest.raises(ConfigError, match=r"full is there already; give a new directory, or an empty one"):
-        export_stock(folder / "state", folder / "full", is_sharded=True)
+        export_hf_fsdp(folder / "state", folder / "full", is_sharded=True)
     with pytest.raises(CheckpointNotFoundError, match="no weights in"):
-        export_stock(tmp_path, tmp_path / "out", is_sharded=True)
+        export_hf_fsdp(tmp_path, tmp_path / "out", is_sharded=True)
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     for path in (folder / "state").iterdir():
@@ -167,19 +167,19 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(folder: Path, sta
             content[-1] ^= 1
         (damaged / path.name).write_bytes(content)
     with pytest.raises(CorruptCheckpointError, match=r"unit_0\.optimizer\.00000"):
-        export_stock(damaged, tmp_path / "out", is_sharded=True)
+        export_hf_fsdp(damaged, tmp_path / "out", is_sharded=True)
     model = nn.Linear(2, 2)
     torch.save(torch.optim.AdamW(model.parameters()).state_dict(), tmp_path / "optimizer.pt")
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(IncompatibleCheckpointError, match="its optimizer numbers its parameters, as on one process"):
-        export_stock(tmp_path, tmp_path / "out", is_sharded=False)
+        export_hf_fsdp(tmp_path, tmp_path / "out", is_sharded=False)
     torch.save({"state": {}, "param_groups": [{"params": ["other"]}]}, tmp_path / "optimizer.bin")
     with pytest.raises(
         IncompatibleCheckpointError, match=r"1 parameter\(s\) of the optimizer are not among the weights"
     ):
-        export_stock(tmp_path, tmp_path / "out", is_sharded=False)
+        export_hf_fsdp(tmp_path, tmp_path / "out", is_sharded=False)
     torch.save({"state": {}, "param_groups": [{"params": ["weight"], "own_state": {}}]}, tmp_path / "optimizer.bin")
     with pytest.raises(IncompatibleCheckpointError, match="a state that belongs to no parameter"):
-        export_stock(tmp_path, tmp_path / "out", is_sharded=False)
+        export_hf_fsdp(tmp_path, tmp_path / "out", is_sharded=False)
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / ".out.incomplete").exists()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from accel_trainer.checkpoint.weights.gather_to_file import spool
+from accel_trainer.checkpoint.weights.gather_to_file import gather_to_file
 from accel_trainer.errors import DiskFullError
 
 made: list[weakref.ref[Tensor]] = []
@@ -46,7 +46,7 @@ VALUES = {
 
 def test_tensors_come_back_as_they_were_made_and_tied_ones_are_one(tmp_path: Path):
     lazy = {name: Made(value) for name, value in VALUES.items()}
-    found = spool({**lazy, "tied": lazy["weight"]}, tmp_path, writes=True)
+    found = gather_to_file({**lazy, "tied": lazy["weight"]}, tmp_path, writes=True)
     assert len(made) == len(VALUES)
     assert found["tied"] is found["weight"]
     for name, value in VALUES.items():
@@ -59,9 +59,9 @@ def test_tensors_come_back_as_they_were_made_and_tied_ones_are_one(tmp_path: Pat
 
 def test_a_rank_that_does_not_write_makes_each_tensor_once(tmp_path: Path):
     lazy = {name: Made(value) for name, value in VALUES.items()}
-    assert spool({**lazy, "tied": lazy["weight"]}, tmp_path, writes=False) == {}
+    assert gather_to_file({**lazy, "tied": lazy["weight"]}, tmp_path, writes=False) == {}
     assert len(made) == len(VALUES)
-    assert spool({}, tmp_path, writes=True) == {}
+    assert gather_to_file({}, tmp_path, writes=True) == {}
 
 
 def test_where_there_is_no_room_all_are_made_before_that_is_said(tmp_path: Path):
@@ -70,7 +70,7 @@ def test_where_there_is_no_room_all_are_made_before_that_is_said(tmp_path: Path)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
         with pytest.raises(DiskFullError, match="it exceeds the limit on the size of a file"):
-            spool(lazy, tmp_path, writes=True)
+            gather_to_file(lazy, tmp_path, writes=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(made) == 4

@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("deepspeed")
 
-from accel_trainer.checkpoint.commit.publication import open_checkpoint, publish_directory
 from accel_trainer.checkpoint.format.json_codec import encode
+from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.strategies.parameter_state.model_io import TorchCheckpointIO
+from tests.publishing import publish_directory
 from tests.ranks import preload
 from tests.scenarios import Outcome, Scenarios, refused
 from tests.zero import accelerator, adamw, batch, build, layout, own_rows

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_trainer.checkpoint.commit.publication import open_checkpoint, publish_directory
+from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.parameter_state.model_io import TorchCheckpointIO
+from tests.publishing import publish_directory
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")

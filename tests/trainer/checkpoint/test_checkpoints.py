@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers import GPT2LMHeadModel, LlamaForCausalLM, TrainerCallback
 
 from accel_trainer.checkpoint.interop.dcp import DcpDirectory
-from accel_trainer.checkpoint.interop.hf_fsdp_export import export_stock
+from accel_trainer.checkpoint.interop.hf_fsdp_export import export_hf_fsdp
 from accel_trainer.data.plan import permutation
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from tests.ranks import run_ranks
@@ -276,7 +276,7 @@ def test_a_checkpoint_of_the_stock_trainer_is_read(written, resumed_on_two, form
 @pytest.mark.multirank
 def test_the_stock_trainer_is_given_what_it_resumes_from(folder, on_two, tmp_path):
     source = folder / "fsdp" / "exact" / "checkpoint-3"
-    names = export_stock(source, tmp_path / "full", is_sharded=False)
+    names = export_hf_fsdp(source, tmp_path / "full", is_sharded=False)
     assert {"pytorch_model_fsdp.bin", "optimizer.bin", "scheduler.pt", "trainer_state.json", "rng_state_1.pth"} <= {
         *names
     }
@@ -291,8 +291,8 @@ def test_the_stock_trainer_is_given_what_it_resumes_from(folder, on_two, tmp_pat
 
     # The form is that of the run which resumes, whatever the one that saved has written.
     sharded = folder / "fsdp_sharded" / "exact" / "checkpoint-3"
-    export_stock(source, tmp_path / "from_full", is_sharded=True)
-    export_stock(sharded, tmp_path / "from_sharded", is_sharded=True)
+    export_hf_fsdp(source, tmp_path / "from_full", is_sharded=True)
+    export_hf_fsdp(sharded, tmp_path / "from_sharded", is_sharded=True)
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
         found, same = (DcpDirectory(tmp_path / kind / name) for kind in ("from_full", "from_sharded"))
         assert found.tensors.keys() == same.tensors.keys()
@@ -300,7 +300,7 @@ def test_the_stock_trainer_is_given_what_it_resumes_from(folder, on_two, tmp_pat
             assert torch.equal(found.read(key), same.read(key)), key
 
     with pytest.raises(IncompatibleCheckpointError, match="numbers its parameters, as on one process and with DDP"):
-        export_stock(folder / "ddp" / "exact" / "checkpoint-3", tmp_path / "ddp", is_sharded=True)
+        export_hf_fsdp(folder / "ddp" / "exact" / "checkpoint-3", tmp_path / "ddp", is_sharded=True)
 
 
 def test_an_interrupted_run_resumes_from_the_last_checkpoint(tmp_path):
