@@ -10,6 +10,7 @@ from accel_trainer.config import Resolved
 from accel_trainer.errors import ConfigError
 from accel_trainer.trainer.arguments.deepspeed_arguments import complete_block
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
+from accel_trainer.trainer.running_trainer import RunningTrainer
 
 __all__ = ["build_accelerator", "complete_configuration"]
 
@@ -48,7 +49,9 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
     return accelerator
 
 
-def complete_configuration(trainer: Any, max_steps: int, describes_optimizer: bool, describes_scheduler: bool) -> None:
+def complete_configuration(
+    trainer: RunningTrainer, max_steps: int, describes_optimizer: bool, describes_scheduler: bool
+) -> None:
     """Give the Accelerator an engine's configuration that is complete: the model and the number of steps are known.
 
     Args:

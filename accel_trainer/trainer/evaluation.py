@@ -24,6 +24,7 @@ from transformers.utils import logging
 from accel_trainer.trainer.inputs import fill_empty
 from accel_trainer.trainer.model_preparation import keep_engine
 from accel_trainer.trainer.predictions import Gatherer, to_numpy, trim_rows
+from accel_trainer.trainer.running_trainer import EvaluatingTrainer
 from accel_trainer.tree import map_leaves
 
 __all__ = ["run_evaluation"]
@@ -103,7 +104,7 @@ def _to_vector(values: Sequence[Tensor | float]) -> Tensor:
     return vector
 
 
-def _prepare_model(trainer: Any) -> tuple[nn.Module, float | None]:
+def _prepare_model(trainer: EvaluatingTrainer) -> tuple[nn.Module, float | None]:
     """Return the model to call, laid out first when evaluation comes before training, and the seconds that took.
 
     Collective when there is something to lay out.
@@ -113,7 +114,7 @@ def _prepare_model(trainer: Any) -> tuple[nn.Module, float | None]:
     dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16 if args.bf16_full_eval else None
     if dtype is not None and not trainer.is_in_train:
         # Before the layout: a sharded model owns its placement.
-        model = model.to(dtype=dtype) if trainer._is_sharded else model.to(dtype=dtype, device=args.device)
+        model = model.to(dtype=dtype) if trainer.is_sharded else model.to(dtype=dtype, device=args.device)
     seconds = None
     if not accelerator._models and model is trainer.model:
         start_time = time.time()
@@ -134,7 +135,7 @@ def _prepare_model(trainer: Any) -> tuple[nn.Module, float | None]:
     return model, seconds
 
 
-def _log_start(trainer: Any, dataloader: DataLoader, description: str) -> None:
+def _log_start(trainer: EvaluatingTrainer, dataloader: DataLoader, description: str) -> None:
     logger.info(f"\n***** Running {description} *****")
     if has_length(dataloader):
         logger.info(f"  Num examples = {trainer.num_examples(dataloader)}")
@@ -194,7 +195,7 @@ def _foreign_batches(dataloader: DataLoader) -> Iterator[_Batch]:
 class _Pass:
     """One pass over an evaluation set."""
 
-    def __init__(self, trainer: Any, description: str) -> None:
+    def __init__(self, trainer: EvaluatingTrainer, description: str) -> None:
         self.trainer = trainer
         self.args = trainer.args
         self.gatherer = Gatherer(trainer.accelerator)
@@ -302,7 +303,7 @@ def _no_rows(data: Any, size: int | None) -> Any:
 
 
 def run_evaluation(
-    trainer: Any,
+    trainer: EvaluatingTrainer,
     dataloader: DataLoader,
     description: str,
     prediction_loss_only: bool | None,
@@ -333,7 +334,9 @@ def run_evaluation(
     return _finish(trainer, evaluation, metric_key_prefix, preparation_seconds)
 
 
-def _finish(trainer: Any, evaluation: _Pass, prefix: str, preparation_seconds: float | None) -> EvalLoopOutput:
+def _finish(
+    trainer: EvaluatingTrainer, evaluation: _Pass, prefix: str, preparation_seconds: float | None
+) -> EvalLoopOutput:
     args = trainer.args
     predictions, labels = evaluation.collect(evaluation.predictions), evaluation.collect(evaluation.labels)
     metrics = evaluation.metrics

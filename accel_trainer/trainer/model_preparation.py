@@ -10,11 +10,12 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from accel_trainer.plugins.deepspeed_plugin import DummyOptim, DummyScheduler
 from accel_trainer.trainer.accelerator_setup import complete_configuration
 from accel_trainer.trainer.inputs import fill_empty
+from accel_trainer.trainer.running_trainer import PreparingTrainer
 
 __all__ = ["keep_engine", "lay_out_engine", "lay_out_shards", "release_engine"]
 
 
-def lay_out_shards(trainer: Any, max_steps: int) -> nn.Module:
+def lay_out_shards(trainer: PreparingTrainer, max_steps: int) -> nn.Module:
     """Shard the model in place, and return it. Collective.
 
     The optimizer is built from the sharded parameters: nothing has to be re-bound.
@@ -29,7 +30,7 @@ def lay_out_shards(trainer: Any, max_steps: int) -> nn.Module:
     return model
 
 
-def lay_out_engine(trainer: Any, max_steps: int) -> nn.Module:
+def lay_out_engine(trainer: PreparingTrainer, max_steps: int) -> nn.Module:
     """Build an engine around model and optimizer, and return it; `trainer.model` stays the bare model. Collective.
 
     The optimizer of an earlier train() keeps its state.
@@ -63,7 +64,7 @@ def lay_out_engine(trainer: Any, max_steps: int) -> nn.Module:
     return engine
 
 
-def _give_back(trainer: Any, state: Any) -> None:
+def _give_back(trainer: PreparingTrainer, state: Any) -> None:
     """Load the optimizer's state of an earlier train(); its options, such as the learning rate, begin anew."""
     groups = trainer.optimizer.param_groups
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -72,7 +73,7 @@ def _give_back(trainer: Any, state: Any) -> None:
         group.update(own)
 
 
-def _build_optimizer(trainer: Any) -> Any:
+def _build_optimizer(trainer: PreparingTrainer) -> Any:
     """Return the Trainer's own optimizer, or what stands for that of the engine's configuration."""
     if trainer.describes_optimizer:
         return DummyOptim([parameter for parameter in trainer.model.parameters() if parameter.requires_grad])
@@ -82,13 +83,13 @@ def _build_optimizer(trainer: Any) -> Any:
     return optimizer
 
 
-def keep_engine(trainer: Any, engine: nn.Module) -> None:
+def keep_engine(trainer: PreparingTrainer, engine: nn.Module) -> None:
     """Have the Trainer call an engine from now on; what was prepared is only bare again when it is released."""
     trainer.engine_unit = trainer.accelerator.unit_of(engine)
     trainer.model_wrapped = trainer.deepspeed = engine
 
 
-def release_engine(trainer: Any) -> None:
+def release_engine(trainer: PreparingTrainer) -> None:
     """Take the engine of an earlier train() or evaluate() off, and keep its optimizer's state. Collective."""
     unit, trainer.engine_unit = trainer.engine_unit, None
     if unit is None or unit.model is unit.module:

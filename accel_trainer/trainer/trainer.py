@@ -15,10 +15,13 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput, RemoveColumnsCollator, TrainOutput
+from transformers.training_args import OptimizerNames
 
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.data.loader import skip_first_batches
 from accel_trainer.errors import ConfigError, MissingExtraError
+from accel_trainer.runtime.fault_injection import fault_point
+from accel_trainer.runtime.memory import clear_device_cache
 from accel_trainer.trainer.accelerator_setup import build_accelerator
 from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
 from accel_trainer.trainer.batch_size_search import (
@@ -30,9 +33,10 @@ from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.best_model import keeping_best
 from accel_trainer.trainer.checkpoint.methods import CheckpointMethods
 from accel_trainer.trainer.checkpoint.run_metrics import RunFigures
-from accel_trainer.trainer.epoch import EpochRun, run_training_step
+from accel_trainer.trainer.epoch import EpochRun
 from accel_trainer.trainer.evaluation import run_evaluation
 from accel_trainer.trainer.inputs import ColumnFilter, ShiftingLabelSmoother, check_dataset, load_model, shifts_labels
+from accel_trainer.trainer.loss_normalization import LossNormalization
 from accel_trainer.trainer.model_preparation import lay_out_engine, lay_out_shards, release_engine
 from accel_trainer.trainer.window import WindowReader
 
@@ -54,6 +58,7 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
     if TYPE_CHECKING:
         _created_lr_scheduler: bool
         _loss_shifts_labels: bool
+        model_accepts_loss_kwargs: bool
         label_smoother: Any
         _tr_loss: Tensor
         args: TrainingArguments
@@ -63,7 +68,6 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
         deepspeed: Any
 
     arguments_class: type[TrainingArguments] = TrainingArguments
-    _loss_scale_is_settled = False
     _reader: WindowReader | None = None
     engine_unit: Any = None
     """Under DeepSpeed: what the model was last laid out as; its engine acts on the model until it is released."""
@@ -87,6 +91,7 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
                 "accel_trainer.TrainingArguments resolves; build that one, its fields are the same"
             )
         self._figures = RunFigures()
+        self._loss_normalization = LossNormalization()
         super().__init__(load_model(model, args), args, *rest, **kwargs)
         if shifts_labels(self.model):
             self._loss_shifts_labels = True
@@ -103,7 +108,7 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
             self.accelerator.gather_for_metrics, use_gather_object=args.eval_use_gather_object
         )
         facts = self.accelerator.strategy.capabilities
-        self._is_sharded = facts.shards_parameters
+        self.is_sharded = facts.shards_parameters
         self.is_deepspeed_enabled = facts.distributed_type == "DEEPSPEED"
         self.is_fsdp_enabled = facts.distributed_type == "FSDP"
 
@@ -213,7 +218,7 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
         if isinstance(self.optimizer, AcceleratedOptimizer):
             # Of an earlier train(): the unit it belonged to went with the memory that was freed. Its state stays.
             self.optimizer = self.optimizer.optimizer
-        if not self._is_sharded:
+        if not self.is_sharded:
             # A second train() begins from the bare model: its wrapper went with the memory that was freed.
             self.model_wrapped = self.model
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -250,19 +255,63 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
         trained = steps_trained_in_current_epoch if is_resumed and not self.args.ignore_data_skip else 0
         if trained and not self._loader_has_position:
             train_dataloader = skip_first_batches(train_dataloader, trained)
-        EpochRun(
+        restore_rng_from = resume_from_checkpoint if is_resumed else None
+        if not trained and restore_rng_from is not None:
+            self._load_rng_state(restore_rng_from)
+            restore_rng_from = None
+        if hasattr(train_dataloader, "set_epoch"):
+            train_dataloader.set_epoch(epoch)
+        reader = WindowReader(train_dataloader, self.accelerator.process, self.accelerator.even_batches)
+        run = EpochRun(
             trainer=self,
+            reader=reader,
             model=model,
             epoch=epoch,
             steps_in_epoch=steps_in_epoch,
             trial=trial,
             ignore_keys_for_eval=ignore_keys_for_eval,
             start_time=start_time,
-        ).run(train_dataloader, trained, resume_from_checkpoint if is_resumed else None)
+            step=trained - 1,
+            is_resumed=is_resumed,
+        )
+        self._reader = reader
+        try:
+            run.train(restore_rng_from)
+        finally:
+            self._reader = None
+        reader.close()
+        run.end()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train one micro-batch and return its loss; see upstream. Collective on the last one of a window."""
-        return run_training_step(self, model, inputs, num_items_in_batch)
+        args = self.args
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        inputs = self._prepare_inputs(inputs)
+        if not self._loss_normalization.is_known:
+            self._loss_normalization.ask(self, model, inputs, num_items_in_batch)
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        del inputs
+        if args.torch_empty_cache_steps is not None and self.state.global_step % args.torch_empty_cache_steps == 0:
+            clear_device_cache()
+        kwargs: dict[str, Any] = {}
+        if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
+            kwargs["learning_rate"] = self._get_learning_rate()
+        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        has_items = num_items_in_batch is not None
+        if is_scaled is None:
+            is_scaled = (self.model_accepts_loss_kwargs and has_items) or self.compute_loss_func is not None
+        if not is_scaled:
+            loss = loss / self.current_gradient_accumulation_steps
+        if self._reader is not None:
+            weight = self._reader.weight(is_scaled and has_items, over_ranks=args.average_tokens_across_devices)
+            loss = loss if weight == 1.0 else loss * weight
+        fault_point("train.backward")
+        # Not accelerator.backward(): it weighs by the batch that the loader gave last, and a window is read ahead.
+        self.accelerator.unit_of(model).backward(loss, **kwargs)
+        return loss.detach()
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         if self._reader is None:

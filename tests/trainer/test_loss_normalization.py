@@ -21,7 +21,7 @@ def test_the_model_is_asked_once_whether_it_divides_by_the_number_of_items(tmp_p
     trainer = build_trainer(tmp_path, model=model, gradient_accumulation_steps=2)
     trainer.train()
 
-    assert trainer._loss_scale_is_settled
+    assert trainer._loss_normalization.is_known
     assert trainer.model_accepts_loss_kwargs is divides
 
 

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.commit.retention import retire
 from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError
 from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.trainer.checkpoint.resuming import PREFIX, open_named
+from accel_trainer.trainer.running_trainer import RunningTrainer
 
 __all__ = ["keeping_best", "verify_best"]
 
@@ -22,7 +22,7 @@ _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)[^/]*|pytorch_model_f
 
 
 @contextmanager
-def keeping_best(trainer: Any) -> Iterator[None]:
+def keeping_best(trainer: RunningTrainer) -> Iterator[None]:
     """Agree on the best checkpoint and, with `save_total_limit=1`, keep it alone; the block ends a run. Collective.
 
     Upstream does that without looking into it: it would remove the last good checkpoint beside a best one that is
@@ -48,7 +48,7 @@ def keeping_best(trainer: Any) -> Iterator[None]:
         args.save_total_limit = limit
 
 
-def _retire_others(trainer: Any, best: Path) -> None:
+def _retire_others(trainer: RunningTrainer, best: Path) -> None:
     flaw: str | None = None
     try:
         stored = open_named(best, trainer.accelerator.process)
@@ -61,7 +61,7 @@ def _retire_others(trainer: Any, best: Path) -> None:
         retire(best.parent, 1, [best], prefix=PREFIX)
 
 
-def verify_best(trainer: Any, best: Path) -> None:
+def verify_best(trainer: RunningTrainer, best: Path) -> None:
     """Verify the weights of the best checkpoint before they are loaded. Collective; one without manifest passes.
 
     Raises:

@@ -38,7 +38,7 @@ class CheckpointMethods(_Upstream):
 
     if TYPE_CHECKING:
         _figures: RunFigures
-        _is_sharded: bool
+        is_sharded: bool
         args: Any
         control: Any
         state: Any
@@ -180,7 +180,7 @@ class CheckpointMethods(_Upstream):
     def _load_weights(self, resume_from_checkpoint: str, model: nn.Module | None) -> None:
         if upstream_files.has_engine_state(resume_from_checkpoint):
             upstream_files.load_engine_state(self, resume_from_checkpoint)
-        elif self._is_sharded:
+        elif self.is_sharded:
             upstream_files.load_model(self, self.model if model is None else model, Path(resume_from_checkpoint))
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -188,7 +188,7 @@ class CheckpointMethods(_Upstream):
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
         verify_best(self, best)
-        if self._is_sharded:
+        if self.is_sharded:
             logger.info("loading the best model from %s", best)
             upstream_files.load_model(self, self.model, best)
         else:
@@ -210,7 +210,7 @@ class CheckpointMethods(_Upstream):
                 checkpoint,
             )
             return
-        if os.path.isfile(os.path.join(checkpoint, upstream_files.PLAIN_OPTIMIZER_NAME)) and not self._is_sharded:
+        if os.path.isfile(os.path.join(checkpoint, upstream_files.PLAIN_OPTIMIZER_NAME)) and not self.is_sharded:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         upstream_files.load_optimizer(self, Path(checkpoint))
@@ -230,7 +230,7 @@ class CheckpointMethods(_Upstream):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model so that `from_pretrained` reads it; see upstream. Collective."""
-        if not self._is_sharded:
+        if not self.is_sharded:
             super().save_model(output_dir, _internal_call)
             return
         upstream_files.save_model(self, output_dir or self.args.output_dir)

@@ -23,6 +23,7 @@ from accel_trainer.errors import AccelTrainerError
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.trainer.checkpoint.resuming import PREFIX, describe_progress
 from accel_trainer.trainer.checkpoint.upstream_files import TRAINER_STATE_NAME
+from accel_trainer.trainer.running_trainer import CheckpointingTrainer
 
 __all__ = ["SaveSkippedError", "save_checkpoint"]
 
@@ -37,7 +38,7 @@ class SaveSkippedError(AccelTrainerError):
     """A checkpoint could not be written, and the run goes on without it."""
 
 
-def save_checkpoint(trainer: Any, trial: Any) -> None:
+def save_checkpoint(trainer: CheckpointingTrainer, trial: Any) -> None:
     """Write the checkpoint of the current step; it appears under its name when every rank has written its part.
 
     Collective. What it holds, and the order of everything, are those of upstream's `_save_checkpoint`.
@@ -67,14 +68,14 @@ def save_checkpoint(trainer: Any, trial: Any) -> None:
         save_persistently(push, trainer.accelerator.process, args.save_policy, f"push of {target}")
 
 
-def _push(trainer: Any, target: Path) -> None:
+def _push(trainer: CheckpointingTrainer, target: Path) -> None:
     """Have a committed checkpoint uploaded, in the background; the main process copies it first. Collective."""
     with raise_together(trainer.accelerator.process, f"push of {target}"):
         trainer._disown()  # what is uploaded is the whole directory, and the lock is not for others
         trainer._push_from_checkpoint(str(target))
 
 
-def _publish(trainer: Any, run_dir: Path, target: Path) -> Publication:
+def _publish(trainer: CheckpointingTrainer, run_dir: Path, target: Path) -> Publication:
     """Write and commit the checkpoint `target`. Collective."""
     args, state, process = trainer.args, trainer.state, trainer.accelerator.process
     with raise_together(process, f"save to {run_dir}"):
@@ -112,13 +113,13 @@ def _publish(trainer: Any, run_dir: Path, target: Path) -> Publication:
     return publication
 
 
-def _weight_bytes(trainer: Any) -> int:
+def _weight_bytes(trainer: CheckpointingTrainer) -> int:
     """About how many bytes this rank needs for the weights, twice what it gathers while it writes; or none."""
     if not trainer.args.should_save:
         return 0
     held = {id(value): value for value in trainer.model.state_dict(keep_vars=True).values()}
     num_bytes = sum(value.numel() * value.element_size() for value in held.values() if isinstance(value, Tensor))
-    return num_bytes * (2 if trainer._is_sharded else 1)
+    return num_bytes * (2 if trainer.is_sharded else 1)
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
@@ -129,7 +130,7 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
 
 
 @contextmanager
-def _staging(trainer: Any, staged: StagedDirectory) -> Iterator[None]:
+def _staging(trainer: CheckpointingTrainer, staged: StagedDirectory) -> Iterator[None]:
     """Have files that this module writes hashed on their way; others are read once for that."""
     trainer._staged = staged
     try:
@@ -138,7 +139,7 @@ def _staging(trainer: Any, staged: StagedDirectory) -> Iterator[None]:
         trainer._staged = None
 
 
-def _note_best(trainer: Any, run_dir: Path, target: Path) -> None:
+def _note_best(trainer: CheckpointingTrainer, run_dir: Path, target: Path) -> None:
     """Name the best checkpoint in the state, if it is there: this one is about to be."""
     state = trainer.state
     strategies = (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST)
@@ -148,7 +149,7 @@ def _note_best(trainer: Any, run_dir: Path, target: Path) -> None:
             state.best_model_checkpoint = str(best)
 
 
-def _save_state(trainer: Any, path: str) -> None:
+def _save_state(trainer: CheckpointingTrainer, path: str) -> None:
     state = trainer.state
     for callback in [*trainer.callback_handler.callbacks, trainer.control]:
         if isinstance(callback, ExportableState):

@@ -36,6 +36,7 @@ from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 from accel_trainer.trainer.checkpoint.run_metrics import RunFigures, UpdateNote
+from accel_trainer.trainer.running_trainer import CheckpointingTrainer
 
 __all__ = ["PREFIX", "Resumption", "current_position", "describe_progress", "open_named", "select_checkpoint"]
 
@@ -89,7 +90,7 @@ class Resumption:
         """Whether as many processes wrote it as will read it."""
         return self.num_writers in (None, process.world_size)
 
-    def take_position(self, trainer: Any, loader: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def take_position(self, trainer: CheckpointingTrainer, loader: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Have the loader's next pass begin after the samples that were trained; return the lengths of the run.
 
         With a changed number of samples in an update, the run ends after as many samples as it would have.
@@ -137,7 +138,7 @@ class Resumption:
             )  # fmt: skip
         return num_epochs, updates, examples, samples, batch, steps, max_steps
 
-    def restores_random_streams(self, trainer: Any) -> bool:
+    def restores_random_streams(self, trainer: CheckpointingTrainer) -> bool:
         """Whether each rank is to go on with its streams as they were saved; seeds new ones where ranks are others.
 
         Raises:
@@ -158,7 +159,7 @@ class Resumption:
         logger.warning("%s has no %s: random streams do not go on as they were", self.path, name)
         return False
 
-    def check_by_updates(self, trainer: Any, place: float) -> None:
+    def check_by_updates(self, trainer: CheckpointingTrainer, place: float) -> None:
         """Warn where a position by the number of updates, in epochs, is not the one that the checkpoint tells."""
         state = trainer.state
         if state.epoch is None or trainer.args.ignore_data_skip:
@@ -173,7 +174,7 @@ class Resumption:
                 self.path, told, place,
             )  # fmt: skip
 
-    def describe(self, trainer: Any) -> str:
+    def describe(self, trainer: CheckpointingTrainer) -> str:
         """Return one line: from where the run goes on, why not from a newer one, what is exact, and what is lost."""
         step, readers = trainer.state.global_step, trainer.accelerator.process.world_size
         parts = [f"resuming at update {step} from {self.path}{', as named' if self.is_named else ''}"]
@@ -205,16 +206,15 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def current_position(trainer: Any) -> dict[str, Any] | None:
-    """Return where the training loader stands; None for one that the Accelerator did not prepare."""
-    loader = trainer.callback_handler.train_dataloader
+def current_position(loader: Any) -> dict[str, Any] | None:
+    """Return the state of a training loader; None for one that the Accelerator did not prepare."""
     return loader.state_dict() if isinstance(loader, PreparedDataLoader) else None
 
 
-def describe_progress(trainer: Any) -> dict[str, Any]:
+def describe_progress(trainer: CheckpointingTrainer) -> dict[str, Any]:
     """Return, as plain JSON, how far a run is: for the manifest of the checkpoint that it writes."""
     args = trainer.args
-    position = trainer._position or current_position(trainer)
+    position = trainer._position or current_position(trainer.callback_handler.train_dataloader)
     if position is not None:
         try:
             json.dumps(position)
@@ -232,7 +232,9 @@ def describe_progress(trainer: Any) -> dict[str, Any]:
 # --- choosing and verifying ------------------------------------------------------------------------------------------
 
 
-def select_checkpoint(given: bool | str | os.PathLike[str], trainer: Any, figures: RunFigures) -> Resumption:
+def select_checkpoint(
+    given: bool | str | os.PathLike[str], trainer: CheckpointingTrainer, figures: RunFigures
+) -> Resumption:
     """Return the checkpoint to resume from, its contents verified. Collective: rank 0 decides for all.
 
     Args:
@@ -276,7 +278,7 @@ def open_named(path: Path, process: ProcessContext) -> StoredCheckpoint | None:
     return open_checkpoint(path, process) if is_ours else None
 
 
-def _select_named(path: Path, trainer: Any, figures: RunFigures) -> Resumption:
+def _select_named(path: Path, trainer: CheckpointingTrainer, figures: RunFigures) -> Resumption:
     with figures.resuming("select"):
         stored = open_named(path, trainer.accelerator.process)
     if stored is None:
@@ -291,7 +293,7 @@ def _is_ours(path: Path) -> bool:
     return (path / MANIFEST_NAME).exists() or (path / MARKER_NAME).exists()
 
 
-def _files_to_read(manifest: Manifest, trainer: Any) -> Iterator[str]:
+def _files_to_read(manifest: Manifest, trainer: CheckpointingTrainer) -> Iterator[str]:
     """Yield the files that this rank reads."""
     process = trainer.accelerator.process
     for name in manifest.files:
@@ -299,11 +301,11 @@ def _files_to_read(manifest: Manifest, trainer: Any) -> Iterator[str]:
         if streams is not None:
             if int(streams[1] or 0) == process.rank:
                 yield name
-        elif process.is_main or not trainer._is_sharded or not _READ_BY_RANK_0.fullmatch(name):
+        elif process.is_main or not trainer.is_sharded or not _READ_BY_RANK_0.fullmatch(name):
             yield name
 
 
-def _select_newest(directory: Path, trainer: Any, figures: RunFigures) -> Resumption:
+def _select_newest(directory: Path, trainer: CheckpointingTrainer, figures: RunFigures) -> Resumption:
     process: ProcessContext = trainer.accelerator.process
     section = f"selection of a checkpoint in {directory}"
     passed_over: list[str] = []

@@ -36,6 +36,7 @@ from accel_trainer.config import StateDictType
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.strategies.api import CheckpointIO
+from accel_trainer.trainer.running_trainer import CheckpointingTrainer
 
 __all__ = [
     "PLAIN_OPTIMIZER_NAME",
@@ -66,19 +67,19 @@ STOCK_FULL_MODEL_NAME = "pytorch_model_fsdp.bin"
 STOCK_SHARDED_MODEL_NAME = "pytorch_model_fsdp_0"
 
 
-def _io(trainer: Any) -> CheckpointIO:
+def _io(trainer: CheckpointingTrainer) -> CheckpointIO:
     io: CheckpointIO = trainer.accelerator.unit_of(trainer.model).checkpoint_io()
     return io
 
 
-def _staged(trainer: Any, directory: Path) -> StagedDirectory | None:
+def _staged(trainer: CheckpointingTrainer, directory: Path) -> StagedDirectory | None:
     """Return the checkpoint that is being written, where `directory` is it."""
     staged: StagedDirectory | None = trainer._staged
     return staged if staged is not None and staged.path == directory else None
 
 
 @contextmanager
-def _create(trainer: Any, directory: Path, name: str) -> Iterator[BinaryIO]:
+def _create(trainer: CheckpointingTrainer, directory: Path, name: str) -> Iterator[BinaryIO]:
     """Open a new file of a checkpoint, or of any other directory."""
     staged = _staged(trainer, directory)
     if staged is not None:
@@ -90,7 +91,7 @@ def _create(trainer: Any, directory: Path, name: str) -> Iterator[BinaryIO]:
             yield file
 
 
-def save_model(trainer: Any, output_dir: str) -> None:
+def save_model(trainer: CheckpointingTrainer, output_dir: str) -> None:
     """Write weights, configuration and processing class so that `from_pretrained` reads them. Collective.
 
     Sharded weights are gathered one by one into a file without a name: they take disk room twice, and no rank's memory.
@@ -99,7 +100,7 @@ def save_model(trainer: Any, output_dir: str) -> None:
     with raise_together(trainer.accelerator.process, "save_model"):
         if not trainer.accelerator._models:
             state = trainer.model.state_dict()
-        elif trainer._is_sharded:
+        elif trainer.is_sharded:
             state = gather_to_file(_io(trainer).lazy_model_state(), Path(output_dir), writes=writes)
         else:
             state = trainer.accelerator.get_state_dict(trainer.model)
@@ -108,10 +109,10 @@ def save_model(trainer: Any, output_dir: str) -> None:
             trainer._save(output_dir, state_dict=state)
 
 
-def save_optimizer(trainer: Any, output_dir: str) -> None:
+def save_optimizer(trainer: CheckpointingTrainer, output_dir: str) -> None:
     """Write the optimizer's and the scheduler's state next to the model. Collective where the model is sharded."""
     directory, writes = Path(output_dir), trainer.args.should_save
-    if not trainer._is_sharded:
+    if not trainer.is_sharded:
         if writes:
             with _create(trainer, directory, PLAIN_OPTIMIZER_NAME) as file:
                 torch.save(trainer.optimizer.state_dict(), file)
@@ -131,7 +132,7 @@ def save_optimizer(trainer: Any, output_dir: str) -> None:
         reissue_pt_warnings(caught)
 
 
-def _adopt_own_parts(trainer: Any, directory: Path) -> None:
+def _adopt_own_parts(trainer: CheckpointingTrainer, directory: Path) -> None:
     """Have each rank hash the parts that it has written, not one rank all of them."""
     staged, rank = _staged(trainer, directory), trainer.accelerator.process_index
     if staged is not None:
@@ -154,7 +155,7 @@ def _open_weights(directory: Path) -> Mapping[str, Tensor]:
     )
 
 
-def load_model(trainer: Any, model: nn.Module, directory: Path) -> None:
+def load_model(trainer: CheckpointingTrainer, model: nn.Module, directory: Path) -> None:
     """Load a checkpoint's weights into a laid-out model. Collective; rank 0 reads."""
     logger.info(f"Loading model from {directory}.")
     weights: Mapping[str, Tensor] = {}
@@ -170,7 +171,7 @@ def load_model(trainer: Any, model: nn.Module, directory: Path) -> None:
     _warn_of_differences(trainer, names, set(weights), unit.module)
 
 
-def _warn_of_differences(trainer: Any, own: set[str], stored: set[str], module: nn.Module) -> None:
+def _warn_of_differences(trainer: CheckpointingTrainer, own: set[str], stored: set[str], module: nn.Module) -> None:
     if not trainer.accelerator.is_main_process:
         return
     named = dict(module.named_parameters(remove_duplicate=False))
@@ -190,7 +191,7 @@ def has_engine_state(directory: str) -> bool:
     return not any((folder / name).exists() for name in _OPTIMIZER_NAMES) and any(folder.glob(ENGINE_STATE_PATTERN))
 
 
-def load_engine_state(trainer: Any, directory: str) -> None:
+def load_engine_state(trainer: CheckpointingTrainer, directory: str) -> None:
     """Load weights and optimizer's state from the engine's own files. Collective.
 
     Raises:
@@ -218,7 +219,7 @@ def load_engine_state(trainer: Any, directory: str) -> None:
         )
 
 
-def load_engine_scheduler(trainer: Any, directory: str) -> None:
+def load_engine_scheduler(trainer: CheckpointingTrainer, directory: str) -> None:
     """Load the schedule of a checkpoint that holds the engine's own files, where the engine has not loaded it itself.
 
     Raises:
@@ -256,7 +257,7 @@ def read_train_batch_size(directory: str) -> int | None:
     return size
 
 
-def load_optimizer(trainer: Any, directory: Path) -> None:
+def load_optimizer(trainer: CheckpointingTrainer, directory: Path) -> None:
     """Load the optimizer's state, whatever number of processes and strategy wrote it. Collective.
 
     Raises:
@@ -307,7 +308,7 @@ def _name_parameters(stored: Mapping[str, Any], own: Mapping[str, Any], path: Pa
     return {"state": {names[index]: entry for index, entry in stored["state"].items()}, "param_groups": groups}
 
 
-def load_scheduler(trainer: Any, directory: Path) -> None:
+def load_scheduler(trainer: CheckpointingTrainer, directory: Path) -> None:
     """Load the learning-rate schedule's state; every rank reads it."""
     with warnings.catch_warnings(record=True) as caught:
         trainer.lr_scheduler.load_state_dict(torch.load(directory / SCHEDULER_NAME, weights_only=True))
