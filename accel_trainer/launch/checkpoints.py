@@ -1,4 +1,4 @@
-"""`accel-trainer ckpt`: look at checkpoints, verify them, remove old ones. Imports no torch."""
+"""`accel-trainer ckpt` and `merge-weights`: list, verify, prune and export checkpoints. Only exports import torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from accel_trainer.checkpoint.commit.retention import is_complete, numbered_chec
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from accel_trainer.checkpoint.format.verification import check_files, find_extra
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError
-from accel_trainer.launch.weights import add_export_options, add_format_option, run_export
 
-__all__ = ["run_ckpt"]
+__all__ = ["run_ckpt", "run_merge_weights"]
 
 _PREFIXES = ("checkpoint_", "checkpoint-")
 """Of `save_state` and of the Trainer."""
@@ -35,11 +34,17 @@ def run_ckpt(words: Sequence[str]) -> int:
     exporting = commands.add_parser(
         "export", help="write a checkpoint's weights, or all of it, for others", allow_abbrev=False
     )
-    add_export_options(exporting)
-    add_format_option(exporting)
+    _add_export_options(exporting)
+    exporting.add_argument(
+        "--format",
+        default="weights",
+        choices=("weights", "fsdp-full", "fsdp-sharded"),
+        help="weights for from_pretrained (the default), or all that transformers' own Trainer resumes from under FSDP "
+        "with FULL_STATE_DICT or SHARDED_STATE_DICT",
+    )
     arguments = parser.parse_args(words)
     if arguments.command == "export":
-        return run_export(arguments)
+        return _export(arguments)
     if not arguments.directory.is_dir():
         raise CheckpointNotFoundError(f"{arguments.directory.absolute()} is no directory; give one with checkpoints")
     if arguments.command == "list":
@@ -49,6 +54,61 @@ def run_ckpt(words: Sequence[str]) -> int:
     if arguments.keep < 1:
         parser.error(f"--keep {arguments.keep} would leave no checkpoint; keep 1 or more")
     return _prune(arguments.directory, arguments.keep)
+
+
+def run_merge_weights(words: Sequence[str]) -> int:
+    """Run `accel-trainer merge-weights IN OUT`."""
+    parser = argparse.ArgumentParser(
+        "accel-trainer merge-weights",
+        description="Write the weights of a checkpoint as safetensors that from_pretrained reads: of save_state, of "
+        "torch.distributed.checkpoint, or in shards of Hugging Face accelerate and its Trainer.",
+        allow_abbrev=False,
+    )
+    _add_export_options(parser)
+    parser.set_defaults(format="weights")
+    return _export(parser.parse_args(words))
+
+
+def _add_export_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="IN", help="a checkpoint, or a directory of sharded weights")
+    parser.add_argument("target", type=Path, metavar="OUT", help="the directory to write to")
+    parser.add_argument("--unit", type=int, default=0, metavar="N", help="which of several models; default: 0")
+    parser.add_argument(
+        "--max_shard_size", "--max-shard-size", default="10GB", metavar="SIZE", help="of a file; default: 10GB"
+    )
+    parser.add_argument(
+        "--unsafe_serialization",
+        "--unsafe-serialization",
+        action="store_true",
+        help="write pytorch_model.bin, a pickle, instead of safetensors",
+    )
+    parser.add_argument(
+        "--verify", default="full", choices=("full", "size", "off"), help="compare files with their checksums"
+    )
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    if arguments.format == "weights":
+        from accel_trainer.checkpoint.interop.export import export_weights
+
+        names = export_weights(
+            arguments.source,
+            arguments.target,
+            unit=arguments.unit,
+            max_shard_size=arguments.max_shard_size,
+            safe_serialization=not arguments.unsafe_serialization,
+            verify=arguments.verify,
+        )
+    else:
+        from accel_trainer.checkpoint.interop.hf_fsdp_export import export_hf_fsdp
+
+        is_sharded = arguments.format == "fsdp-sharded"
+        names = export_hf_fsdp(
+            arguments.source, arguments.target, is_sharded=is_sharded, unit=arguments.unit, verify=arguments.verify
+        )
+    size = sum((arguments.target / name).stat().st_size for name in names)
+    print(f"{arguments.target}: {len(names)} file(s), {size / 2**20:,.1f} MiB")
+    return 0
 
 
 def _find(directory: Path) -> list[Path]:

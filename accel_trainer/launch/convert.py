@@ -13,12 +13,12 @@ from accel_trainer.config.deepspeed.to_fsdp import to_deepspeed, to_fsdp
 from accel_trainer.config.readers.yaml_reader import dump_yaml
 from accel_trainer.errors import ConfigError
 
-__all__ = ["convert_config"]
+__all__ = ["run_convert_config"]
 
 _SUFFIXES = (".json", ".yaml", ".yml")
 
 
-def convert_config(words: Sequence[str]) -> int:
+def run_convert_config(words: Sequence[str]) -> int:
     """Run the command and return its exit code.
 
     Raises:

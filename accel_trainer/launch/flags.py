@@ -21,7 +21,7 @@ from accel_trainer.config.layer import Layer, SourceKind
 from accel_trainer.config.validation import WrongValueError, coerce
 from accel_trainer.errors import ConfigError, did_you_mean
 
-__all__ = ["Flag", "Options", "launch_flags", "options_parser", "parse_options"]
+__all__ = ["Flag", "Options", "launch_flags", "options_parser", "parse_options", "print_help"]
 
 _ALIASES = {
     "use_cpu": "use_cpu",
@@ -53,6 +53,7 @@ _DEEPSPEED_FLAGS = {
     ),
 }
 """Keys of the DeepSpeed block, as accelerate's launcher has them: value and help."""
+_BOOLEANS = {"true": True, "false": False}
 _SECTION_TITLES = {
     "": "what runs",
     "launch": "processes and machines",
@@ -85,7 +86,7 @@ class Flag:
 
 @dataclass(slots=True)
 class Options:
-    """What stood before the script."""
+    """A command line, taken apart: our options, and the script with its own."""
 
     config_file: str | None = None
     is_module: bool = False
@@ -183,37 +184,63 @@ def options_parser(usage: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def print_help(words: Sequence[str], command: str, synopsis: str, description: str) -> bool:
+    """Print the help of a command that takes the flags of `launch`, if that is asked for; return whether it was."""
+    is_asked = bool(words) and words[0] in ("-h", "--help")
+    if is_asked:
+        options_parser(f"{command} {synopsis}", description).print_help()
+    return is_asked
+
+
 def parse_options(argv: Sequence[str], command: str) -> Options:
-    """Split a command line into our options and what follows them.
+    """Split a command line into our options, and the script with its own.
 
     Raises:
         ConfigError: a flag is unknown, lacks its value, contradicts another, or has a value in a wrong spelling.
     """
     options = Options()
-    foreign: list[fsdp_dialect.Entry] = []
+    entries: list[fsdp_dialect.Entry] = []
     position = 0
     while position < len(argv) and argv[position].startswith("-") and argv[position] not in ("-", "--"):
         token = argv[position]
         flag, value, used = _read_flag(argv, position, command)
         position += used
-        if isinstance(flag, str):
-            foreign.append(fsdp_dialect.Entry(flag, value, token.partition("=")[0], f"--{flag}"))
+        if flag.path == "fsdp":
+            entries.append(fsdp_dialect.Entry(flag.name, value, token.partition("=")[0], f"--{flag.name}"))
         else:
             _apply(options, flag, value, token)
     if position < len(argv) and argv[position] == "--":
         position += 1
-    _translate(options, foreign)
+    _translate(options, entries)
     options.rest = tuple(argv[position:])
     return options
 
 
-def _read_flag(argv: Sequence[str], position: int, command: str) -> tuple[Flag | str, Any, int]:
-    """Return the flag at `position` (its name, if spelled as accelerate's), its value, and how many words it took."""
+def _read_flag(argv: Sequence[str], position: int, command: str) -> tuple[Flag, Any, int]:
+    """Return the flag at `position`, its value, and how many words it took."""
     written, equals, value = argv[position].partition("=")
-    name = written.lstrip("-").replace("-", "_")
-    flag: Flag | str | None = launch_flags().get(name)
+    flag = _find_flag(written, command)
+    if equals:
+        return flag, value, 1
+    following = argv[position + 1] if position + 1 < len(argv) else None
+    if flag.is_switch:
+        takes_word = flag.path is not None and flag.preset is None and following is not None
+        return (flag, following, 2) if takes_word and str(following).lower() in _BOOLEANS else (flag, True, 1)
+    if following is None or following.startswith("--") and _name(following) in launch_flags():
+        raise ConfigError(f"option {written} of {command} needs a value, and {following or 'nothing'} follows it")
+    return flag, following, 2
+
+
+def _name(word: str) -> str:
+    return word.partition("=")[0].lstrip("-").replace("-", "_")
+
+
+def _find_flag(written: str, command: str) -> Flag:
+    """Return a flag of ours, or accelerate's spelling of an FSDP option as a flag whose path is `fsdp`."""
+    name = _name(written)
+    flag = launch_flags().get(name)
     if flag is None and name.startswith("fsdp_") and fsdp_dialect.is_known_key(name):
-        flag = name
+        flag = Flag(name, "fsdp", name)
     if flag is None or (len(name) == 1) != (not written.startswith("--")):
         known = [f"--{known}" for known in launch_flags()]
         hint = did_you_mean("--" + name, known) or "; there is none like it."
@@ -221,23 +248,7 @@ def _read_flag(argv: Sequence[str], position: int, command: str) -> tuple[Flag |
             f"unknown option {written!r} of {command}{hint} Options of the script stand behind the script; "
             f"`{command} --help` lists ours"
         )
-    following = argv[position + 1] if position + 1 < len(argv) else None
-    if not isinstance(flag, str) and flag.is_switch:
-        if equals:
-            return flag, value, 1
-        takes_word = flag.path is not None and flag.preset is None
-        is_word = takes_word and following is not None and following.lower() in ("true", "false")
-        return (flag, following, 2) if is_word else (flag, True, 1)
-    if not equals:
-        if following is None or following.partition("=")[0].lstrip("-").replace("-", "_") in _long_names(following):
-            raise ConfigError(f"option {written} of {command} needs a value, and {following or 'nothing'} follows it")
-        return flag, following, 2
-    return flag, value, 1
-
-
-def _long_names(token: str) -> Mapping[str, Flag]:
-    """The names that a word must not have to be taken for a value: those of our flags, if it is written like one."""
-    return launch_flags() if token.startswith("--") else {}
+    return flag
 
 
 def _apply(options: Options, flag: Flag, value: Any, token: str) -> None:
@@ -266,7 +277,7 @@ def _apply(options: Options, flag: Flag, value: Any, token: str) -> None:
 def _block_value(flag: Flag, value: Any) -> Any:
     """Give a value of the DeepSpeed block the type that it has in a file; the block's reader judges it."""
     if flag.is_switch:
-        return {"true": True, "false": False}.get(str(value).lower(), value)
+        return _BOOLEANS.get(str(value).lower(), value)
     if flag.key in ("zero_stage", "gradient_clipping"):
         try:
             return int(value) if flag.key == "zero_stage" else float(value)

@@ -1,6 +1,6 @@
-"""From a command line to what is started: the configuration checked, the number of processes, their environment.
+"""`accel-trainer launch` and `accel-trainer test`: from a command line to a job, and its start.
 
-Everything that can be wrong is said here, before the first process starts.
+Everything that can be wrong is reported here, before the first process starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from accel_trainer.config import Resolved, SourceKind, resolve
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
 from accel_trainer.errors import ConfigError
-from accel_trainer.launch.flags import Options
+from accel_trainer.launch.flags import Options, parse_options, print_help
 from accel_trainer.launch.hosts import HostJob, agent_options, plan_hosts, run_on_hosts
 from accel_trainer.registry import load_strategy
 
@@ -31,23 +31,16 @@ __all__ = [
     "refuse_nesting",
     "resolve_options",
     "run_job",
+    "run_launch",
+    "run_test",
     "worker_environment",
 ]
 
 # Left by an outer launcher or a job template; the workers get their own, a single process gets none.
 _RANK_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_NAME",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
 # Each vendor's runtime reads its own; the others are without effect.
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "HABANA_VISIBLE_DEVICES")
 _DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg", "/dev/dri/renderD*", "/dev/accel*", "/dev/davinci[0-9]*")
@@ -60,9 +53,12 @@ _FLAGS_OF = (
 )
 
 
+_CHECKS = "accel_trainer.launch.self_check"
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one machine starts."""
+    """The processes that this machine starts, with the configuration they were planned from."""
 
     resolved: Resolved
     command: tuple[str, ...]
@@ -72,6 +68,41 @@ class Job:
     """False: the command replaces this process. True: torch's elastic agent starts the workers."""
     hosts: HostJob | None = None
     """Machines of a hostfile, whose workers DeepSpeed's runner starts instead."""
+
+
+def run_launch(words: Sequence[str]) -> int:
+    """Run `accel-trainer launch` and return the exit code of the job."""
+    command = "accel-trainer launch"
+    description = "Run a script on one or several processes. Options of the script stand behind the script."
+    if print_help(words, command, "[options] script.py [options of the script]", description):
+        return 0
+    options = parse_options(words, command)
+    for note in options.notes:
+        print(f"{command}: {note}", file=sys.stderr)
+    return run_job(plan_job(options, os.environ, words))
+
+
+def run_test(words: Sequence[str]) -> int:
+    """Launch the checks with the options of `launch`; return 0 where all hold, else the code of the first that failed.
+
+    As many processes as are configured; else one for each device, and two where there is none.
+
+    Raises:
+        ConfigError: a script was given, or the job as configured cannot run.
+    """
+    command = "accel-trainer test"
+    description = "Start a small job as configured, and check processes, collectives, loaders and training."
+    if print_help(words, command, "[options as for launch]", description):
+        return 0
+    options = parse_options(words, command)
+    if options.rest or options.is_module or options.no_python:
+        raise ConfigError(f"{command} has a script of its own and takes none; to start yours: accel-trainer launch")
+    config = resolve_options(options, os.environ)[0].config
+    is_open = config.launch.num_processes is None and config.strategy != "single"
+    if is_open and not count_devices(config.use_cpu, config.launch.gpu_ids):
+        options.flags["launch.num_processes"] = 2 * config.launch.num_machines
+    options.is_module, options.rest = True, (_CHECKS,)
+    return run_job(plan_job(options, os.environ, [*words, _CHECKS]))
 
 
 def default_config_path(environ: Mapping[str, str]) -> Path:
@@ -99,7 +130,7 @@ def resolve_options(options: Options, environ: Mapping[str, str]) -> tuple[Resol
 
 
 def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] = ()) -> Job:
-    """Return what to start.
+    """Return the job that a command line asks for, checked.
 
     Args:
         options: the parsed command line, with the script in `rest`.
@@ -274,13 +305,16 @@ def _check_strategy(resolved: Resolved, num_processes: int, options: Options, ar
 def worker_environment(
     environ: Mapping[str, str], resolved: Resolved, launch_text: str, num_local: int, meets_here: bool
 ) -> dict[str, str]:
-    """Return the environment of the started processes: ours, without ranks of others, with the launcher's decisions."""
+    """Return the environment of the started processes: ours, without ranks of others, with the launcher's decisions.
+
+    Args:
+        environ: of this process.
+        launch_text: the value of ACCEL_TRAINER_LAUNCH.
+        num_local: processes of the job on this machine.
+        meets_here: whether all ranks of a process group are on this machine.
+    """
     launch = resolved.config.launch
-    variables = {
-        name: value
-        for name, value in environ.items()
-        if name not in _RANK_VARIABLES and not name.startswith("TORCHELASTIC_")
-    }
+    variables = {name: value for name, value in environ.items() if not _is_of_a_rank(name)}
     variables[LAUNCH_VARIABLE] = launch_text
     if resolved.config.strategy == "deepspeed" and resolved.config.use_cpu:
         # DeepSpeed takes the accelerator that it finds, whatever the job runs on.
@@ -296,6 +330,10 @@ def worker_environment(
     if meets_here and loopback in (name for _, name in socket.if_nameindex()):
         variables.setdefault("GLOO_SOCKET_IFNAME", loopback)
     return variables
+
+
+def _is_of_a_rank(variable: str) -> bool:
+    return variable in _RANK_VARIABLES or variable.startswith("TORCHELASTIC_")
 
 
 def _num_cores() -> int:

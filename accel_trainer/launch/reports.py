@@ -1,23 +1,24 @@
-"""What the command line tells: where options came from, what this machine is; and the file it writes for a start."""
+"""`accel-trainer explain` and `accel-trainer env`: where options came from, and the facts for a bug report."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from accel_trainer.config import MixedPrecision, RunConfig, read_file, to_file_dict
+from accel_trainer.config import read_file
 from accel_trainer.errors import ConfigError
-from accel_trainer.launch.flags import Options
+from accel_trainer.launch.flags import parse_options, print_help
 from accel_trainer.launch.job import default_config_path, resolve_options
 from accel_trainer.tracking import mask_secrets
 
-__all__ = ["describe_environment", "explain", "write_default_config"]
+__all__ = ["run_env", "run_explain"]
 
 _PACKAGES = ("torch", "numpy", "transformers", "datasets", "evaluate", "safetensors", "huggingface_hub", "deepspeed")
 _REPORTED_PREFIXES = (
@@ -32,13 +33,18 @@ _REPORTED_PREFIXES = (
 )
 
 
-def explain(options: Options, environ: Mapping[str, str]) -> str:
-    """Return a table of every option, its value and where it came from, and the remarks of the files that were read.
+def run_explain(words: Sequence[str]) -> int:
+    """Print a table of every option, its value and where it came from, and the remarks of the files that were read.
 
     Raises:
         ConfigError: a source is wrong; the same error that `launch` would report.
     """
-    resolved, _ = resolve_options(options, environ)
+    command = "accel-trainer explain"
+    description = "Print every option, its value and where the value came from. A script is ignored."
+    if print_help(words, command, "[options as for launch]", description):
+        return 0
+    options = parse_options(words, command)
+    resolved, _ = resolve_options(options, os.environ)
     rows = [
         ("option", "value", "from"),
         *((path, _text(value), source.where) for path, value, source in resolved.explain() if path != "deepspeed"),
@@ -46,7 +52,8 @@ def explain(options: Options, environ: Mapping[str, str]) -> str:
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"{path:<{widths[0]}}  {value:<{widths[1]}}  {where}" for path, value, where in rows]
-    return "\n".join([*lines, *(f"note: {note}" for note in (*options.notes, *resolved.notes))])
+    print("\n".join([*lines, *(f"note: {note}" for note in (*options.notes, *resolved.notes))]))
+    return 0
 
 
 def _masked(path: str, value: Any) -> Any:
@@ -65,73 +72,23 @@ def _text(value: Any) -> str:
     return str(dict(value)) if isinstance(value, Mapping) else str(value)
 
 
-def write_default_config(
-    file: str | None, mixed_precision: str, environ: Mapping[str, str], deepspeed: Mapping[str, Any] | None = None
-) -> str:
-    """Write a small configuration file to start from, and return a line that says where.
-
-    Args:
-        deepspeed: `zero_stage` and offload devices of a DeepSpeed job; empty for other jobs.
-
-    Raises:
-        ConfigError: an offload has no stage that can do it; the file exists (it is left as it is), has another suffix
-            than .yaml or .yml, or cannot be written.
-    """
-    path = Path(file).expanduser() if file else default_config_path(environ)
-    if path.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"{path} would be written as YAML; give it the suffix .yaml")
-    config = RunConfig(mixed_precision=MixedPrecision(mixed_precision))
-    precision = to_file_dict(config, full=True)["mixed_precision"]
-    strategy = "deepspeed" if deepspeed else "auto"
-    text = _START_OF_FILE.format(precision=precision, strategy=strategy) + _block_text(deepspeed or {})
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "x", encoding="utf-8") as target:
-            target.write(text)
-    except OSError as error:
-        if path.exists():
-            raise ConfigError(
-                f"{path} exists and was left as it is; remove it first, or name another file with --config_file"
-            ) from None
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror}; name another file with --config_file"
-        ) from error
-    return f"configuration written to {path}"
-
-
-_START_OF_FILE = """\
-# Every option with its value and source: accel-trainer explain. What each one does: accel-trainer launch --help.
-strategy: {strategy}  # auto, single, ddp, fsdp2, deepspeed
-mixed_precision: '{precision}'  # 'no', bf16, fp16
-use_cpu: false
-accumulation:
-  num_steps: 1
-launch:
-  num_processes: null  # one for each device; on the CPU: one
-  num_machines: 1
-"""
-
-
-def _block_text(deepspeed: Mapping[str, Any]) -> str:
-    needed = {"offload_optimizer_device": 1, "offload_param_device": 3}
-    for name, stage in needed.items():
-        if deepspeed.get(name, "none") != "none" and deepspeed.get("zero_stage", 0) < stage:
-            raise ConfigError(
-                f"--{name} is {deepspeed[name]} and --zero_stage {deepspeed.get('zero_stage', 'is not set')}; it needs "
-                f"--zero_stage {'1, 2 or 3' if stage == 1 else stage}"
-            )
-    return (
-        "".join(["deepspeed:\n", *(f"  {name}: {value}\n" for name, value in deepspeed.items())]) if deepspeed else ""
+def run_env(words: Sequence[str]) -> int:
+    """Print versions, devices, variables and the configuration file, as a block to paste into a bug report."""
+    parser = argparse.ArgumentParser(
+        "accel-trainer env",
+        description="Print versions, devices and configuration for a bug report.",
+        allow_abbrev=False,
     )
-
-
-def describe_environment(file: str | None, environ: Mapping[str, str]) -> str:
-    """Return versions, devices, variables and the configuration file, as a block to paste into a bug report."""
+    parser.add_argument(
+        "--config_file", "--config-file", metavar="FILE", help="the file to report instead of the default one"
+    )
+    file = parser.parse_args(words).config_file
     lines = [f"- {name}: {value}" for name, value in _facts()]
-    variables = {name: value for name, value in sorted(environ.items()) if name.startswith(_REPORTED_PREFIXES)}
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_REPORTED_PREFIXES)}
     lines += [f"- {name}: {value}" for name, value in mask_secrets(variables).items()]
-    lines.append(_config_lines(file, environ))
-    return "\n".join(["Copy this into the bug report:", "", *lines])
+    lines.append(_config_lines(file))
+    print("\n".join(["Copy this into the bug report:", "", *lines]))
+    return 0
 
 
 def _facts() -> Iterator[tuple[str, str]]:
@@ -170,8 +127,8 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _config_lines(file: str | None, environ: Mapping[str, str]) -> str:
-    path = Path(file) if file else default_config_path(environ)
+def _config_lines(file: str | None) -> str:
+    path = Path(file) if file else default_config_path(os.environ)
     if not file and not path.is_file():
         return f"- configuration: none ({path} does not exist)"
     try:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from accel_trainer.config import resolve
-from accel_trainer.launch import questionnaire
+from accel_trainer.launch import config_file
 from accel_trainer.launch.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ PRECISION, STEPS = "Mixed precision?", "Micro-batches for each update"
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setattr(questionnaire, "count_devices", lambda use_cpu, gpu_ids: 0)
+    monkeypatch.setattr(config_file, "count_devices", lambda use_cpu, gpu_ids: 0)
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from accel_trainer import DataLoaderConfiguration
-from accel_trainer.launch import self_check, testing
+from accel_trainer.launch import job, self_check
 from accel_trainer.launch.cli import main
 from accel_trainer.launch.job import Job
 from tests.launches import run_command
@@ -101,12 +101,12 @@ def test_it_starts_what_launch_would_and_two_processes_where_there_is_no_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     started: list[Job] = []
-    monkeypatch.setattr(testing, "run_job", lambda job: started.append(job) or 3)
+    monkeypatch.setattr(job, "run_job", lambda planned: started.append(planned) or 3)
     assert main(["test", "--cpu"]) == 3
     assert main(["test", "--cpu", "--num_processes", "1"]) == 3
     assert main(["test", "--cpu", "--strategy", "single"]) == 3
-    assert [job.num_local_processes for job in started] == [2, 1, 1]
-    assert all(job.command[-2:] == ("-m", "accel_trainer.launch.self_check") for job in started)
+    assert [planned.num_local_processes for planned in started] == [2, 1, 1]
+    assert all(planned.command[-2:] == ("-m", "accel_trainer.launch.self_check") for planned in started)
     assert main(["test", "script.py"]) == 2
     assert "accel-trainer test has a script of its own and takes none" in capsys.readouterr().err
     assert main(["test", "--config_file", str(tmp_path / "none.yaml")]) == 2

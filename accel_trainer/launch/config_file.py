@@ -1,10 +1,11 @@
-"""`accel-trainer config`: a few questions, each with a default, and a configuration file from the answers."""
+"""`accel-trainer config`: a configuration file from the answers to a few questions, or with defaults."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,56 +15,131 @@ from accel_trainer.config.validation import WrongValueError, coerce
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.launch.job import count_devices, default_config_path
 
-__all__ = ["ask_configuration", "run_questionnaire"]
+__all__ = ["run_config"]
 
 _HEAD = "# Written by accel-trainer config. Every option with its value and source: accel-trainer explain\n"
-_FEWEST = {"fsdp2": 2}
+_DEFAULTS = """\
+# Every option with its value and source: accel-trainer explain. What each one does: accel-trainer launch --help.
+strategy: {strategy}  # auto, single, ddp, fsdp2, deepspeed
+mixed_precision: '{precision}'  # 'no', bf16, fp16
+use_cpu: false
+accumulation:
+  num_steps: 1
+launch:
+  num_processes: null  # one for each device; on the CPU: one
+  num_machines: 1
+"""
+_MIN_STAGES = {"offload_optimizer_device": 1, "offload_param_device": 3}
+"""ZeRO stage that each offload needs."""
+_MIN_PROCESSES = {"fsdp2": 2}
 """Strategies that need several processes."""
 
 Check = Callable[[Any], str | None]
-"""Returns what is expected, where a value does not fit the answers before it."""
+"""Returns the expected values, where one does not fit the answers before it."""
 
 
-def run_questionnaire(file: str | None, environ: Mapping[str, str]) -> str:
-    """Ask on the terminal, write the answers as YAML, and return a line that says where.
-
-    Args:
-        file: where to write; None is where `launch` looks when no file is named.
+def run_config(words: Sequence[str]) -> int:
+    """Run `accel-trainer config` or `config default`, and print where the file is.
 
     Raises:
-        ConfigError: the file has another suffix than .yaml or .yml, is there and not to be replaced, or cannot be
-            written; or the input ends before the last answer. Nothing has been written then.
+        ConfigError: an offload has no stage that can do it; the file has another suffix than .yaml or .yml, exists and
+            is not to be replaced, or cannot be written; or the input ends before the last answer. Nothing has been
+            written then.
     """
-    path = Path(file).expanduser() if file else default_config_path(environ)
+    arguments = _parser().parse_args(words)
+    file = arguments.config_file
+    path = Path(file).expanduser() if file else default_config_path(os.environ)
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"{path} would be written as YAML; give it the suffix .yaml")
-    try:
-        print(f"Answers go to {path}. An empty answer takes what stands in brackets.")
-        if path.exists() and not _ask_yes("That file exists. Replace it?", False):
-            raise ConfigError(f"{path} exists and was left as it is; name another file with --config_file")
-        content = ask_configuration()
-    except (EOFError, KeyboardInterrupt) as error:
-        ended = "was stopped" if isinstance(error, KeyboardInterrupt) else "ended"
-        raise ConfigError(f"the input {ended} before the last answer; nothing was written, start again") from None
-    resolve(file=content)
-    text = _HEAD + dump_yaml(content)
-    written = path.with_name(f".{path.name}.{os.getpid()}")
+    if arguments.command is not None:
+        _write(path, _default_text(arguments.mixed_precision, arguments), is_new=True)
+        print(f"configuration written to {path}")
+        return 0
+    text = _HEAD + dump_yaml(_ask_answers(path))
+    _write(path, text, is_new=False)
+    command = "accel-trainer test" + (f" --config_file {file}" if file else "")
+    print(f"\n{text}\nconfiguration written to {path}; try it with: {command}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "accel-trainer config",
+        description="Ask a few questions and write a configuration file; `config default` asks nothing.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    default = commands.add_parser(
+        "default", help="write a file with defaults, where launch finds it", allow_abbrev=False
+    )
+    # Suppressed: without the option, the sub-parser would put its default over the value that stood before `default`.
+    for place, unset in ((parser, None), (default, argparse.SUPPRESS)):
+        place.add_argument(
+            "--config_file", "--config-file", metavar="FILE", default=unset, help="where to write instead"
+        )
+    default.add_argument(
+        "--mixed_precision", "--mixed-precision", default="no", choices=("no", "bf16", "fp16"), help="default: no"
+    )
+    default.add_argument(
+        "--zero_stage", "--zero-stage", type=int, choices=(1, 2, 3), help="shard with DeepSpeed: its ZeRO stage"
+    )
+    for name, content in (("optimizer", "optimizer state"), ("param", "parameters, with stage 3,")):
+        default.add_argument(
+            f"--offload_{name}_device",
+            f"--offload-{name}-device",
+            choices=("none", "cpu"),
+            help=f"with --zero_stage: where {content} are kept between uses",
+        )
+    return parser
+
+
+def _default_text(precision: str, arguments: argparse.Namespace) -> str:
+    block = {name: value for name in ("zero_stage", *_MIN_STAGES) if (value := getattr(arguments, name)) is not None}
+    for name, stage in _MIN_STAGES.items():
+        if block.get(name, "none") != "none" and block.get("zero_stage", 0) < stage:
+            raise ConfigError(
+                f"--{name} is {block[name]} and --zero_stage {block.get('zero_stage', 'is not set')}; it needs "
+                f"--zero_stage {'1, 2 or 3' if stage == 1 else stage}"
+            )
+    text = _DEFAULTS.format(precision=precision, strategy="deepspeed" if block else "auto")
+    return text + (dump_yaml({"deepspeed": block}) if block else "")
+
+
+def _write(path: Path, text: str, *, is_new: bool) -> None:
+    """Write a file; `is_new` leaves one that is there as it is, otherwise it is replaced in one step."""
+    written = path if is_new else path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        written.write_text(text, encoding="utf-8")
+        with open(written, "x" if is_new else "w", encoding="utf-8") as target:
+            target.write(text)
         os.replace(written, path)
     except OSError as error:
+        if is_new and path.exists():
+            raise ConfigError(
+                f"{path} exists and was left as it is; remove it first, or name another file with --config_file"
+            ) from None
         with contextlib.suppress(OSError):
             written.unlink(missing_ok=True)
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}; name another file with --config_file"
         ) from error
-    print(f"\n{text}")
-    command = "accel-trainer test" + (f" --config_file {file}" if file else "")
-    return f"configuration written to {path}; try it with: {command}"
 
 
-def ask_configuration() -> dict[str, Any]:
+def _ask_answers(path: Path) -> dict[str, Any]:
+    """Ask on the terminal for a configuration that `path` is to have, and check it."""
+    try:
+        print(f"Answers go to {path}. An empty answer takes what stands in brackets.")
+        if path.exists() and not _ask_yes("That file exists. Replace it?", False):
+            raise ConfigError(f"{path} exists and was left as it is; name another file with --config_file")
+        content = _ask_configuration()
+    except (EOFError, KeyboardInterrupt) as error:
+        ended = "was stopped" if isinstance(error, KeyboardInterrupt) else "ended"
+        raise ConfigError(f"the input {ended} before the last answer; nothing was written, start again") from None
+    resolve(file=content)
+    return content
+
+
+def _ask_configuration() -> dict[str, Any]:
     """Ask on the terminal, and return the answers as a configuration file has them.
 
     Raises:
@@ -108,13 +184,13 @@ def _ask_machines(content: dict[str, Any], num_machines: int) -> None:
 
 def _ask_processes(content: dict[str, Any], strategy: str, num_machines: int) -> None:
     def fits(number: int) -> str | None:
-        fewest = _FEWEST.get(strategy, 1)
+        fewest = _MIN_PROCESSES.get(strategy, 1)
         if number < fewest:
             return f"{fewest} or more for {strategy}"
         return f"a multiple of the {num_machines} machines" if number % num_machines else None
 
     devices = count_devices(content["use_cpu"], "all")
-    default = max(_FEWEST.get(strategy, 1), devices or (1 if strategy == "auto" else 2)) * num_machines
+    default = max(_MIN_PROCESSES.get(strategy, 1), devices or (1 if strategy == "auto" else 2)) * num_machines
     _ask(content, "launch.num_processes", "How many processes, over all machines?", default, fits)
 
 
