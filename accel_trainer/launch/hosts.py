@@ -1,6 +1,6 @@
 """Jobs on the machines of a hostfile, which DeepSpeed's own runner starts: by pdsh, an MPI, SLURM, or one by one.
 
-Everything that the runner would find out after it has started something is asked before.
+Everything that the runner would find out after it has started something is checked before.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_trainer.config import Resolved, SourceKind, field_specs
+from accel_trainer.config.deepspeed.block import LAUNCH_FIELDS
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
 from accel_trainer.errors import ConfigError, MissingExtraError, did_you_mean
 from accel_trainer.runtime.launchers import DEFAULT_PORT
 
 __all__ = ["HostJob", "agent_options", "plan_hosts", "run_on_hosts"]
 
-# What must be on the PATH for each way to start the machines.
+# Programs on the PATH that each way to start the machines needs.
 _PROGRAMS = {
     "pdsh": ("pdsh", "ssh"),
     "openmpi": ("ompi_info", "mpirun"),
@@ -40,15 +41,9 @@ _PROGRAMS = {
 _STANDARD = "standard"
 # The runner itself refuses filters with an MPI, after it has started.
 _WITHOUT_FILTERS = ("openmpi", "mvapich", "mpich")
-_KEYS = (
-    "deepspeed_hostfile",
-    "deepspeed_inclusion_filter",
-    "deepspeed_exclusion_filter",
-    "deepspeed_multinode_launcher",
-)
-# What torch's agent does, beside its workers and nobody else.
+# Options that only torch's agent, which runs beside its workers, can honour.
 _OF_THE_AGENT = ("launch.max_restarts", "launch.log_dir", "launch.tee", "launch.enable_cpu_affinity")
-# What the runner passes on by itself is little: PYTHONPATH and, with GPUs, variables of NCCL.
+# By itself the runner passes on little: PYTHONPATH and, with GPUs, variables of NCCL.
 _PASSED_ON = re.compile(
     r"(ACCEL_TRAINER|ACCELERATE|FSDP|DS|HF|TRANSFORMERS|TOKENIZERS|TORCH|NCCL|GLOO|OMP|CUDA|WANDB|MLFLOW)_"
 )
@@ -107,52 +102,61 @@ def plan_hosts(resolved: Resolved) -> HostJob | None:
     """
     if resolved.config.strategy != "deepspeed":
         return None
-    block, launch = resolved.config.deepspeed, resolved.config.launch
-    where = resolved.source("deepspeed").where
-    hostfile, include, exclude, launcher = (str(block.get(key) or "") for key in _KEYS)
+    launch = resolved.config.launch
+    hostfile, include, exclude, launcher = (str(resolved.config.deepspeed.get(key) or "") for key in LAUNCH_FIELDS)
     launcher = launcher.lower()
-    if launcher and launcher not in (_STANDARD, *_PROGRAMS):
-        known = (_STANDARD, *_PROGRAMS)
-        raise ConfigError(
-            f"deepspeed_multinode_launcher is {launcher!r} ({where}){did_you_mean(launcher, known) or '.'} "
-            f"Known: {', '.join(known)}"
-        )
+    _check_launcher(resolved, launcher)
     if not hostfile:
-        if include or exclude:
-            raise ConfigError(
-                f"a filter of machines is set ({where}), and there is no hostfile that it could filter; set "
-                "deepspeed_hostfile, or choose devices with gpu_ids"
-            )
-        if launch.num_machines > 1 and launcher not in ("", _STANDARD):
-            raise ConfigError(
-                f"deepspeed_multinode_launcher is {launcher!r} ({where}) for {launch.num_machines} machines, and "
-                "nothing names them; set deepspeed_hostfile, or launch on each machine with 'standard'"
-            )
+        _check_without_hostfile(resolved, launcher, is_filtered=bool(include or exclude))
         return None
-    if launcher == _STANDARD:
-        raise ConfigError(
-            f"deepspeed_hostfile is {hostfile!r} and deepspeed_multinode_launcher is 'standard' ({where}), which is "
-            "started by hand on each machine and reads no hostfile; leave one of the two out"
-        )
-    if unmet := agent_options(resolved):
-        raise ConfigError(
-            f"{', '.join(map(resolved.describe, unmet))}: DeepSpeed's runner, which starts the machines of a hostfile, "
-            "does not do that; leave it out, or start `accel-trainer launch` by hand on each machine"
-        )
+    _check_runner(resolved, launcher, hostfile)
     launcher = launcher or "pdsh"
     hosts = _filter(_read_hostfile(Path(hostfile)), include, exclude)
-    if (include or exclude) and launcher in _WITHOUT_FILTERS:
-        raise ConfigError(
-            f"the launcher {launcher!r} takes every machine of its hostfile, and a filter is set ({where}); write a "
-            "hostfile of the machines you want, or use pdsh or slurm"
-        )
-    num_per_host = _check_number(resolved, launcher, hosts, bool(include or exclude))
+    num_per_host = _check_number(resolved, launcher, hosts, is_filtered=bool(include or exclude))
     job = HostJob(
         launcher, Path(hostfile), hosts, include, exclude, num_per_host, launch.machine_rank,
         launch.main_process_ip, launch.main_process_port or DEFAULT_PORT,
     )  # fmt: skip
     _check_programs(job)
     return job
+
+
+def _check_launcher(resolved: Resolved, launcher: str) -> None:
+    known = (_STANDARD, *_PROGRAMS)
+    if launcher and launcher not in known:
+        raise ConfigError(
+            f"deepspeed_multinode_launcher is {launcher!r} ({resolved.source('deepspeed').where})"
+            f"{did_you_mean(launcher, known) or '.'} Known: {', '.join(known)}"
+        )
+
+
+def _check_without_hostfile(resolved: Resolved, launcher: str, *, is_filtered: bool) -> None:
+    where, num_machines = resolved.source("deepspeed").where, resolved.config.launch.num_machines
+    if is_filtered:
+        raise ConfigError(
+            f"a filter of machines is set ({where}), and there is no hostfile that it could filter; set "
+            "deepspeed_hostfile, or choose devices with gpu_ids"
+        )
+    if num_machines > 1 and launcher not in ("", _STANDARD):
+        raise ConfigError(
+            f"deepspeed_multinode_launcher is {launcher!r} ({where}) for {num_machines} machines, and "
+            "nothing names them; set deepspeed_hostfile, or launch on each machine with 'standard'"
+        )
+
+
+def _check_runner(resolved: Resolved, launcher: str, hostfile: str) -> None:
+    """Refuse a hostfile with options that DeepSpeed's runner, which reads it, does not have."""
+    if launcher == _STANDARD:
+        raise ConfigError(
+            f"deepspeed_hostfile is {hostfile!r} and deepspeed_multinode_launcher is 'standard' "
+            f"({resolved.source('deepspeed').where}), which is started by hand on each machine and reads no hostfile; "
+            "leave one of the two out"
+        )
+    if unmet := agent_options(resolved):
+        raise ConfigError(
+            f"{', '.join(map(resolved.describe, unmet))}: DeepSpeed's runner, which starts the machines of a hostfile, "
+            "does not do that; leave it out, or start `accel-trainer launch` by hand on each machine"
+        )
 
 
 def _read_hostfile(path: Path) -> dict[str, tuple[int, ...]]:
@@ -185,38 +189,43 @@ def _filter(hosts: Mapping[str, tuple[int, ...]], include: str, exclude: str) ->
         raise ConfigError(
             f"deepspeed_inclusion_filter is {include!r} and deepspeed_exclusion_filter is {exclude!r}; give one of them"
         )
-    named: dict[str, tuple[int, ...]] = {}
-    for part in filter(None, (include or exclude).split("@")):
-        name, _, numbers = part.partition(":")
-        wrong = [text for text in numbers.split(",") if numbers and not text.isdecimal()]
-        slots = () if wrong else tuple(int(text) for text in numbers.split(",") if text)
-        outside = [slot for slot in slots if slot not in hosts.get(name, ())]
-        if name not in hosts or wrong or outside:
-            having = (
-                f"; {name} has the slots 0 to {len(hosts[name]) - 1}" if name in hosts else did_you_mean(name, hosts)
-            )
-            raise ConfigError(
-                f"the filter {include or exclude!r} names {part!r}, which the hostfile does not have{having} "
-                f"Its machines: {', '.join(hosts)}"
-            )
-        named[name] = slots or hosts[name]
-    if not (include or exclude):
+    text = include or exclude
+    if not text:
         return dict(hosts)
+    named = {part.partition(":")[0]: _named_slots(hosts, part, text) for part in text.split("@") if part}
     kept = {
         name: tuple(slot for slot in slots if (slot in named.get(name, ())) == bool(include))
         for name, slots in hosts.items()
     }
-    left = {name: slots for name, slots in kept.items() if slots}
-    if not left:
+    if not any(kept.values()):
         raise ConfigError(f"deepspeed_exclusion_filter {exclude!r} leaves no slot of the hostfile; name fewer of them")
-    return left
+    return {name: slots for name, slots in kept.items() if slots}
+
+
+def _named_slots(hosts: Mapping[str, tuple[int, ...]], part: str, text: str) -> tuple[int, ...]:
+    """Return the slots that one machine of the filter `text` stands for: those behind its `:`, else all."""
+    name, _, numbers = part.partition(":")
+    words = numbers.split(",") if numbers else []
+    slots = tuple(int(word) if word.isdecimal() else -1 for word in words)
+    if name in hosts and set(slots) <= set(hosts[name]):
+        return slots or hosts[name]
+    nearest = f"; {name} has the slots 0 to {len(hosts[name]) - 1}" if name in hosts else did_you_mean(name, hosts)
+    raise ConfigError(
+        f"the filter {text!r} names {part!r}, which the hostfile does not have{nearest} Its machines: "
+        f"{', '.join(hosts)}"
+    )
 
 
 def _check_number(
-    resolved: Resolved, launcher: str, hosts: Mapping[str, tuple[int, ...]], is_filtered: bool
+    resolved: Resolved, launcher: str, hosts: Mapping[str, tuple[int, ...]], *, is_filtered: bool
 ) -> int | None:
     """Compare the hostfile with `num_machines` and `num_processes`; return the processes of each machine, if fewer."""
     launch = resolved.config.launch
+    if is_filtered and launcher in _WITHOUT_FILTERS:
+        raise ConfigError(
+            f"the launcher {launcher!r} takes every machine of its hostfile, and a filter is set "
+            f"({resolved.source('deepspeed').where}); write a hostfile of the machines you want, or use pdsh or slurm"
+        )
     if resolved.source("launch.num_machines").kind is not SourceKind.DEFAULT and launch.num_machines != len(hosts):
         raise ConfigError(
             f"{resolved.describe('launch.num_machines')}, and the hostfile with its filter has {len(hosts)}: "
@@ -257,7 +266,7 @@ def run_on_hosts(job: HostJob, command: Sequence[str], environ: Mapping[str, str
 
     Args:
         command: program and arguments of a worker, as for this machine.
-        environ: of the workers; what a machine needs to know of it is passed on.
+        environ: of the workers; the variables that a machine needs are passed on.
 
     Raises:
         ConfigError: the launcher cannot run modules or programs.
@@ -290,7 +299,13 @@ def _runner_command(job: HostJob, command: Sequence[str]) -> list[str]:
     for option, value in (("--include", job.include), ("--exclude", job.exclude), ("--num_gpus", job.num_per_host)):
         if value:
             words += [option, str(value)]
-    address = job.main_address
+    kind, script, *rest = _script_words(job, command)
+    rest = [_for_shell(word) for word in rest] if _is_by_shell(job) else rest
+    return [*words, *_address_options(job), *filter(None, [kind]), script, *rest]
+
+
+def _address_options(job: HostJob) -> list[str]:
+    words, address = [], job.main_address
     if job.is_here:
         address = address or "127.0.0.1"
         words.append("--no_ssh_check")
@@ -299,23 +314,24 @@ def _runner_command(job: HostJob, command: Sequence[str]) -> list[str]:
         words.append("--force_multi")
     if address is None and job.launcher != "pdsh":
         address = next(iter(job.hosts))
-    if address is not None:
-        words += ["--master_addr", address]
-    program, *rest = command
-    if program != sys.executable:
-        words.append("--no_python")
-        rest = list(command)
-    elif rest[0] == "-u":
-        rest = rest[1:]  # the runner has its own
-    if program == sys.executable and rest[0] == "-m":
-        words.append("--module")
-        rest = rest[1:]
-    if job.launcher == "slurm" and not job.is_here and words[-1] in ("--module", "--no_python"):
+    return words if address is None else [*words, "--master_addr", address]
+
+
+def _script_words(job: HostJob, command: Sequence[str]) -> list[str]:
+    """Return the option that says how a worker is run (empty for a script), and what stands behind it."""
+    kind, rest = "", list(command)
+    if command[0] != sys.executable:
+        kind = "--no_python"
+    else:
+        rest = rest[2:] if command[1] == "-u" else rest[1:]  # the runner has a -u of its own
+        if rest[0] == "-m":
+            kind, rest = "--module", rest[1:]
+    if kind and job.launcher == "slurm" and not job.is_here:
         raise ConfigError(
-            f"{words[-1]} is not passed on by DeepSpeed's runner under SLURM, which runs scripts only; name the script "
+            f"{kind} is not passed on by DeepSpeed's runner under SLURM, which runs scripts only; name the script "
             "itself, or start the job with srun"
         )
-    return [*words, rest[0], *(_for_shell(word) if _is_by_shell(job) else word for word in rest[1:])]
+    return [kind, *rest]
 
 
 def _is_by_shell(job: HostJob) -> bool:
@@ -333,21 +349,10 @@ def _for_shell(word: str) -> str:
 def _environment_file(job: HostJob, environ: Mapping[str, str]) -> Iterator[str]:
     """Write the variables that the other machines get, behind those of the user's own files, which the runner reads."""
     own = environ.get("DS_ENV_FILE", _ENVIRONMENT_FILE)
-    lines = [
-        line
-        for path in dict.fromkeys(os.path.join(folder, own) for folder in (os.path.expanduser("~"), "."))
-        if os.path.isfile(path)
-        for line in Path(path).read_text(encoding="utf-8").splitlines()
-        if "=" in line
-    ]
-    variables = {name: value for name, value in environ.items() if _PASSED_ON.match(name)}
-    variables.pop("DS_ENV_FILE", None)
-    # JSON is full of quotes, and goes through a shell with pdsh and through none with MPI.
-    variables[LAUNCH_VARIABLE] = base64.urlsafe_b64encode(environ[LAUNCH_VARIABLE].encode()).decode()
-    if job.launcher == "slurm":
-        variables = {}  # srun hands on the whole environment, and cannot take values with commas
-    if job.launcher in ("openmpi", "mvapich", "slurm"):
-        variables |= {"MASTER_ADDR": job.main_address or next(iter(job.hosts)), "MASTER_PORT": str(job.main_port)}
+    folders = dict.fromkeys((os.path.expanduser("~"), "."))
+    paths = [path for folder in folders if (path := Path(folder, own)).is_file()]
+    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines() if "=" in line]
+    variables = _passed_variables(job, environ)
     skipped = [name for name, value in variables.items() if not _PLAIN_VALUE.fullmatch(value)]
     if skipped:
         print(
@@ -360,3 +365,15 @@ def _environment_file(job: HostJob, environ: Mapping[str, str]) -> Iterator[str]
         file.write("".join(f"{line}\n" for line in lines))
         file.flush()
         yield file.name
+
+
+def _passed_variables(job: HostJob, environ: Mapping[str, str]) -> dict[str, str]:
+    variables = {}
+    if job.launcher != "slurm":  # srun hands on the whole environment, and cannot take values with commas
+        variables = {name: value for name, value in environ.items() if _PASSED_ON.match(name)}
+        variables.pop("DS_ENV_FILE", None)
+        # JSON is full of quotes, and goes through a shell with pdsh and through none with MPI.
+        variables[LAUNCH_VARIABLE] = base64.urlsafe_b64encode(environ[LAUNCH_VARIABLE].encode()).decode()
+    if job.launcher in ("openmpi", "mvapich", "slurm"):
+        variables |= {"MASTER_ADDR": job.main_address or next(iter(job.hosts)), "MASTER_PORT": str(job.main_port)}
+    return variables
