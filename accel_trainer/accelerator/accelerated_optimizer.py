@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from accel_trainer.accelerator.accumulation import PreparedUnit
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.fault_injection import fault_point
-
-if TYPE_CHECKING:
-    from accel_trainer.accelerator.prepared import PreparedUnit
 
 __all__ = ["AcceleratedOptimizer", "describe_models"]
 

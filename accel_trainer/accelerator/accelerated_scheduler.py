@@ -29,8 +29,9 @@ class AcceleratedScheduler(LRScheduler):
         self.step_with_optimizer = step_with_optimizer
 
     def follow(self, optimizer: AcceleratedOptimizer) -> None:
-        """Step with `optimizer` from now on if it is the one that is scheduled: it may be prepared later."""
-        scheduled = getattr(self.scheduler.optimizer, "optimizer", self.scheduler.optimizer)
+        """Step with `optimizer` from now on if it wraps the scheduled one, which may be prepared after its schedule."""
+        scheduled = self.scheduler.optimizer
+        scheduled = scheduled.optimizer if isinstance(scheduled, AcceleratedOptimizer) else scheduled
         if optimizer.optimizer is scheduled and optimizer not in self.optimizers:
             self.optimizers += (optimizer,)
 

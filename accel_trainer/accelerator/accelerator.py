@@ -11,23 +11,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from accel_trainer import logging
-from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
-from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
 from accel_trainer.accelerator.checkpointing import AcceleratorCheckpointing
 from accel_trainer.accelerator.engine_plugins import EnginePlugins
-from accel_trainer.accelerator.gathering import AcceleratorExchange
-from accel_trainer.accelerator.options import AcceleratorOptions, AcceleratorSettings, build_strategy, resolve_options
-from accel_trainer.accelerator.prepared import PreparedUnit, find_prepared
+from accel_trainer.accelerator.gathering import AcceleratorGathering
+from accel_trainer.accelerator.options import AcceleratorOptions, build_strategy, resolve_options
+from accel_trainer.accelerator.prepared import Prepared
 from accel_trainer.accelerator.preparing import AcceleratorPreparing
 from accel_trainer.accelerator.saving import AcceleratorSaving
 from accel_trainer.accelerator.shared_state import (
     AcceleratorState,
     DistributedType,
     GradientState,
-    ProcessView,
     stated_timeout,
 )
 from accel_trainer.accelerator.stepping import AcceleratorStepping
@@ -37,7 +33,7 @@ from accel_trainer.config import Resolved
 from accel_trainer.plugins.kwargs import ProjectConfiguration, TorchDynamoPlugin
 from accel_trainer.precision import build_precision, remove_autocast
 from accel_trainer.runtime.memory import register_memory_owner
-from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
+from accel_trainer.runtime.process import init_process, read_environment
 from accel_trainer.runtime.rng import check_rng_types
 from accel_trainer.tracking import GeneralTracker
 from accel_trainer.unsupported import refuse_options
@@ -50,12 +46,10 @@ logger = logging.get_logger(__name__)
 class Accelerator(
     AcceleratorPreparing,
     AcceleratorStepping,
-    AcceleratorExchange,
+    AcceleratorGathering,
     AcceleratorCheckpointing,
     AcceleratorSaving,
     AcceleratorReporting,
-    AcceleratorSettings,
-    ProcessView,
 ):
     """Runs a plain PyTorch loop on one process or many, laid out as the configuration says.
 
@@ -130,7 +124,7 @@ class Accelerator(
         )
         options = options_with(plugins.first)
         self.resolved = resolve_options(options, environ, config)
-        self.process: ProcessContext = init_process(
+        self.process = init_process(
             environ,
             use_cpu=self.resolved.config.use_cpu,
             timeout_seconds=stated_timeout(self.resolved),
@@ -166,15 +160,9 @@ class Accelerator(
             take_plugin=self._take_plugin,
         )
         self.gradient_state = GradientState(options.plugin_kwargs, self.config.accumulation.num_steps)
-        self._prepared: list[PreparedUnit] = []
-        self._current: list[PreparedUnit] = []
-        self._models: list[nn.Module] = []
-        self._optimizers: list[AcceleratedOptimizer] = []
-        self._schedulers: list[AcceleratedScheduler] = []
-        self._dataloaders: list[DataLoader] = []
+        self._prepared = Prepared()
         self._checkpoints = CheckpointRegistry()
         self._last_grad_norm = torch.tensor(float("nan"))
-        self._data_seed: int | None = None
         register_memory_owner(self)
         for note in self.resolved.notes:
             logger.info(note)
@@ -203,7 +191,7 @@ class Accelerator(
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether fp16 overflow skipped the last step of any optimizer."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     def whole_models(self) -> AbstractContextManager[None]:
         """Context in which models of transformers are built whole, under ZeRO-3 too. Not collective.
@@ -222,7 +210,7 @@ class Accelerator(
         Args:
             keep_fp32_wrapper: false also takes off mixed precision.
         """
-        found = find_prepared(self._prepared, model)
+        found = self._prepared.find(model)
         wrapped = isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel))
         module: Any = found.unit.module if found is not None else model.module if wrapped else model
         if not keep_torch_compile:
@@ -237,19 +225,7 @@ class Accelerator(
 
         An engine that holds on to its model by itself (DeepSpeed's) is taken off it. Every rank calls this.
         """
-        for prepared in self._prepared:
-            if callable(release := getattr(prepared.unit, "release", None)):
-                release()
-        for held in (
-            self._prepared,
-            self._current,
-            self._models,
-            self._optimizers,
-            self._schedulers,
-            self._dataloaders,
-        ):
-            held.clear()
-        self._current = []
+        self._prepared.clear()
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
         return tuple(None for _ in objects)

@@ -1,12 +1,14 @@
-"""When gradients are exchanged and what a loss is divided by. Pure: knows no engine and no tensor."""
+"""Accumulation windows: their micro-batches, the divisor of their losses, and the unit whose gradients they hold."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from accel_trainer.accelerator.token_mean import TokenWindow
 from accel_trainer.errors import ConfigError
+from accel_trainer.strategies.api import TrainUnit
 
-__all__ = ["AccumulationWindow"]
+__all__ = ["AccumulationWindow", "PreparedUnit"]
 
 
 @dataclass(slots=True)
@@ -27,7 +29,7 @@ class AccumulationWindow:
     held: int = 0
     """Micro-batches in the window so far, the current one included."""
     divisor: int = 1
-    """What each loss of this window is divided by."""
+    """Each loss of this window is divided by it."""
     is_last: bool = True
     """Whether the current micro-batch ends the window: the optimizer steps on it."""
 
@@ -63,5 +65,57 @@ class AccumulationWindow:
 
     @property
     def correction(self) -> float:
-        """What the window's gradients must be multiplied by to be the mean over what it held."""
+        """Factor that makes the window's gradients the mean over the micro-batches that it held."""
         return self.divisor / self.held if self.is_last and self.held else 1.0
+
+
+@dataclass(slots=True, eq=False)
+class PreparedUnit:
+    """A unit of the strategy, in its accumulation window."""
+
+    unit: TrainUnit
+    window: AccumulationWindow
+    evaluation_only: bool = False
+    """Whether the unit was prepared without an exchange of gradients."""
+    took_backward: bool = False
+    """Whether the current micro-batch has had its backward."""
+    tokens: TokenWindow | None = None
+    """Tokens that the window's losses were summed over; None before a loss has been weighed by tokens."""
+    corrected: bool = False
+    """Whether this window's gradients are scaled to the mean over its micro-batches already."""
+
+    @property
+    def may_drop_gradients(self) -> bool:
+        """Whether zeroing gradients now loses none that the window still needs.
+
+        Loops zero either before the forward or after the step: on the first micro-batch before its backward, or on the
+        last one after it.
+        """
+        window = self.window
+        if window.num_steps == 1 or window.held == 0:
+            return True
+        return window.is_last if self.took_backward else window.held == 1
+
+    def drop_tokens(self) -> None:
+        """Forget the tokens of gradients that one of the optimizers is about to drop.
+
+        The other optimizers of the model may still step with theirs, which are scaled to the mean before.
+        """
+        if self.tokens is not None:
+            if self.tokens.is_open and len(self.unit.optimizers) > 1:
+                self.finish_window()
+            self.tokens.drop()
+
+    def finish_window(self) -> None:
+        """Scale the gradients to the mean over the window's micro-batches; once, before they are used.
+
+        Collective where losses were weighed by tokens.
+        """
+        if self.tokens is not None and self.tokens.is_open:
+            self.unit.scale_gradients(self.tokens.close())
+            self.corrected = True
+        if not self.corrected and self.window.held != self.window.divisor:
+            factor = self.window.correction
+            if factor != 1.0:
+                self.unit.scale_gradients(factor)
+                self.corrected = True

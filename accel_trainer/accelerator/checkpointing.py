@@ -6,15 +6,15 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from accel_trainer import logging
 from accel_trainer.accelerator.open_windows import OpenWindows
-from accel_trainer.accelerator.prepared import PreparedUnit
-from accel_trainer.checkpoint.checkpointer import CheckpointRegistry, LoadHook, SaveHook, add_hook
+from accel_trainer.accelerator.settings import AcceleratorSettings
+from accel_trainer.checkpoint.checkpointer import LoadHook, SaveHook, add_hook
 from accel_trainer.checkpoint.commit.disk import explain_full_disk
 from accel_trainer.checkpoint.commit.publication import Publication
 from accel_trainer.checkpoint.commit.retention import next_number, numbered_checkpoints, retire
@@ -29,30 +29,13 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.strategies.loss_scale import settle
 
-if TYPE_CHECKING:
-    import torch
-
-    from accel_trainer.plugins.kwargs import ProjectConfiguration
-    from accel_trainer.runtime.process import ProcessContext
-    from accel_trainer.strategies.api import Strategy
-
 __all__ = ["AcceleratorCheckpointing"]
 
 logger = logging.get_logger(__name__)
 
 
-class AcceleratorCheckpointing:
-    """Saving and resuming, for the Accelerator to inherit; reads what the Accelerator holds."""
-
-    process: ProcessContext
-    strategy: Strategy
-    project_configuration: ProjectConfiguration
-    scaler: torch.amp.GradScaler | None
-    _prepared: list[PreparedUnit]
-    _optimizers: list[Any]
-    _schedulers: list[Any]
-    _dataloaders: list[Any]
-    _checkpoints: CheckpointRegistry
+class AcceleratorCheckpointing(AcceleratorSettings):
+    """Saving and resuming of whole runs."""
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
         """Add objects to what `save_state` and `load_state` handle; each is found again by its name.
@@ -106,14 +89,16 @@ class AcceleratorCheckpointing:
         if self.scaler is not None:
             settle(self.scaler)
         return TrainState(
-            units=[prepared.unit.checkpoint_io() for prepared in self._prepared],
-            has_optimizer=[bool(prepared.unit.optimizers) for prepared in self._prepared],
-            has_weights=[True] * len(self._prepared),
-            schedulers=self._schedulers,
-            loaders=[SavedPosition(loader) for loader in self._dataloaders],
+            units=[prepared.unit.checkpoint_io() for prepared in self._prepared.units],
+            has_optimizer=[bool(prepared.unit.optimizers) for prepared in self._prepared.units],
+            has_weights=[True] * len(self._prepared.units),
+            schedulers=self._prepared.schedulers,
+            loaders=[SavedPosition(loader) for loader in self._prepared.dataloaders],
             objects=self._checkpoints.objects,
             scaler=self.scaler,
-            windows=OpenWindows(self._prepared, self.process, is_sharded=self.strategy.capabilities.shards_parameters),
+            windows=OpenWindows(
+                self._prepared.units, self.process, is_sharded=self.strategy.capabilities.shards_parameters
+            ),
         )
 
     def _checkpoints_directory(self) -> Path:
@@ -245,7 +230,7 @@ class AcceleratorCheckpointing:
         is_sharded = self.strategy.capabilities.shards_parameters
         gradients = sum(
             local_tensor(parameter).nbytes
-            for prepared in self._prepared
+            for prepared in self._prepared.units
             if prepared.window.is_open
             for parameter in prepared.unit.module.parameters()
             if parameter.requires_grad and (is_sharded or parameter.grad is not None)
@@ -253,9 +238,9 @@ class AcceleratorCheckpointing:
         if not (is_sharded or self.process.is_main):
             return gradients
         held: dict[int, Tensor] = {}
-        for prepared in self._prepared:
+        for prepared in self._prepared.units:
             held |= {id(tensor): tensor for tensor in prepared.unit.module.state_dict(keep_vars=True).values()}
-        for optimizer in self._optimizers:
+        for optimizer in self._prepared.optimizers:
             for entry in optimizer.state.values():
                 values = entry.values() if isinstance(entry, Mapping) else [entry]
                 held |= {id(value): value for value in values if isinstance(value, Tensor)}
@@ -265,8 +250,8 @@ class AcceleratorCheckpointing:
     def _run_save_hooks(self, state: TrainState, directory: Path) -> None:
         if not self._checkpoints.save_hooks:
             return
-        models = [prepared.unit.model for prepared in self._prepared]
-        weights = [prepared.unit.module.state_dict() for prepared in self._prepared]
+        models = [prepared.unit.model for prepared in self._prepared.units]
+        weights = [prepared.unit.module.state_dict() for prepared in self._prepared.units]
         left, error = list(weights), None
         try:
             for hook in list(self._checkpoints.save_hooks.values()):
@@ -336,7 +321,7 @@ class AcceleratorCheckpointing:
     def _run_load_hooks(self, state: TrainState, directory: Path) -> None:
         if not self._checkpoints.load_hooks:
             return
-        models = [prepared.unit.model for prepared in self._prepared]
+        models = [prepared.unit.model for prepared in self._prepared.units]
         left, error = list(models), None
         try:
             for hook in list(self._checkpoints.load_hooks.values()):

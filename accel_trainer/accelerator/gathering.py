@@ -1,4 +1,4 @@
-"""The part of the Accelerator in which ranks exchange tensors and objects."""
+"""Methods of the Accelerator that gather, reduce and broadcast tensors and objects over the ranks."""
 
 from __future__ import annotations
 
@@ -6,24 +6,19 @@ from typing import Any
 
 import torch
 
-from accel_trainer.accelerator.shared_state import GradientState
-from accel_trainer.config import RunConfig
+from accel_trainer.accelerator.settings import AcceleratorSettings
 from accel_trainer.data.metrics import trim_gathered
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.collectives import ReduceOp
 from accel_trainer.runtime.fault_injection import fault_point
-from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.uneven_gather import gather_unknown_rows
 
-__all__ = ["AcceleratorExchange"]
+__all__ = ["AcceleratorGathering"]
 
 
-class AcceleratorExchange:
-    """Collectives over what a loop computed, for the Accelerator to inherit."""
+class AcceleratorGathering(AcceleratorSettings):
+    """Collectives over the values of a training or evaluation loop."""
 
-    process: ProcessContext
-    config: RunConfig
-    gradient_state: GradientState
     _is_triggered = False
 
     def gather(self, tensor: Any, *, pad_index: float | None = None, as_samples: bool = False) -> Any:

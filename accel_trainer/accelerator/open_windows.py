@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from accel_trainer import logging
-from accel_trainer.accelerator.prepared import PreparedUnit
+from accel_trainer.accelerator.accumulation import PreparedUnit
 from accel_trainer.accelerator.token_mean import TokenWindow
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.shards import StoredTensor

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accel_trainer.config import Resolved, RunConfig, field_specs, resolve
+from accel_trainer.config import Resolved, field_specs, resolve
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin
 from accel_trainer.plugins.kwargs import (
@@ -23,7 +23,6 @@ from accel_trainer.plugins.kwargs import (
     InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
-    ProjectConfiguration,
     TorchDynamoPlugin,
 )
 from accel_trainer.registry import load_strategy
@@ -31,7 +30,7 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Capabilities, Strategy, WrapPolicyFunction
 from accel_trainer.strategies.comm_hooks import CommHook
 
-__all__ = ["AcceleratorOptions", "AcceleratorSettings", "FSDPDescription", "build_strategy", "resolve_options"]
+__all__ = ["AcceleratorOptions", "FSDPDescription", "build_strategy", "resolve_options"]
 
 
 @dataclass
@@ -231,74 +230,6 @@ def _seconds_of(timeout: Any) -> float:
             "timedelta(seconds=...) for instance"
         )
     return timeout.total_seconds()
-
-
-class AcceleratorSettings:
-    """What an Accelerator was configured to do, as attributes, for it to inherit."""
-
-    config: RunConfig
-    project_configuration: ProjectConfiguration
-    state: Any
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether models are sharded by FSDP2."""
-        return bool(self.state.is_fsdp2)
-
-    @property
-    def multi_device(self) -> bool:
-        """Whether every process has a replica of the model on a device of its own; a CPU is one, too."""
-        return bool(self.state.use_distributed) and str(self.state.distributed_type.value).startswith("MULTI_")
-
-    @property
-    def fp8_backend(self) -> str:
-        """Always "NO": mixed_precision="fp8" is refused."""
-        return "NO"
-
-    @property
-    def mixed_precision(self) -> str:
-        """The precision in force: "no", "bf16" or "fp16"."""
-        return str(self.config.mixed_precision)
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch is split over the ranks instead of multiplied."""
-        return self.config.data.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads for all ranks."""
-        return self.config.data.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether every rank gets batches of the same size, padded at the end of the data."""
-        return self.config.data.even_batches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether shuffling follows seed and epoch."""
-        return self.config.data.use_seedable_sampler
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether loaders go on by themselves where `load_state` finds them."""
-        return self.config.data.use_stateful_dataloader
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether batches are copied to the device without waiting."""
-        return self.config.data.non_blocking
-
-    @property
-    def project_dir(self) -> str | Path | None:
-        """Where states are saved."""
-        return self.project_configuration.project_dir
-
-    @property
-    def logging_dir(self) -> str | Path | None:
-        """Where logs go."""
-        return self.project_configuration.logging_dir
 
 
 def resolve_options(

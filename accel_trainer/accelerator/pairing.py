@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.optim import Optimizer
 
-from accel_trainer.accelerator.prepared import PreparedUnit
+from accel_trainer.accelerator.accumulation import PreparedUnit
 from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.api import Capabilities
 from accel_trainer.strategies.ownership import check_disjoint, parameters_of

@@ -1,100 +1,109 @@
-"""The units that an Accelerator has prepared, and how the user's objects lead to them."""
+"""Objects that an Accelerator has prepared: which of them belong together, and how the user's own lead to them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
-from accel_trainer.accelerator.accumulation import AccumulationWindow
-from accel_trainer.accelerator.token_mean import TokenWindow
+from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
+from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
+from accel_trainer.accelerator.accumulation import PreparedUnit
+from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.errors import ConfigError
-from accel_trainer.strategies.api import TrainUnit
 
-__all__ = ["PreparedUnit", "find_prepared", "prepared_of"]
+__all__ = ["Prepared"]
 
 
-@dataclass(slots=True, eq=False)
-class PreparedUnit:
-    """A unit with the accumulation window that it is in."""
+class Prepared:
+    """Units of an Accelerator with the optimizers that step them, their schedulers, and the data loaders.
 
-    unit: TrainUnit
-    window: AccumulationWindow
-    evaluation_only: bool = False
-    """Whether the unit was laid out without what exchanges gradients."""
-    took_backward: bool = False
-    """Whether the current micro-batch has had its backward."""
-    tokens: TokenWindow | None = None
-    """What the window's losses were summed over, once a loss has been weighed by tokens."""
-    corrected: bool = False
-    """Whether this window's gradients have been brought to the mean over what it held."""
+    Every object is in its list once. A wrapped optimizer is known to the schedulers of the optimizer that it wraps,
+    whichever of the two is prepared first.
+    """
+
+    def __init__(self) -> None:
+        self.units: list[PreparedUnit] = []
+        self.current: list[PreparedUnit] = []
+        """Units of the micro-batch whose `accumulate()` is entered; empty outside of one."""
+        self.optimizers: list[AcceleratedOptimizer] = []
+        self.schedulers: list[AcceleratedScheduler] = []
+        self.dataloaders: list[PreparedDataLoader] = []
 
     @property
-    def may_drop_gradients(self) -> bool:
-        """Whether zeroing gradients now loses none that the window still needs.
+    def models(self) -> list[nn.Module]:
+        """Models that the user calls, one of each unit."""
+        return [prepared.unit.model for prepared in self.units]
 
-        Loops zero either before the forward or after the step: on the first micro-batch before its backward, or on the
-        last one after it.
+    def find(self, item: Any) -> PreparedUnit | None:
+        """Return the unit of a model or optimizer: the wrapped object and the user's own both lead there.
+
+        So does the wrapped object compiled: `torch.compile(prepared)`.
         """
-        window = self.window
-        if window.num_steps == 1 or window.held == 0:
-            return True
-        return window.is_last if self.took_backward else window.held == 1
-
-    def drop_tokens(self) -> None:
-        """Forget the tokens of gradients that one of the optimizers is about to drop.
-
-        The other optimizers of the model may still step with theirs, which are brought to the mean before.
-        """
-        if self.tokens is not None:
-            if self.tokens.is_open and len(self.unit.optimizers) > 1:
-                self.finish_window()
-            self.tokens.drop()
-
-    def finish_window(self) -> None:
-        """Bring the gradients to the mean over what the window held; once, before they are used.
-
-        Collective where losses were weighed by tokens.
-        """
-        if self.tokens is not None and self.tokens.is_open:
-            self.unit.scale_gradients(self.tokens.close())
-            self.corrected = True
-        if not self.corrected and self.window.held != self.window.divisor:
-            factor = self.window.correction
-            if factor != 1.0:
-                self.unit.scale_gradients(factor)
-                self.corrected = True
-
-
-def find_prepared(units: Sequence[PreparedUnit], item: Any) -> PreparedUnit | None:
-    """Return what was prepared from a model or optimizer: the wrapped object and the user's own both lead there.
-
-    So does the wrapped object compiled: `torch.compile(prepared)`.
-    """
-    for prepared in units:
-        unit = prepared.unit
-        if item is unit.model or item is unit.module:
-            return prepared
-        for optimizer in unit.optimizers:
-            if item is optimizer:
+        for prepared in self.units:
+            unit = prepared.unit
+            if item is unit.model or item is unit.module:
                 return prepared
-    compiled = getattr(item, "_orig_mod", None)
-    return next((prepared for prepared in units if prepared.unit.model is compiled), None)
+            for optimizer in unit.optimizers:
+                if item is optimizer:
+                    return prepared
+        compiled = getattr(item, "_orig_mod", None)
+        return next((prepared for prepared in self.units if prepared.unit.model is compiled), None)
 
+    def get(self, item: Any) -> PreparedUnit:
+        """Return the unit of a model or optimizer.
 
-def prepared_of(units: Sequence[PreparedUnit], item: Any) -> PreparedUnit:
-    """Return what was prepared from a model or optimizer.
+        Raises:
+            ConfigError: it was not prepared by this Accelerator.
+        """
+        found = self.find(item.optimizer if isinstance(item, AcceleratedOptimizer) else item)
+        if found is None:
+            raise ConfigError(
+                f"{type(item).__name__} was not prepared by this Accelerator; pass it to prepare() and use its result"
+            )
+        return found
 
-    Raises:
-        ConfigError: it was not prepared by this Accelerator.
-    """
-    # An AcceleratedOptimizer stands for the optimizer that it wraps.
-    wrapped = item.optimizer if isinstance(item, Optimizer) and hasattr(item, "optimizer") else item
-    found = find_prepared(units, wrapped)
-    if found is None:
-        raise ConfigError(
-            f"{type(item).__name__} was not prepared by this Accelerator; pass it to prepare() and use its result"
-        )
-    return found
+    def units_of(self, optimizer: Optimizer) -> list[PreparedUnit]:
+        """Return the units that an optimizer is bound to; one that holds parameters of several models has several."""
+        return [known for known in self.units if any(own is optimizer for own in known.unit.optimizers)]
+
+    def drop(self, units: list[PreparedUnit]) -> None:
+        """Take out units whose models are to be prepared anew."""
+        self.units[:] = [known for known in self.units if known not in units]
+
+    def add_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
+        """Return the wrapper of an optimizer that is bound to units, one for every call."""
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return optimizer
+        for known in self.optimizers:
+            if known.optimizer is optimizer:
+                return known
+        wrapped = AcceleratedOptimizer(optimizer, self.units_of(optimizer))
+        self.optimizers.append(wrapped)
+        for scheduler in self.schedulers:
+            scheduler.follow(wrapped)
+        return wrapped
+
+    def add_scheduler(self, scheduler: AcceleratedScheduler) -> AcceleratedScheduler:
+        """Add a wrapped scheduler, and return it."""
+        for optimizer in self.optimizers:
+            scheduler.follow(optimizer)
+        self.schedulers.append(scheduler)
+        return scheduler
+
+    def add_data_loader(self, loader: PreparedDataLoader) -> PreparedDataLoader:
+        """Add a loader that is not there yet, and return it."""
+        if not any(loader is known for known in self.dataloaders):
+            self.dataloaders.append(loader)
+        return loader
+
+    def clear(self) -> None:
+        """Let go of everything. Every rank calls it: an engine is taken off its model together."""
+        for prepared in self.units:
+            if callable(release := getattr(prepared.unit, "release", None)):
+                release()
+        for held in (self.units, self.optimizers, self.schedulers, self.dataloaders):
+            held.clear()
+        # A new list: the one in use may be `units` itself, whose micro-batch is entered and left later.
+        self.current = []

@@ -13,9 +13,7 @@ from torch.utils.data import DataLoader
 
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
-from accel_trainer.accelerator.accumulation import AccumulationWindow
-from accel_trainer.accelerator.engine_plugins import EnginePlugins
-from accel_trainer.accelerator.options import AcceleratorOptions
+from accel_trainer.accelerator.accumulation import AccumulationWindow, PreparedUnit
 from accel_trainer.accelerator.pairing import pair
 from accel_trainer.accelerator.placeholders import (
     NO_HINTS,
@@ -25,44 +23,23 @@ from accel_trainer.accelerator.placeholders import (
     schedules_of,
     stand_ins,
 )
-from accel_trainer.accelerator.prepared import PreparedUnit, find_prepared, prepared_of
-from accel_trainer.accelerator.shared_state import GradientState
-from accel_trainer.config import Resolved, RunConfig
+from accel_trainer.accelerator.settings import AcceleratorSettings
 from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader
 from accel_trainer.data.loader import skip_first_batches as skip_loader_batches
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DummyScheduler
-from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.fault_injection import hook_forward_faults
-from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import seed_own_streams, synchronize_rng
-from accel_trainer.strategies.api import Strategy, TrainJob
+from accel_trainer.strategies.api import TrainJob
 
 __all__ = ["AcceleratorPreparing"]
 
 
-class AcceleratorPreparing:
-    """Preparing, for the Accelerator to inherit; fills the lists that the Accelerator holds."""
+class AcceleratorPreparing(AcceleratorSettings):
+    """Preparing of models, optimizers, schedules and data loaders."""
 
-    process: ProcessContext
-    strategy: Strategy
-    precision: PrecisionPolicy
-    resolved: Resolved
-    config: RunConfig
-    scaler: torch.amp.GradScaler | None
-    device_placement: bool
-    step_scheduler_with_optimizer: bool
-    rng_types: tuple[str, ...]
-    gradient_state: GradientState
-    _options: AcceleratorOptions
-    _engine_plugins: EnginePlugins
-    _prepared: list[PreparedUnit]
-    _models: list[nn.Module]
-    _optimizers: list[AcceleratedOptimizer]
-    _schedulers: list[AcceleratedScheduler]
-    _dataloaders: list[DataLoader]
-    _data_seed: int | None
+    _data_seed: int | None = None
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Lay out models, optimizers, schedulers and loaders for this job; return them in the order they came.
@@ -83,27 +60,23 @@ class AcceleratorPreparing:
                 f"device_placement has {len(placements)} flags for {len(objects)} objects; give one for each"
             )
         places = {id(item): place for item, place in zip(objects, placements, strict=True)}
-        models = [item for item in objects if isinstance(item, nn.Module)]
+        loaders = [item for item in objects if isinstance(item, DataLoader)]
         described = stand_ins(objects, self.strategy)
         optimizers = {id(item): self._own(described.get(id(item), item)) for item in objects if is_optimizer(item)}
+        schedules = schedules_of(objects)
         hints = JobHints(
-            rows=self._micro_batch_size([item for item in objects if isinstance(item, DataLoader)]),
-            schedules={id(optimizers.get(id(s.optimizer), s.optimizer)): s.numbers for s in schedules_of(objects)},
+            rows=self._micro_batch_size(loaders),
+            schedules={id(optimizers.get(id(s.optimizer), s.optimizer)): s.numbers for s in schedules},
         )
+        results: dict[int, Any] = {}
         # What is wrong with a loader is found before a model is laid out.
-        loaders = {
-            id(item): self._share_out(item, places[id(item)]) for item in objects if isinstance(item, DataLoader)
-        }
-        results: dict[int, Any] = self._lay_out(models, list(optimizers.values()), places, hints=hints)
-        for key, optimizer in optimizers.items():
-            results[key] = self._wrap(optimizer)
-        for schedule in schedules_of(objects):
-            results[id(schedule)] = self._prepare_described(schedule, results)
-        for item in objects:
-            if isinstance(item, DataLoader):
-                results[id(item)] = self._hold(loaders[id(item)])
-            elif isinstance(item, LRScheduler):
-                results[id(item)] = self.prepare_scheduler(item)
+        share_outs = {id(item): self._share_out(item, places[id(item)]) for item in loaders}
+        models = [item for item in objects if isinstance(item, nn.Module)]
+        results |= self._lay_out(models, list(optimizers.values()), places, hints=hints)
+        results |= {key: self._prepared.add_optimizer(optimizer) for key, optimizer in optimizers.items()}
+        results |= {id(schedule): self._prepare_described(schedule, results) for schedule in schedules}
+        results |= {key: self._prepared.add_data_loader(loader) for key, loader in share_outs.items()}
+        results |= {id(item): self.prepare_scheduler(item) for item in objects if isinstance(item, LRScheduler)}
         prepared = tuple(results.get(id(item), item) for item in objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -126,40 +99,33 @@ class AcceleratorPreparing:
         """
         optimizer = self._own(optimizer)
         self._lay_out([], [optimizer], {})
-        return self._wrap(optimizer)
+        return self._prepared.add_optimizer(optimizer)
 
     def _own(self, optimizer: Optimizer) -> Optimizer:
         """Return what another Accelerator, or this one before `free_memory`, has wrapped: its windows are not ours."""
-        is_foreign = isinstance(optimizer, AcceleratedOptimizer) and optimizer not in self._optimizers
+        is_foreign = isinstance(optimizer, AcceleratedOptimizer) and optimizer not in self._prepared.optimizers
         return optimizer.optimizer if is_foreign else optimizer  # type: ignore[attr-defined]
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Wrap a scheduler so that it steps once per step of its optimizer."""
         if isinstance(scheduler, AcceleratedScheduler):
-            if scheduler in self._schedulers:
+            if scheduler in self._prepared.schedulers:
                 return scheduler
             scheduler = scheduler.scheduler
-        inner = scheduler.optimizer
-        inner = inner.optimizer if isinstance(inner, AcceleratedOptimizer) else inner
-        optimizers = [optimizer for optimizer in self._optimizers if optimizer.optimizer is inner]
-        wrapped = AcceleratedScheduler(scheduler, optimizers, self.step_scheduler_with_optimizer)
-        self._schedulers.append(wrapped)
-        return wrapped
+        return self._prepared.add_scheduler(AcceleratedScheduler(scheduler, (), self.step_scheduler_with_optimizer))
 
     def _prepare_described(self, schedule: DummyScheduler, results: Mapping[int, Any]) -> AcceleratedScheduler:
         """Return the schedule that a stand-in stands for: the engine's, or one that its callable builds."""
-        wrapped = results.get(id(schedule.optimizer)) or self._wrap(schedule.optimizer)
+        wrapped = results.get(id(schedule.optimizer)) or self._prepared.add_optimizer(schedule.optimizer)
         if schedule.lr_scheduler_callable is not None:
             real = schedule.lr_scheduler_callable(real_optimizer(wrapped.optimizer))
         else:
-            real = prepared_of(self._prepared, wrapped).unit.take_scheduler()
-        prepared = AcceleratedScheduler(real, [wrapped], self.step_scheduler_with_optimizer)
-        self._schedulers.append(prepared)
-        return prepared
+            real = self._prepared.get(wrapped).unit.take_scheduler()
+        return self._prepared.add_scheduler(AcceleratedScheduler(real, [wrapped], self.step_scheduler_with_optimizer))
 
     def prepare_data_loader(self, data_loader: DataLoader, device_placement: bool | None = None) -> PreparedDataLoader:
         """Return a loader that yields this rank's share, on this rank's device. Collective for the first loader."""
-        return self._hold(
+        return self._prepared.add_data_loader(
             self._share_out(data_loader, self.device_placement if device_placement is None else device_placement)
         )
 
@@ -173,11 +139,6 @@ class AcceleratorPreparing:
             on_begin=self._begin_pass,
             on_end=self.gradient_state.end,
         )
-
-    def _hold(self, prepared: PreparedDataLoader) -> PreparedDataLoader:
-        if not any(prepared is known for known in self._dataloaders):
-            self._dataloaders.append(prepared)
-        return prepared
 
     def _begin_pass(self, loader: PreparedDataLoader) -> None:
         """A pass over a loader begins; collective with `rng_types`."""
@@ -221,11 +182,13 @@ class AcceleratorPreparing:
         hints: JobHints = NO_HINTS,
     ) -> dict[int, nn.Module]:
         """Lay out what is not yet, once all of it has been checked; return what to call, by the id of each model."""
-        found = {id(model): find_prepared(self._prepared, model) for model in models}
+        found = {id(model): self._prepared.find(model) for model in models}
         new = {id(m): m for m in models if _needs_layout(found[id(m)], evaluation_mode)}
         replaced = [known for key, known in found.items() if key in new and known is not None]
-        staying = [known for known in self._prepared if known not in replaced]
-        unbound = {id(o): o for o in optimizers if not isinstance(o, AcceleratedOptimizer) and not self._units_of(o)}
+        staying = [known for known in self._prepared.units if known not in replaced]
+        unbound = {
+            id(o): o for o in optimizers if not isinstance(o, AcceleratedOptimizer) and not self._prepared.units_of(o)
+        }
         pairing = pair(list(new.values()), list(unbound.values()), staying, self.strategy.capabilities)
         jobs = {
             key: self._job(model, pairing.by_model[key], places[key], evaluation_mode, hints)
@@ -237,9 +200,7 @@ class AcceleratorPreparing:
         # Before anything is laid out: a unit may find only now that it cannot take the optimizer.
         for known, optimizer in pairing.later:
             known.unit.bind_optimizer(optimizer)
-        for known in replaced:
-            self._prepared.remove(known)
-            self._models = [model for model in self._models if model is not known.unit.model]
+        self._prepared.drop(replaced)
         called = {id(model): _called(model, found[id(model)]) for model in models}
         for key, job in jobs.items():
             called[key] = self._lay_out_one(job)
@@ -284,25 +245,10 @@ class AcceleratorPreparing:
         )
         # A sharded unit serves training as well as evaluation; replicas without gradient exchange do not.
         evaluation_only = job.evaluation_only and not self.strategy.capabilities.shards_parameters
-        self._prepared.append(PreparedUnit(unit, window, evaluation_only))
-        self._models.append(unit.model)
+        self._prepared.units.append(PreparedUnit(unit, window, evaluation_only))
         hook_forward_faults(unit.model)
         seed_own_streams(self.process)
         return unit.model
-
-    def _units_of(self, optimizer: Optimizer) -> list[PreparedUnit]:
-        return [known for known in self._prepared if any(own is optimizer for own in known.unit.optimizers)]
-
-    def _wrap(self, optimizer: Optimizer) -> AcceleratedOptimizer:
-        if isinstance(optimizer, AcceleratedOptimizer):
-            return optimizer
-        wrapped = next((known for known in self._optimizers if known.optimizer is optimizer), None)
-        if wrapped is None:
-            wrapped = AcceleratedOptimizer(optimizer, self._units_of(optimizer))
-            self._optimizers.append(wrapped)
-            for scheduler in self._schedulers:
-                scheduler.follow(wrapped)
-        return wrapped
 
 
 def _needs_layout(found: PreparedUnit | None, evaluation_mode: bool) -> bool:

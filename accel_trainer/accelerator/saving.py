@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accel_trainer.accelerator.prepared import PreparedUnit, prepared_of
+from accel_trainer.accelerator.settings import AcceleratorSettings
 from accel_trainer.checkpoint.weights.writing import save_weights
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.shared_errors import raise_together
 
-if TYPE_CHECKING:
-    from accel_trainer.plugins.kwargs import ProjectConfiguration
-    from accel_trainer.runtime.process import ProcessContext
-
 __all__ = ["AcceleratorSaving"]
 
 
-class AcceleratorSaving:
-    """Saving weights, for the Accelerator to inherit; reads what the Accelerator holds."""
-
-    process: ProcessContext
-    project_configuration: ProjectConfiguration
-    _prepared: list[PreparedUnit]
+class AcceleratorSaving(AcceleratorSettings):
+    """Saving of weights and of single objects."""
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return the whole state of a prepared model on rank 0, by the user's parameter names, and `{}` elsewhere.
 
         Collective: every rank calls it.
         """
-        return prepared_of(self._prepared, model).unit.checkpoint_io().full_model_state()
+        return self._prepared.get(model).unit.checkpoint_io().full_model_state()
 
     def save_model(
         self,
@@ -58,7 +50,7 @@ class AcceleratorSaving:
         directory = Path(save_directory)
         if directory.is_file():
             raise ConfigError(f"save_directory {str(directory.absolute())!r} is a file; give a directory")
-        state = prepared_of(self._prepared, model).unit.checkpoint_io().lazy_model_state()
+        state = self._prepared.get(model).unit.checkpoint_io().lazy_model_state()
         # Errors of the writing are raised after the last tensor has been gathered: the ranks stay in step.
         with raise_together(self.process, f"save_model to {directory}"):
             save_weights(

@@ -5,28 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_trainer import logging
-from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer, describe_models
-from accel_trainer.accelerator.prepared import PreparedUnit, prepared_of
+from accel_trainer.accelerator.accelerated_optimizer import describe_models
+from accel_trainer.accelerator.accumulation import PreparedUnit
+from accel_trainer.accelerator.prepared import Prepared
+from accel_trainer.accelerator.settings import AcceleratorSettings
+from accel_trainer.accelerator.shared_state import GradientState
 from accel_trainer.accelerator.token_mean import TokenWindow
-from accel_trainer.config import RunConfig
 from accel_trainer.data.sampler import ShardedBatchSampler
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.kwargs import AutocastKwargs
-from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.fault_injection import fault_point
-from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.strategies.api import Strategy, TrainUnit
-
-if TYPE_CHECKING:
-    from accel_trainer.accelerator.shared_state import GradientState
-    from accel_trainer.checkpoint.checkpointer import CheckpointRegistry
+from accel_trainer.strategies.api import TrainUnit
 
 __all__ = ["AcceleratorStepping"]
 
@@ -36,20 +32,20 @@ logger = logging.get_logger(__name__)
 class _Accumulate:
     """Context of one micro-batch. A class, not a generator: it is entered on every step."""
 
-    __slots__ = ("_accelerator", "_outer", "_prepared")
+    __slots__ = ("_outer", "_prepared", "_state", "_units")
 
-    def __init__(self, accelerator: AcceleratorStepping, prepared: list[PreparedUnit]) -> None:
-        self._accelerator = accelerator
+    def __init__(self, prepared: Prepared, units: list[PreparedUnit], state: GradientState) -> None:
         self._prepared = prepared
+        self._units = units
+        self._state = state
         self._outer: list[PreparedUnit] = []
 
     def __enter__(self) -> None:
-        accelerator = self._accelerator
-        state = accelerator.gradient_state
-        for prepared in self._prepared:
+        units, state = self._units, self._state
+        for prepared in units:
             window = prepared.window
             if window.num_steps == 1:
-                window.advance(None, False)  # whatever the loader still has
+                window.advance(None, False)  # however many batches the loader still has
             else:
                 loader = state.active_dataloader
                 ends_data = loader is not None and loader.end_of_dataloader
@@ -58,27 +54,17 @@ class _Accumulate:
             prepared.corrected = prepared.took_backward = False
             if prepared.tokens is not None and window.held == 1:
                 prepared.tokens.begin()
-        self._outer, accelerator._current = accelerator._current, self._prepared
-        state.sync_gradients = self._prepared[0].window.is_last
+        self._outer, self._prepared.current = self._prepared.current, units
+        state.sync_gradients = units[0].window.is_last
 
     def __exit__(self, *exception: object) -> None:
-        self._accelerator._current = self._outer
+        self._prepared.current = self._outer
 
 
-class AcceleratorStepping:
+class AcceleratorStepping(AcceleratorSettings):
     """Steps, for the Accelerator to inherit; drives the units that the Accelerator prepared."""
 
-    process: ProcessContext
-    config: RunConfig
-    strategy: Strategy
-    precision: PrecisionPolicy
-    gradient_state: GradientState
-    _prepared: list[PreparedUnit]
-    _current: list[PreparedUnit]
-    _optimizers: list[AcceleratedOptimizer]
-    _dataloaders: list[Any]
     _last_grad_norm: Tensor
-    _checkpoints: CheckpointRegistry
 
     def unit_of(self, item: nn.Module | Optimizer) -> TrainUnit:
         """Return the unit that a model or optimizer belongs to.
@@ -86,7 +72,7 @@ class AcceleratorStepping:
         Raises:
             ConfigError: it was not prepared by this Accelerator.
         """
-        return prepared_of(self._prepared, item).unit
+        return self._prepared.get(item).unit
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -109,7 +95,7 @@ class AcceleratorStepping:
                 f"{setting}: strategy {self.strategy.name!r} has its number of micro-batches since the model was laid "
                 "out; pass it to the Accelerator"
             )
-        half_full = [prepared for prepared in self._prepared if prepared.window.is_open]
+        half_full = [prepared for prepared in self._prepared.units if prepared.window.is_open]
         if half_full:
             window = half_full[0].window
             raise ConfigError(
@@ -119,7 +105,7 @@ class AcceleratorStepping:
         self.config = replace(self.config, accumulation=replace(self.config.accumulation, num_steps=num_steps))
         self.gradient_state.num_steps = num_steps
         self.gradient_state.plugin_kwargs["num_steps"] = num_steps
-        for prepared in self._prepared:
+        for prepared in self._prepared.units:
             prepared.window.num_steps = num_steps
 
     @property
@@ -136,12 +122,12 @@ class AcceleratorStepping:
         Raises:
             ConfigError: a model is not prepared, or shares its optimizer with one that is not given.
         """
-        prepared = self._prepared
+        prepared = self._prepared.units
         if len(prepared) == 1 == len(models) and models[0] is prepared[0].unit.model:
-            return _Accumulate(self, prepared)
+            return _Accumulate(self._prepared, prepared, self.gradient_state)
         if models:
-            prepared = [prepared_of(prepared, model) for model in models]
-        for optimizer in self._optimizers:
+            prepared = [self._prepared.get(model) for model in models]
+        for optimizer in self._prepared.optimizers:
             together = optimizer.prepared
             if len(together) > 1 and 0 < sum(each in prepared for each in together) < len(together):
                 raise ConfigError(
@@ -150,7 +136,7 @@ class AcceleratorStepping:
                 )
         if not prepared:
             raise ConfigError("accumulate() was called before a model was prepared; pass the model to prepare() first")
-        return _Accumulate(self, prepared)
+        return _Accumulate(self._prepared, prepared, self.gradient_state)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Iterable[Any] = (), even_batches: bool | None = None) -> Iterator[None]:
@@ -165,11 +151,11 @@ class AcceleratorStepping:
         """
         samplers = [
             sampler
-            for loader in self._dataloaders
+            for loader in self._prepared.dataloaders
             for sampler in (loader.batch_sampler, loader.sampler)
             if isinstance(sampler, ShardedBatchSampler)
         ]
-        if even_batches is not None and len(samplers) < len(self._dataloaders):
+        if even_batches is not None and len(samplers) < len(self._prepared.dataloaders):
             logger.warning(
                 "join_uneven_inputs(even_batches=%s) leaves loaders of iterable datasets alone", even_batches
             )
@@ -185,7 +171,7 @@ class AcceleratorStepping:
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Keep the gradients of the backwards in this block on this rank."""
-        unit = prepared_of(self._prepared, model).unit
+        unit = self._prepared.get(model).unit
         unit.set_gradient_sync(False)
         try:
             yield
@@ -202,7 +188,7 @@ class AcceleratorStepping:
         Raises:
             ConfigError: DDP was told to look for the parameters that a forward uses.
         """
-        with prepared_of(self._prepared, model).unit.sync_in_backward():
+        with self._prepared.get(model).unit.sync_in_backward():
             yield
 
     def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None:
@@ -210,7 +196,7 @@ class AcceleratorStepping:
 
         For windows made by hand; `accumulate()` does it by itself.
         """
-        prepared = prepared_of(self._prepared, model)
+        prepared = self._prepared.get(model)
         prepared.window.is_last = enabled
         prepared.unit.set_gradient_sync(enabled)
         self.gradient_state.sync_gradients = enabled
@@ -228,10 +214,10 @@ class AcceleratorStepping:
         """
         if self._checkpoints.background is not None:
             self._checkpoints.background.poll()
-        units = self._current or self._prepared[:1]
+        units = self._prepared.current or self._prepared.units[:1]
         if not units:
             raise ConfigError("backward() was called before a model was prepared; pass the model to prepare() first")
-        leading, in_window = units[0], bool(self._current)
+        leading, in_window = units[0], bool(self._prepared.current)
         if leading.tokens is None or not leading.tokens.is_weighed:
             rows = self.gradient_state.rows if self.process.world_size > 1 else None
             if rows is not None and len(rows.rows) == self.process.world_size:
@@ -269,7 +255,7 @@ class AcceleratorStepping:
         Raises:
             ConfigError: an argument is no scalar, or no model is prepared.
         """
-        units = self._current or self._prepared[:1]
+        units = self._prepared.current or self._prepared.units[:1]
         count = torch.as_tensor(num_tokens, device=loss_sum.device)
         if not units or loss_sum.numel() != 1 or count.numel() != 1 or count.is_floating_point():
             raise ConfigError(
@@ -345,13 +331,13 @@ class AcceleratorStepping:
 
     def _unit_for(self, parameters: list[Tensor]) -> TrainUnit:
         """Return the unit to clip with, and finish the windows of every unit that holds one of the parameters."""
-        if not self._prepared:
+        if not self._prepared.units:
             raise ConfigError("gradients were clipped before a model was prepared; pass the model to prepare() first")
-        if len(self._prepared) == 1 and not self.strategy.capabilities.shards_parameters:
-            touched = self._prepared
+        if len(self._prepared.units) == 1 and not self.strategy.capabilities.shards_parameters:
+            touched = self._prepared.units
         else:
             wanted = {id(p) for p in parameters}
-            held = {p: {id(own) for own in p.unit.module.parameters()} for p in self._prepared}
+            held = {p: {id(own) for own in p.unit.module.parameters()} for p in self._prepared.units}
             touched = [prepared for prepared, own in held.items() if not wanted.isdisjoint(own)]
             stale = wanted.difference(*held.values()) if self.strategy.capabilities.shards_parameters else ()
             if stale or not touched:
@@ -370,8 +356,8 @@ class AcceleratorStepping:
             optimizer: whose gradients, one or several; None means all.
         """
         if optimizer is None:
-            for prepared in self._prepared:
+            for prepared in self._prepared.units:
                 prepared.unit.unscale_gradients()
             return
         for each in [optimizer] if isinstance(optimizer, Optimizer) else optimizer:
-            prepared_of(self._prepared, each).unit.unscale_gradients(getattr(each, "optimizer", each))
+            self._prepared.get(each).unit.unscale_gradients(getattr(each, "optimizer", each))

@@ -5,23 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, profiler
 
 from accel_trainer import logging
+from accel_trainer.accelerator.settings import AcceleratorSettings
 from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.plugins.kwargs import ProfileKwargs
 from accel_trainer.registry import installed_trackers, load_tracker, tracker_names
-from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.tracking import BlankTracker, GeneralTracker, mask_secrets, redact, secrets_of
-
-if TYPE_CHECKING:
-    from accel_trainer.accelerator.options import AcceleratorOptions
-    from accel_trainer.accelerator.shared_state import AcceleratorState
-    from accel_trainer.checkpoint.checkpointer import CheckpointRegistry
-    from accel_trainer.plugins.kwargs import ProfileKwargs, ProjectConfiguration
 
 __all__ = ["AcceleratorReporting", "TrackerChoice", "choose_trackers"]
 
@@ -80,17 +75,12 @@ def _checked(item: Any) -> GeneralTracker | type[GeneralTracker]:
     return tracker
 
 
-class AcceleratorReporting:
-    """Trackers and profiles, for the Accelerator to inherit."""
+class AcceleratorReporting(AcceleratorSettings):
+    """Trackers and profiles."""
 
-    process: ProcessContext
-    project_configuration: ProjectConfiguration
     log_with: list[GeneralTracker | type[GeneralTracker]]
     trackers: list[GeneralTracker]
     """Those that this rank logs to."""
-    state: AcceleratorState
-    _checkpoints: CheckpointRegistry
-    _options: AcceleratorOptions
     _secrets: frozenset[str] = frozenset()
     _failed: frozenset[str] = frozenset()
     _is_tracking = False

@@ -41,10 +41,10 @@ def joint(*models: nn.Module) -> Optimizer:
 def refused(message: str, *objects: Any, accelerator: Accelerator | None = None) -> None:
     """Prepare what cannot be, and see that nothing was laid out."""
     accelerator = accelerator or Accelerator(cpu=True)
-    before = list(accelerator._prepared)
+    before = list(accelerator._prepared.units)
     with pytest.raises(ConfigError, match=message):
         accelerator.prepare(*objects)
-    assert accelerator._prepared == before
+    assert accelerator._prepared.units == before
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))

@@ -63,7 +63,7 @@ def test_objects_survive_free_memory():
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     accelerator.free_memory()
     model, again = accelerator.prepare(model, optimizer)
-    assert again.prepared[0] is accelerator._prepared[0]
+    assert again.prepared[0] is accelerator._prepared.units[0]
     assert again.optimizer is optimizer.optimizer
 
 

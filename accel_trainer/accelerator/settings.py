@@ -1,0 +1,124 @@
+"""State and settings of an Accelerator that several groups of its methods read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
+from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
+from accel_trainer.accelerator.engine_plugins import EnginePlugins
+from accel_trainer.accelerator.options import AcceleratorOptions
+from accel_trainer.accelerator.prepared import Prepared
+from accel_trainer.accelerator.shared_state import AcceleratorState, GradientState, ProcessView
+from accel_trainer.checkpoint.checkpointer import CheckpointRegistry
+from accel_trainer.config import Resolved, RunConfig
+from accel_trainer.data.loader import PreparedDataLoader
+from accel_trainer.plugins.kwargs import ProjectConfiguration
+from accel_trainer.precision import PrecisionPolicy
+from accel_trainer.strategies.api import Strategy
+
+__all__ = ["AcceleratorSettings"]
+
+
+class AcceleratorSettings(ProcessView):
+    """Attributes that `Accelerator.__init__` sets, and the configuration in force as properties.
+
+    The one base of the classes that the Accelerator's methods are spread over.
+    """
+
+    resolved: Resolved
+    config: RunConfig
+    strategy: Strategy
+    precision: PrecisionPolicy
+    scaler: torch.amp.GradScaler | None
+    """Of fp16; one for all units, since one loss may reach several models."""
+    device_placement: bool
+    step_scheduler_with_optimizer: bool
+    rng_types: tuple[str, ...]
+    project_configuration: ProjectConfiguration
+    state: AcceleratorState
+    gradient_state: GradientState
+    _options: AcceleratorOptions
+    _engine_plugins: EnginePlugins
+    _prepared: Prepared
+    _checkpoints: CheckpointRegistry
+
+    # transformers and TRL read these four, as accelerate has them.
+    @property
+    def _models(self) -> list[nn.Module]:
+        return self._prepared.models
+
+    @property
+    def _optimizers(self) -> list[AcceleratedOptimizer]:
+        return self._prepared.optimizers
+
+    @property
+    def _schedulers(self) -> list[AcceleratedScheduler]:
+        return self._prepared.schedulers
+
+    @property
+    def _dataloaders(self) -> list[PreparedDataLoader]:
+        return self._prepared.dataloaders
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded by FSDP2."""
+        return self.state.is_fsdp2
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether every process has a replica of the model on a device of its own; a CPU is one, too."""
+        return self.state.use_distributed and self.state.distributed_type.value.startswith("MULTI_")
+
+    @property
+    def fp8_backend(self) -> str:
+        """Always "NO": mixed_precision="fp8" is refused."""
+        return "NO"
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision in force: "no", "bf16" or "fp16"."""
+        return str(self.config.mixed_precision)
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch is split over the ranks instead of multiplied."""
+        return self.config.data.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads for all ranks."""
+        return self.config.data.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether every rank gets batches of the same size, padded at the end of the data."""
+        return self.config.data.even_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether shuffling follows seed and epoch."""
+        return self.config.data.use_seedable_sampler
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether loaders go on by themselves where `load_state` finds them."""
+        return self.config.data.use_stateful_dataloader
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device without waiting."""
+        return self.config.data.non_blocking
+
+    @property
+    def project_dir(self) -> str | Path | None:
+        """Where states are saved."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | Path | None:
+        """Where logs go."""
+        return self.project_configuration.logging_dir
