@@ -55,7 +55,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def prepare(model: nn.Module, precision: str = "no", scaler: Any = None, train: bool = True, **options: Any) -> Any:
+def prepare(model: nn.Module, precision: str = "no", loss_scale: Any = None, train: bool = True, **options: Any) -> Any:
     """Lay a model out under FSDP2, with an optimizer unless told otherwise; return its unit."""
     from accel_trainer.config import resolve
     from accel_trainer.precision import build_precision
@@ -68,7 +68,7 @@ def prepare(model: nn.Module, precision: str = "no", scaler: Any = None, train: 
     options.setdefault("wrap_classes", ("Block",))
     explicit = {"strategy": "fsdp2"} | {f"fsdp.{name}": value for name, value in options.items()}
     resolved = resolve(explicit=explicit, environ={})
-    job = TrainJob(model, [adamw(model)] if train else [], resolved, wrap_policy=policy, scaler=scaler)
+    job = TrainJob(model, [adamw(model)] if train else [], resolved, wrap_policy=policy, loss_scale=loss_scale)
     return FSDP2Strategy().prepare(job, build_precision(precision, process.device), process)
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from accel_trainer import logging
@@ -19,7 +17,6 @@ from accel_trainer.checkpoint.commit.disk import explain_full_disk
 from accel_trainer.checkpoint.commit.publication import Publication
 from accel_trainer.checkpoint.commit.retention import next_number, numbered_checkpoints, retire
 from accel_trainer.checkpoint.commit.retry import save_persistently
-from accel_trainer.checkpoint.format.placement import local_tensor
 from accel_trainer.checkpoint.interop.accelerate_state import is_accelerate_or_dcp_state, load_accelerate_or_dcp_state
 from accel_trainer.checkpoint.reader import check_verify
 from accel_trainer.checkpoint.selection import Selection, select_named, select_newest
@@ -27,7 +24,6 @@ from accel_trainer.checkpoint.train_state import TrainState, files_to_read, load
 from accel_trainer.data.loader import SavedPosition
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.shared_errors import gather_or_raise
-from accel_trainer.strategies.loss_scale import settle
 
 __all__ = ["AcceleratorCheckpointing"]
 
@@ -86,8 +82,8 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         return dict(self._checkpoints.metrics)
 
     def _train_state(self) -> TrainState:
-        if self.scaler is not None:
-            settle(self.scaler)
+        if self._loss_scale is not None:
+            self._loss_scale.flush()
         return TrainState(
             units=[prepared.unit.checkpoint_io() for prepared in self._prepared.units],
             has_optimizer=[bool(prepared.unit.optimizers) for prepared in self._prepared.units],
@@ -226,26 +222,8 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         return directory / f"checkpoint_{number}", number
 
     def _state_bytes(self) -> int:
-        """About how many bytes this rank writes: its part of what is sharded, and on rank 0 what is whole."""
-        is_sharded = self.strategy.capabilities.shards_parameters
-        gradients = sum(
-            local_tensor(parameter).nbytes
-            for prepared in self._prepared.units
-            if prepared.window.is_open
-            for parameter in prepared.unit.module.parameters()
-            if parameter.requires_grad and (is_sharded or parameter.grad is not None)
-        )
-        if not (is_sharded or self.process.is_main):
-            return gradients
-        held: dict[int, Tensor] = {}
-        for prepared in self._prepared.units:
-            held |= {id(tensor): tensor for tensor in prepared.unit.module.state_dict(keep_vars=True).values()}
-        for optimizer in self._prepared.optimizers:
-            for entry in optimizer.state.values():
-                values = entry.values() if isinstance(entry, Mapping) else [entry]
-                held |= {id(value): value for value in values if isinstance(value, Tensor)}
-        parts = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in held.values())
-        return gradients + sum(part.nbytes for part in parts if isinstance(part, Tensor))
+        """About how many bytes this rank writes of the models and their optimizers."""
+        return sum(prepared.unit.local_bytes(in_window=prepared.window.is_open) for prepared in self._prepared.units)
 
     def _run_save_hooks(self, state: TrainState, directory: Path) -> None:
         if not self._checkpoints.save_hooks:

@@ -101,8 +101,7 @@ class Prepared:
     def clear(self) -> None:
         """Let go of everything. Every rank calls it: an engine is taken off its model together."""
         for prepared in self.units:
-            if callable(release := getattr(prepared.unit, "release", None)):
-                release()
+            prepared.unit.release()
         for held in (self.units, self.optimizers, self.schedulers, self.dataloaders):
             held.clear()
         # A new list: the one in use may be `units` itself, whose micro-batch is entered and left later.

@@ -227,7 +227,7 @@ class AcceleratorPreparing(AcceleratorSettings):
             device_placement=place,
             evaluation_only=evaluation_mode,
             wrap_policy=self._options.wrap_policy,
-            scaler=self.scaler,
+            loss_scale=self._loss_scale,
             ddp_options=self._options.ddp_options,
             comm_hook=self._options.comm_hook,
             compile_options=self._options.compile_options,

@@ -19,6 +19,7 @@ from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.plugins.kwargs import ProjectConfiguration
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.strategies.api import Strategy
+from accel_trainer.strategies.loss_scale import LossScale
 
 __all__ = ["AcceleratorSettings"]
 
@@ -33,7 +34,7 @@ class AcceleratorSettings(ProcessView):
     config: RunConfig
     strategy: Strategy
     precision: PrecisionPolicy
-    scaler: torch.amp.GradScaler | None
+    _loss_scale: LossScale | None
     """Of fp16; one for all units, since one loss may reach several models."""
     device_placement: bool
     step_scheduler_with_optimizer: bool
@@ -45,6 +46,15 @@ class AcceleratorSettings(ProcessView):
     _engine_plugins: EnginePlugins
     _prepared: Prepared
     _checkpoints: CheckpointRegistry
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The scaler of fp16 losses; None in other precisions. One that is set is used by models prepared later."""
+        return None if self._loss_scale is None else self._loss_scale.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self._loss_scale = None if scaler is None else LossScale(scaler)
 
     # transformers and TRL read these four, as accelerate has them.
     @property

@@ -17,12 +17,11 @@ windows of all have ended. Its state is saved with the units: each saves that of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -35,8 +34,19 @@ from accel_trainer.config import Resolved, RunConfig
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.comm_hooks import CommHook
+from accel_trainer.strategies.loss_scale import LossScale
 
-__all__ = ["Capabilities", "CheckpointIO", "StepOutcome", "Strategy", "TrainJob", "TrainUnit", "WrapPolicyFunction"]
+__all__ = [
+    "BaseStrategy",
+    "Capabilities",
+    "CheckpointIO",
+    "HeldGradients",
+    "StepOutcome",
+    "Strategy",
+    "TrainJob",
+    "TrainUnit",
+    "WrapPolicyFunction",
+]
 
 WrapPolicyFunction = Callable[[nn.Module], bool]
 """Called with every submodule; true makes it a unit of sharding."""
@@ -78,8 +88,8 @@ class TrainJob:
     """No gradients will be asked for; a strategy may leave out what exchanges them."""
     wrap_policy: WrapPolicyFunction | None = None
     """A callable given in Python; it wins over the configuration's policy."""
-    scaler: torch.amp.GradScaler | None = None
-    """Shared by every unit of an Accelerator, since one loss may reach several models."""
+    loss_scale: LossScale | None = None
+    """Of fp16; shared by every unit of an Accelerator, since one loss may reach several models."""
     ddp_options: Mapping[str, Any] = field(default_factory=dict)
     """Extra keyword arguments for DistributedDataParallel, given in Python."""
     comm_hook: CommHook | None = None
@@ -168,6 +178,12 @@ class CheckpointIO(Protocol):
 
     def files(self, manifest: Manifest, prefix: str) -> Iterable[str]:
         """Return the names of the files that `load` opens on this rank, for their verification. Not collective."""
+
+    def local_bytes(self) -> int:
+        """Return the size of the tensors of this rank's part; of what ranks hold alike, the first of them has it all.
+
+        Not collective.
+        """
 
     def save_sharded_optimizer(self, path: Path) -> None:
         """Write the optimizers' state, each rank its own part, to a torch.distributed.checkpoint directory."""
@@ -280,6 +296,20 @@ class TrainUnit(Protocol):
     def checkpoint_io(self) -> CheckpointIO:
         """Return the reader and writer of this unit's state: the model's, and that of the optimizers for it."""
 
+    def local_bytes(self, *, in_window: bool = False) -> int:
+        """Return about how many bytes this rank writes when the unit is saved. Not collective.
+
+        Args:
+            in_window: with the gradients of an accumulation window that is open.
+        """
+        return 0
+
+    def release(self) -> None:
+        """Take what the engine has put on model and optimizers off, so that they can be prepared again.
+
+        Every rank calls it, once or more often; the unit is not used afterwards.
+        """
+
 
 class Strategy(Protocol):
     """How a module is laid out over the ranks."""
@@ -318,3 +348,15 @@ class Strategy(Protocol):
         Raises:
             ConfigError: what `check` refuses, before any collective.
         """
+
+
+class BaseStrategy:
+    """Defaults of `Strategy`, for engines that need nothing done before models are built."""
+
+    def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
+        """Return the configuration as it is."""
+        return resolved
+
+    def building(self, in_pieces: bool) -> AbstractContextManager[None]:
+        """Return an empty context: models are built whole."""
+        return nullcontext()

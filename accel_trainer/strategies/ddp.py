@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_trainer.config import Resolved
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.strategies.api import Capabilities, TrainJob
+from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states
 from accel_trainer.strategies.compile import apply_compile
+from accel_trainer.strategies.loss_scale import LossScale
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, require_values
 
 __all__ = ["DDPStrategy", "DDPUnit"]
@@ -26,8 +25,8 @@ __all__ = ["DDPStrategy", "DDPUnit"]
 class DDPUnit(NativeUnit):
     """A module replicated over the ranks."""
 
-    def __init__(self, model: nn.Module, module: nn.Module, scaler: torch.amp.GradScaler | None = None) -> None:
-        super().__init__(model, module, scaler)
+    def __init__(self, model: nn.Module, module: nn.Module, loss_scale: LossScale | None = None) -> None:
+        super().__init__(model, module, loss_scale)
         self._replicas = model if isinstance(model, DistributedDataParallel) else None
         # A static graph is learnt in the first backward, which fails where it does not exchange. Averaging what is
         # averaged already changes nothing, so a window may exchange once more.
@@ -86,19 +85,11 @@ def build_ddp_options(job: TrainJob, process: ProcessContext) -> dict[str, Any]:
     return options
 
 
-class DDPStrategy:
+class DDPStrategy(BaseStrategy):
     """Replicas with averaged gradients, on any device."""
 
     name: ClassVar[str] = "ddp"
     capabilities: ClassVar[Capabilities] = Capabilities(min_world_size=1, distributed_type="MULTI")
-
-    def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
-        """Nothing to do: the configuration holds as it is."""
-        return resolved
-
-    def building(self, in_pieces: bool) -> AbstractContextManager[None]:
-        """Return an empty context: models are built whole."""
-        return nullcontext()
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse a model without values, optimizers of something else, and a hook that the device cannot run."""
@@ -128,7 +119,7 @@ class DDPStrategy:
                 job.comm_hook.register(model)
         elif wrapped is None and process.is_distributed:
             broadcast_module_states(module, process.device)
-        unit = DDPUnit(model, module, job.scaler)
+        unit = DDPUnit(model, module, job.loss_scale)
         for optimizer in job.optimizers:
             unit.bind_optimizer(optimizer)
         return unit

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary, ref
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from accel_trainer.strategies.gradients import scale_gradients
 from accel_trainer.strategies.ownership import parameters_of
 
-if TYPE_CHECKING:
-    from accel_trainer.strategies.single import NativeUnit
+__all__ = ["LossScale"]
 
-__all__ = ["LossScale", "settle"]
 
-_SHARED: WeakValueDictionary[int, LossScale] = WeakValueDictionary()
-"""By the id of the scaler, which the value keeps alive."""
+class _Unit(Protocol):
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Those that the unit has now."""
 
 
 class LossScale:
@@ -33,27 +33,23 @@ class LossScale:
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self.scaler = scaler
         # A list: unscaling shards is collective, so every rank has to go through them in one order.
-        self._references: list[ref[NativeUnit]] = []
+        self._references: list[ref[_Unit]] = []
         self._unscaled: set[Optimizer] = set()
         self._done: set[Optimizer] = set()
         """Stepped, or their gradients dropped, since the scale was updated; unscaled all of them."""
 
-    @staticmethod
-    def of(scaler: torch.amp.GradScaler, unit: NativeUnit) -> LossScale:
-        """Return the one of `scaler`, which serves `unit`, too, from now on."""
-        shared = _SHARED.get(id(scaler)) or LossScale(scaler)
-        _SHARED[id(scaler)] = shared
-        shared._references.append(ref(unit))
-        return shared
+    def serve(self, unit: _Unit) -> None:
+        """Scale the losses of a unit, too, as long as it lives."""
+        self._references.append(ref(unit))
 
     @property
-    def _units(self) -> list[NativeUnit]:
+    def _units(self) -> list[_Unit]:
         return [unit for reference in self._references if (unit := reference()) is not None]
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss, scaled."""
         if self._done:
-            self._follow()
+            self._update()
         scaled: Tensor = self.scaler.scale(loss)
         return scaled
 
@@ -84,6 +80,11 @@ class LossScale:
         if optimizer in self._unscaled and optimizer not in self._done:
             self._finish(optimizer)
 
+    def flush(self) -> None:
+        """Update the scale for the optimizers that have stepped, without waiting for those that have not."""
+        if self._done:
+            self._update()
+
     def _optimizers(self) -> list[Optimizer]:
         return list(dict.fromkeys(optimizer for unit in self._units for optimizer in unit.optimizers))
 
@@ -93,9 +94,9 @@ class LossScale:
             other for unit in self._units if not self._done.isdisjoint(unit.optimizers) for other in unit.optimizers
         }
         if siblings <= self._done:
-            self._follow()
+            self._update()
 
-    def _follow(self) -> None:
+    def _update(self) -> None:
         """Let the scale follow what the gradients were like; the other optimizers' gradients follow the scale."""
         others = [optimizer for optimizer in self._optimizers() if optimizer not in self._done]
         # update() forgets which optimizers are unscaled already, and would count their overflows twice.
@@ -111,10 +112,3 @@ class LossScale:
             for optimizer in others:
                 if optimizer not in self._unscaled:
                     scale_gradients(parameters_of(optimizer), factor)
-
-
-def settle(scaler: torch.amp.GradScaler) -> None:
-    """Let a scale follow the optimizers that have stepped, without waiting for those that have not: it is saved now."""
-    shared = _SHARED.get(id(scaler))
-    if shared is not None and shared._done:
-        shared._follow()

@@ -6,17 +6,15 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_trainer.checkpoint.format.boxes import Box
-from accel_trainer.config import Resolved
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies import gradients
-from accel_trainer.strategies.api import Capabilities, CheckpointIO, HeldGradients, StepOutcome, TrainJob
+from accel_trainer.strategies.api import BaseStrategy, Capabilities, CheckpointIO, HeldGradients, StepOutcome, TrainJob
 from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.held_gradients import held_by_rank, put_gradients
 from accel_trainer.strategies.loss_scale import LossScale
@@ -62,11 +60,13 @@ def check_optimizers(job: TrainJob) -> None:
 class NativeUnit:
     """A module and its torch optimizers in one process."""
 
-    def __init__(self, model: nn.Module, module: nn.Module, scaler: torch.amp.GradScaler | None = None) -> None:
+    def __init__(self, model: nn.Module, module: nn.Module, loss_scale: LossScale | None = None) -> None:
         self.model = model
         self.module = module
         self.optimizers: list[Optimizer] = []
-        self._scale = None if scaler is None else LossScale.of(scaler, self)
+        self._scale = loss_scale
+        if loss_scale is not None:
+            loss_scale.serve(self)
 
     def known_parameters(self) -> dict[int, nn.Parameter]:
         """Return the module's parameters by their id."""
@@ -168,23 +168,26 @@ class NativeUnit:
         """Return the reader and writer of this unit's state."""
         return TorchCheckpointIO(self.module, self.optimizers)
 
+    def local_bytes(self, *, in_window: bool = False) -> int:
+        """Return about how many bytes this rank writes for the unit."""
+        return self.checkpoint_io().local_bytes() + (self._gradient_bytes() if in_window else 0)
+
+    def _gradient_bytes(self) -> int:
+        """Size of this rank's own gradients, which have not been exchanged yet."""
+        return sum(gradient.nbytes for gradient in gradients.gradients_of(self.module.parameters()))
+
+    def release(self) -> None:
+        """Nothing to take off: wrappers end with the unit, and modules and optimizers are torch's own."""
+
 
 _APPLIED = StepOutcome(applied=True)
 
 
-class SingleStrategy:
+class SingleStrategy(BaseStrategy):
     """One process with the whole model."""
 
     name: ClassVar[str] = "single"
     capabilities: ClassVar[Capabilities] = Capabilities(max_world_size=1)
-
-    def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
-        """Nothing to do: the configuration holds as it is."""
-        return resolved
-
-    def building(self, in_pieces: bool) -> AbstractContextManager[None]:
-        """Return an empty context: models are built whole."""
-        return nullcontext()
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse a model without values, and optimizers of something else."""
@@ -197,7 +200,7 @@ class SingleStrategy:
         place(job.model, job, process)
         apply_autocast(job.model, precision)
         apply_compile(job.model, job.config.compile, job.compile_options)
-        unit = NativeUnit(job.model, job.model, job.scaler)
+        unit = NativeUnit(job.model, job.model, job.loss_scale)
         for optimizer in job.optimizers:
             unit.bind_optimizer(optimizer)
         return unit

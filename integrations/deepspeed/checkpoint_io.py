@@ -26,7 +26,7 @@ from accel_trainer.integrations.deepspeed.partitions import (
     opened_partition,
     whole_shape,
 )
-from accel_trainer.integrations.deepspeed.state_shards import save_parts
+from accel_trainer.integrations.deepspeed.state_shards import part_bytes, save_parts
 from accel_trainer.strategies.parameter_state.matching import plan_model_load
 from accel_trainer.strategies.parameter_state.model_io import TorchCheckpointIO, options_of, outline_optimizer
 
@@ -369,6 +369,10 @@ class DeepSpeedCheckpointIO:
     def files(self, manifest: Manifest, prefix: str) -> set[str]:
         """Return the files that hold something of this rank's parts; see `CheckpointIO.files`."""
         return part_files(self, manifest, prefix)
+
+    def local_bytes(self) -> int:
+        """Return the size of this rank's part; see `CheckpointIO.local_bytes`."""
+        return part_bytes(self)
 
     def save_sharded_optimizer(self, path: Path) -> None:
         """Refuse: torch.distributed.checkpoint does not know the engine's partitions.

@@ -7,7 +7,8 @@ number of the rank, the others in files with the numbers after the last rank, it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from accel_trainer.strategies.parameter_state.stored_unit import ENGINE
 if TYPE_CHECKING:
     from accel_trainer.integrations.deepspeed.checkpoint_io import DeepSpeedCheckpointIO
 
-__all__ = ["save_parts"]
+__all__ = ["part_bytes", "save_parts"]
 
 
 class _Piece:
@@ -44,9 +45,9 @@ class _Piece:
 class _Parts:
     """What this rank writes of the tensors of one kind."""
 
-    def __init__(self, staged: StagedDirectory, prefix: str) -> None:
-        self._staged = staged
-        self._prefix = prefix
+    def __init__(self, ranks: Sequence[int]) -> None:
+        """Take the ranks that write one checkpoint together."""
+        self._ranks = ranks
         self._files: list[tuple[dict[str, Tensor | LazyTensor], dict[str, Any]]] = []
 
     def add_run(self, name: str, dtype: torch.dtype, run: Run, read: Callable[[], Tensor]) -> None:
@@ -59,10 +60,9 @@ class _Parts:
 
     def add_shared(self, tensors: Mapping[str, Tensor]) -> None:
         """Write this rank's share of what all of them have whole."""
-        ranks = self._staged.ranks
-        takers = balance_bytes([tensor.nbytes for tensor in tensors.values()], len(ranks))
+        takers = balance_bytes([tensor.nbytes for tensor in tensors.values()], len(self._ranks))
         rank = dist.get_rank()
-        own = {name: t for (name, t), taker in zip(tensors.items(), takers, strict=True) if ranks[taker] == rank}
+        own = {name: t for (name, t), taker in zip(tensors.items(), takers, strict=True) if self._ranks[taker] == rank}
         if own:
             self._file(0)[0].update(own)
 
@@ -71,24 +71,42 @@ class _Parts:
             self._files.append(({}, {}))
         return self._files[number]
 
-    def write(self) -> None:
+    @property
+    def num_bytes(self) -> int:
+        """Size of this rank's tensors."""
+        written = [tensor for tensors, _ in self._files for tensor in tensors.values()]
+        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in written)
+
+    def write(self, staged: StagedDirectory, prefix: str) -> None:
         """Write the files."""
         for number, (tensors, slices) in enumerate(self._files):
             if tensors:
                 index = dist.get_rank() + number * dist.get_world_size()
-                self._staged.write_tensors(f"{self._prefix}.{index:05d}.safetensors", tensors, slices=slices)
+                staged.write_tensors(f"{prefix}.{index:05d}.safetensors", tensors, slices=slices)
 
 
 def save_parts(io: DeepSpeedCheckpointIO, staged: StagedDirectory, prefix: str, *, weights: bool) -> None:
     """Write what this rank holds of a model and its optimizer; see `CheckpointIO.save`. Nothing is communicated."""
-    tied = _save_model(io, _Parts(staged, f"{prefix}.model")) if weights else {}
-    outline = _save_optimizer(io, _Parts(staged, f"{prefix}.optimizer")) if io.has_optimizer else None
+    model, optimizer = _Parts(staged.ranks), _Parts(staged.ranks)
+    tied = _add_model(io, model) if weights else {}
+    model.write(staged, f"{prefix}.model")
+    outline = _add_optimizer(io, optimizer) if io.has_optimizer else None
+    optimizer.write(staged, f"{prefix}.optimizer")
     if staged.commits:
         staged.write_json(f"{prefix}.json", {"engine": ENGINE, "tied": tied, "optimizer": outline})
 
 
-def _save_model(io: DeepSpeedCheckpointIO, parts: _Parts) -> dict[str, str]:
-    """Write this rank's part of the weights, fp32 where the optimizer keeps them so; return the names of tied ones."""
+def part_bytes(io: DeepSpeedCheckpointIO) -> int:
+    """Return the size of what this rank writes in `save_parts`."""
+    parts = _Parts(range(dist.get_world_size()))
+    _add_model(io, parts)
+    if io.has_optimizer:
+        _add_optimizer(io, parts)
+    return parts.num_bytes
+
+
+def _add_model(io: DeepSpeedCheckpointIO, parts: _Parts) -> dict[str, str]:
+    """Add this rank's part of the weights, fp32 where the optimizer keeps them so; return the names of tied ones."""
     tied: dict[str, str] = {}
     names: dict[int, str] = {}
     whole: dict[str, Tensor] = {}
@@ -102,7 +120,6 @@ def _save_model(io: DeepSpeedCheckpointIO, parts: _Parts) -> dict[str, str]:
         else:
             whole[name] = tensor
     parts.add_shared(whole)
-    parts.write()
     return tied
 
 
@@ -111,8 +128,8 @@ def _read_frozen(tensor: Tensor, run: Run) -> Tensor:
         return run.within(partition).clone()
 
 
-def _save_optimizer(io: DeepSpeedCheckpointIO, parts: _Parts) -> Any:
-    """Write this rank's part of the optimizer's state, and return its outline, the same on every rank."""
+def _add_optimizer(io: DeepSpeedCheckpointIO, parts: _Parts) -> Any:
+    """Add this rank's part of the optimizer's state, and return its outline, the same on every rank."""
     state: dict[str, Any] = {}
     runs: list[tuple[Run, str]] = []
     outlines = io.outlines()
@@ -131,5 +148,4 @@ def _save_optimizer(io: DeepSpeedCheckpointIO, parts: _Parts) -> Any:
     for (name, tensor), (run, key) in zip(in_runs, runs, strict=True):
         parts.add_run(name, tensor.dtype, run, partial(io.partitions.read, run, key))
     parts.add_shared({name: tensor for name, tensor in held.items() if not tensor.is_meta})
-    parts.write()
     return outline

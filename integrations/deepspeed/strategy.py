@@ -26,7 +26,7 @@ from accel_trainer.integrations.deepspeed.runtime import (
 from accel_trainer.integrations.deepspeed.unit import DeepSpeedUnit, WholeUnit
 from accel_trainer.precision import PrecisionPolicy, apply_autocast, cast_floating
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.strategies.api import Capabilities, TrainJob
+from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states
 from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.optimizer_placeholder import DescribedOptimizer
@@ -40,7 +40,7 @@ _NEVER_PRINT = 2**31
 """Steps between two progress lines of the engine: the loop's own reporting is the user's."""
 
 
-class DeepSpeedStrategy:
+class DeepSpeedStrategy(BaseStrategy):
     """Shards optimizer state (ZeRO-1), gradients too (2), parameters too (3), with offload to CPU memory or disk."""
 
     name: ClassVar[str] = "deepspeed"
@@ -280,4 +280,4 @@ def _whole_unit(job: TrainJob, precision: PrecisionPolicy, process: ProcessConte
     apply_autocast(job.model, precision)
     if process.is_distributed:
         broadcast_module_states(job.model, process.device)
-    return WholeUnit(job.model, job.model, job.scaler)
+    return WholeUnit(job.model, job.model, job.loss_scale)

@@ -357,3 +357,7 @@ class DeepSpeedUnit:
     def checkpoint_io(self) -> CheckpointIO:
         """Return the reader and writer of this unit's state."""
         return DeepSpeedCheckpointIO(self._engine, self.optimizers, self._groups)
+
+    def local_bytes(self, *, in_window: bool = False) -> int:
+        """Return how many bytes this rank writes for the unit; the gradients of a window are not among them."""
+        return self.checkpoint_io().local_bytes()

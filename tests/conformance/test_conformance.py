@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from accel_trainer.registry import strategy_names
@@ -151,11 +152,12 @@ def run_resume(kind: str, layout: str, directory: str) -> dict[str, Any]:
     parts = prepare(kind, layout)
     train(parts, stop=3)
     parts["accelerator"].save_state(directory)
+    local_bytes = parts["accelerator"].unit_of(parts["model"]).local_bytes()
     uninterrupted = train(parts, skip=3)
     fresh = prepare(kind, layout)
     fresh["accelerator"].load_state(directory)
     resumed = train(fresh, skip=3)
-    return {"uninterrupted": uninterrupted, "resumed": resumed}
+    return {"uninterrupted": uninterrupted, "resumed": resumed, "local_bytes": local_bytes}
 
 
 def run_all(kind: str, layout: str, directory: str) -> dict[str, dict[str, Any]]:
@@ -170,6 +172,7 @@ def run_all(kind: str, layout: str, directory: str) -> dict[str, dict[str, Any]]
         results["tied"] = {"is_tied": is_tied_after_a_step(kind, layout)}
     if kind == "mlp":
         results["frozen model"] = {"names": run_frozen_model(layout)}
+        results["released"] = {"losses": run_released(layout)}
     return results
 
 
@@ -201,6 +204,22 @@ def run_frozen_model(layout: str) -> list[str]:
     with torch.no_grad():
         model(**collate(build_samples("mlp")[:4]))
     return sorted(accelerator.get_state_dict(model))
+
+
+def run_released(layout: str) -> list[float]:
+    """Train for an update, release the unit, and train the same model with a new optimizer; return all losses."""
+    parts = prepare("mlp", layout)
+    accelerator, unit = parts["accelerator"], parts["accelerator"].unit_of(parts["model"])
+    losses = train(parts, stop=1)["losses"]
+    module, groups = unit.module, parts["optimizer"].optimizer.param_groups
+    unit.release()
+    accelerator.free_memory()  # which releases it again
+    groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    model, optimizer, scheduler = accelerator.prepare(module, optimizer, scheduler)
+    again = {**parts, "model": model, "optimizer": optimizer, "scheduler": scheduler}
+    return losses + train(again, stop=2)["losses"]
 
 
 def test_every_built_in_strategy_is_in_the_suite():
@@ -251,6 +270,28 @@ def test_tied_weights_stay_tied(layout: str, kind: str, states: Path):
 def test_a_frozen_model_can_be_prepared_and_saved(layout: str, states: Path):
     names = results_of(layout, "mlp", states)[0]["frozen model"]["names"]
     assert names == ["first.bias", "first.weight", "second.bias", "second.weight"]
+
+
+@pytest.mark.parametrize(("layout", "kind"), CASES)
+def test_local_bytes_are_what_the_ranks_write(layout: str, kind: str, states: Path):
+    asked = [results["resume"]["local_bytes"] for results in results_of(layout, kind, states)]
+    files = (states / f"{layout}-{kind}").glob("unit_0.*.safetensors")
+    assert sum(asked) == sum(tensor.nbytes for file in files for tensor in load_file(file).values())
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_a_released_model_can_be_prepared_again(layout: str, states: Path):
+    model, samples, losses = build_model("mlp"), build_samples("mlp"), []
+    for num_updates in (1, 2):
+        optimizer = build_optimizer(model)
+        for begin in range(0, num_updates * GLOBAL_BATCH, GLOBAL_BATCH):
+            loss = model(**collate(samples[begin : begin + GLOBAL_BATCH]))["loss"]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    for results in results_of(layout, "mlp", states):
+        assert results["released"]["losses"] == pytest.approx(losses, abs=2e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

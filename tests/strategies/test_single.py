@@ -14,7 +14,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.precision import build_precision
 from accel_trainer.runtime.process import init_process
 from accel_trainer.strategies.api import TrainJob, TrainUnit
-from accel_trainer.strategies.loss_scale import settle
+from accel_trainer.strategies.loss_scale import LossScale
 from accel_trainer.strategies.single import NativeUnit, SingleStrategy
 
 Scaler = torch.amp.GradScaler
@@ -38,9 +38,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def prepare(model: nn.Module, optimizer: Any = None, scaler: Any = None, **explicit: Any) -> NativeUnit:
+def prepare(model: nn.Module, optimizer: Any = None, loss_scale: Any = None, **explicit: Any) -> NativeUnit:
     process = init_process({}, use_cpu=True)
-    job = TrainJob(model, [optimizer] if optimizer else [], resolve(explicit=explicit, environ={}), scaler=scaler)
+    resolved = resolve(explicit=explicit, environ={})
+    job = TrainJob(model, [optimizer] if optimizer else [], resolved, loss_scale=loss_scale)
     return SingleStrategy().prepare(job, build_precision("no", process.device), process)
 
 
@@ -146,7 +147,7 @@ def test_a_step_without_an_optimizer_is_refused():
 
 def test_scaled_losses_give_plain_steps():
     model = Net()
-    unit = prepare(model, sgd(model), Scaler("cpu", init_scale=1024.0))
+    unit = prepare(model, sgd(model), LossScale(Scaler("cpu", init_scale=1024.0)))
     unit.backward(unit.model(batch()))
     unit.unscale_gradients()
     unit.unscale_gradients()  # once a step, however often it is asked for
@@ -162,7 +163,7 @@ def test_scaled_losses_give_plain_steps():
 def test_an_overflow_skips_the_step_and_lowers_the_scale():
     model = Net()
     scaler = Scaler("cpu", init_scale=1024.0, growth_interval=1)
-    unit = prepare(model, sgd(model), scaler)
+    unit = prepare(model, sgd(model), LossScale(scaler))
     before = [p.detach().clone() for p in model.parameters()]
     unit.backward(unit.model(batch(float("inf"))))
     assert not unit.step().applied
@@ -179,7 +180,7 @@ def test_gradients_that_are_dropped_after_clipping_do_not_disturb_the_next_step(
     # "Skip this batch, its norm is not finite": without a step in between.
     model = Net()
     scaler = Scaler("cpu", init_scale=1024.0)
-    unit = prepare(model, sgd(model), scaler)
+    unit = prepare(model, sgd(model), LossScale(scaler))
     unit.backward(unit.model(batch(float("inf"))))
     unit.clip_grad_norm(model.parameters(), 1.0)
     unit.zero_grad()
@@ -195,7 +196,8 @@ def test_one_scale_serves_the_units_that_a_loss_reaches(clipped: bool):
     # Every update of the scale doubles it: the second unit's gradients carry the scale from before.
     scaler = Scaler("cpu", init_scale=4.0, growth_interval=1)
     models = [Net(0), Net(1)]
-    units = [prepare(model, sgd(model), scaler) for model in models]
+    loss_scale = LossScale(scaler)
+    units = [prepare(model, sgd(model), loss_scale) for model in models]
     bound = 0.01 if clipped else float("inf")
     for _ in range(2):
         units[0].backward(units[0].model(batch()) + units[1].model(batch()))
@@ -211,7 +213,8 @@ def test_one_scale_serves_the_units_that_a_loss_reaches(clipped: bool):
 
 def test_an_overflow_in_one_unit_is_not_the_others():
     scaler = Scaler("cpu", init_scale=4.0)
-    good, bad = (prepare(model, sgd(model), scaler) for model in (Net(), Net()))
+    loss_scale = LossScale(scaler)
+    good, bad = (prepare(model, sgd(model), loss_scale) for model in (Net(), Net()))
     good.backward(good.model(batch()) + bad.model(batch(float("inf"))))
     for unit in (good, bad):
         unit.unscale_gradients()
@@ -229,7 +232,7 @@ def weight_and_bias(model: nn.Module) -> list[torch.optim.Optimizer]:
 def test_the_scale_follows_a_window_once_all_its_optimizers_have_stepped(clipped: bool):
     scaler = Scaler("cpu", init_scale=4.0, growth_interval=1)
     model = Net()
-    unit = prepare(model, scaler=scaler)
+    unit = prepare(model, loss_scale=LossScale(scaler))
     weight, bias = weight_and_bias(model)
     unit.bind_optimizer(weight)
     unit.bind_optimizer(bias)
@@ -270,7 +273,7 @@ def test_an_optimizer_may_step_on_every_second_window(clipped: bool):
     # The scale doubles in between, and what waits for the step doubles with it.
     scaler = Scaler("cpu", init_scale=4.0, growth_interval=1)
     model, reference = Net(), Net()
-    unit = prepare(model, scaler=scaler)
+    unit = prepare(model, loss_scale=LossScale(scaler))
     weight, bias = weight_and_bias(model)
     unit.bind_optimizer(weight)
     unit.bind_optimizer(bias)
@@ -290,20 +293,21 @@ def test_an_optimizer_may_step_on_every_second_window(clipped: bool):
     assert scaler.get_scale() == 64.0
 
 
-def test_a_scale_that_waits_for_an_optimizer_is_settled_before_it_is_saved():
+def test_a_scale_that_waits_for_an_optimizer_is_updated_before_it_is_saved():
     scaler = Scaler("cpu", init_scale=4.0, growth_interval=1)
     model = Net()
-    unit = prepare(model, scaler=scaler)
+    loss_scale = LossScale(scaler)
+    unit = prepare(model, loss_scale=loss_scale)
     for optimizer in (optimizers := weight_and_bias(model)):
         unit.bind_optimizer(optimizer)
     unit.backward(unit.model(batch()))
     gradient = model.layer.bias.grad.clone()
     unit.step(optimizer=optimizers[0])
     assert scaler.get_scale() == 4.0
-    settle(scaler)
+    loss_scale.flush()
     assert scaler.get_scale() == 8.0
     assert torch.equal(model.layer.bias.grad, gradient * 2)
-    settle(scaler)
+    loss_scale.flush()
     assert scaler.get_scale() == 8.0
 
 
@@ -327,7 +331,7 @@ def test_an_optimizer_over_two_models_is_unscaled_and_stepped_as_one():
 
 def test_a_closure_with_a_loss_scale_is_refused():
     model = Net()
-    unit = prepare(model, sgd(model), Scaler("cpu"))
+    unit = prepare(model, sgd(model), LossScale(Scaler("cpu")))
     with pytest.raises(ConfigError, match=r"SGD.step\(closure\) cannot be combined with fp16.*use bf16"):
         unit.step(lambda: 0.0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, ClassVar
 
@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from accel_trainer import logging
-from accel_trainer.config import FSDPConfig, Resolved
+from accel_trainer.config import FSDPConfig
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.mesh import build_mesh_shape, init_mesh
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.strategies.api import Capabilities, CheckpointIO, HeldGradients, TrainJob
+from accel_trainer.strategies.api import BaseStrategy, Capabilities, CheckpointIO, HeldGradients, TrainJob
 from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.fsdp2.activation_checkpointing import apply_activation_checkpointing
 from accel_trainer.strategies.fsdp2.full_state_dict import exchange_whole_weights, refuse_copies
@@ -36,7 +36,9 @@ from accel_trainer.strategies.fsdp2.wrapping import (
     warn_of_one_unit,
 )
 from accel_trainer.strategies.held_gradients import held_over_ranks
+from accel_trainer.strategies.loss_scale import LossScale
 from accel_trainer.strategies.ownership import parameters_of
+from accel_trainer.strategies.parameter_state.sharded_io import bytes_to_write
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, place
 from accel_trainer.tree import leaves
 
@@ -57,9 +59,9 @@ class FSDP2Unit(NativeUnit):
         self,
         module: FSDPModule,
         originals: Originals,
-        scaler: torch.amp.GradScaler | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
-        super().__init__(module, module, scaler)  # type: ignore[arg-type]
+        super().__init__(module, module, loss_scale)  # type: ignore[arg-type]
         self._root = module
         self._originals = originals
         self._whole = WholeGradients([p for p in self.module.parameters() if not isinstance(p, DTensor)])
@@ -83,6 +85,10 @@ class FSDP2Unit(NativeUnit):
     def held_gradients(self) -> HeldGradients | None:
         """Return the mean over ranks of the gradients of an open window. Collective."""
         return held_over_ranks(self.module)
+
+    def _gradient_bytes(self) -> int:
+        """Size of this rank's part of the mean over ranks, which is sharded as the parameters are."""
+        return bytes_to_write(parameter for parameter in self.module.parameters() if parameter.requires_grad)
 
     def known_parameters(self) -> dict[int, nn.Parameter]:
         """Return the sharded parameters, by their id and by that of what they have replaced."""
@@ -203,7 +209,7 @@ def _check_output_is_seen(module: nn.Module, args: Any, output: Any) -> None:
             )
 
 
-class FSDP2Strategy:
+class FSDP2Strategy(BaseStrategy):
     """Shards parameters, gradients and optimizer state."""
 
     name: ClassVar[str] = "fsdp2"
@@ -214,14 +220,6 @@ class FSDP2Strategy:
     def __init__(self) -> None:
         # Weak: models keep their mesh, and groups have to close with the last of them.
         self._meshes: weakref.WeakValueDictionary[tuple[int, ...], DeviceMesh] = weakref.WeakValueDictionary()
-
-    def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
-        """Nothing to do: the configuration holds as it is."""
-        return resolved
-
-    def building(self, in_pieces: bool) -> AbstractContextManager[None]:
-        """Return an empty context: models are built whole."""
-        return nullcontext()
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse options that do not fit the model or each other, and optimizers that cannot follow."""
@@ -236,10 +234,10 @@ class FSDP2Strategy:
         model, config = job.model, job.config.fsdp
         if isinstance(model, FSDPModule):
             _say_what_is_left_out(job, precision)
-            return _bind(FSDP2Unit(model, (), job.scaler), job)
+            return _bind(FSDP2Unit(model, (), job.loss_scale), job)
         if next(model.parameters(), None) is None:  # a loss, say: nothing to shard
             place(model, job, process)
-            return _bind(NativeUnit(model, model, job.scaler), job)
+            return _bind(NativeUnit(model, model, job.loss_scale), job)
         if job.wrap_policy is None:
             warn_of_one_unit(model, layers, job.resolved)
         blocks = drop_tied_blocks(model, layers)
@@ -279,7 +277,7 @@ class FSDP2Strategy:
             unit.register_forward_hook(_reshard_after_inference)
         model.register_forward_hook(_check_output_is_seen)
         model._is_fsdp_managed_module = True  # type: ignore[assignment]  # read by transformers' generate()
-        return _bind(FSDP2Unit(root, originals, job.scaler), job)
+        return _bind(FSDP2Unit(root, originals, job.loss_scale), job)
 
     def _mesh(self, process: ProcessContext, job: TrainJob) -> DeviceMesh:
         """Return the mesh of all models of this shape: one optimizer may hold the parameters of several. Collective."""
@@ -385,7 +383,7 @@ def _check_combination(job: TrainJob, layers: list[nn.Module], whole: set[nn.Par
             f"{job.resolved.describe('fsdp.activation_checkpointing')}: no module of {name} is a unit of its own whose "
             "activations could be computed again; name its block classes in fsdp.wrap_classes"
         )
-    if whole and job.scaler is not None:
+    if whole and job.loss_scale is not None:
         raise ConfigError(
             f"{job.resolved.describe('fsdp.ignored_modules')}: {len(whole)} parameter(s) of {name} stay whole, ignored "
             "ones or scalars, and torch's GradScaler cannot unscale sharded and whole gradients together; use bf16"

@@ -23,6 +23,7 @@ from accel_trainer.strategies.parameter_state.sharded_io import (
     load_dcp_optimizer,
     plan_unit_load,
     save_unit,
+    unit_bytes,
     unit_files,
 )
 
@@ -286,6 +287,10 @@ class TorchCheckpointIO:
     def files(self, manifest: Manifest, prefix: str) -> set[str]:
         """Return the files that hold something of this rank's parts; see `CheckpointIO.files`."""
         return unit_files(self, manifest, prefix)
+
+    def local_bytes(self) -> int:
+        """Return the size of this rank's part; see `CheckpointIO.local_bytes`."""
+        return unit_bytes(self)
 
     def save_sharded_optimizer(self, path: Path) -> None:
         """Write the optimizer's state as a torch.distributed.checkpoint directory, each rank its part. Collective."""

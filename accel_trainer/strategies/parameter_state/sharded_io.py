@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
@@ -24,7 +25,7 @@ from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.json_codec import OWN_STATE, encode
 from accel_trainer.checkpoint.format.manifest import Manifest
-from accel_trainer.checkpoint.format.placement import is_sharded_or_replicated, local_box
+from accel_trainer.checkpoint.format.placement import is_sharded_or_replicated, local_box, local_tensor
 from accel_trainer.checkpoint.interop.dcp import DcpDirectory
 from accel_trainer.checkpoint.reader import StoredCheckpoint
 from accel_trainer.checkpoint.shards import StoredShards, write_shards
@@ -42,7 +43,7 @@ from accel_trainer.strategies.parameter_state.stored_unit import (
 if TYPE_CHECKING:
     from accel_trainer.strategies.parameter_state.model_io import TorchCheckpointIO
 
-__all__ = ["load_dcp_optimizer", "plan_unit_load", "save_unit", "unit_files"]
+__all__ = ["bytes_to_write", "load_dcp_optimizer", "plan_unit_load", "save_unit", "unit_bytes", "unit_files"]
 
 logger = logging.get_logger(__name__)
 
@@ -53,6 +54,29 @@ def _writable(tensor: Tensor) -> Tensor:
         full: Tensor = tensor.full_tensor().detach()
         return full
     return tensor
+
+
+def bytes_to_write(tensors: Iterable[Tensor]) -> int:
+    """Return the size of this rank's shards; a tensor or shard that several ranks hold counts on the first of them."""
+    return sum(local_tensor(tensor).nbytes for tensor in tensors if _holds_first(tensor))
+
+
+def _holds_first(tensor: Tensor) -> bool:
+    if not isinstance(tensor, DTensor):
+        return not dist.is_initialized() or dist.get_rank() == 0
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    return not any(
+        index for index, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()
+    )
+
+
+def unit_bytes(io: TorchCheckpointIO) -> int:
+    """Return the size of what `save_unit` writes; see `CheckpointIO.local_bytes`."""
+    held: dict[str, Tensor] = {}
+    if io.optimizers:
+        encode(_optimizer_state(io), held, "optimizer")
+    model = {id(tensor): tensor for _, tensor in io.model_tensors()}
+    return bytes_to_write([*model.values(), *held.values()])
 
 
 def save_unit(io: TorchCheckpointIO, staged: StagedDirectory, prefix: str, rank: int, *, weights: bool = True) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel_trainer import Accelerator
+from accel_trainer.strategies.loss_scale import LossScale
 from tests.ranks import preload, run_ranks
 from tests.scenarios import Outcome, Scenarios, refused
 from tests.sharded import Net, adamw, batch, build, full, own_rows, prepare, train, train_alone
@@ -192,7 +193,7 @@ def scaled() -> Any:
     for bad_rank in (None, 1):
         model = build()
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        unit = prepare(model, scaler=scaler)
+        unit = prepare(model, loss_scale=LossScale(scaler))
         unit.backward(unit.model(own_rows()))
         if dist.get_rank() == bad_rank:
             model.stem.weight.grad.to_local()[0, 0] = float("inf")
@@ -202,7 +203,7 @@ def scaled() -> Any:
         found.append((norm, applied, torch.equal(before, full(model.stem.weight)), scaler.get_scale()))
     mixed = build()
     scaler = torch.amp.GradScaler("cpu")
-    message = refused(lambda: prepare(mixed, scaler=scaler, ignored_modules=("head",)))
+    message = refused(lambda: prepare(mixed, loss_scale=LossScale(scaler), ignored_modules=("head",)))
     return found, message, isinstance(mixed, FSDPModule)
 
 
