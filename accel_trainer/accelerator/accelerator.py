@@ -181,6 +181,17 @@ class Accelerator(
         self.resolved = self._engine_plugins.use(name, started, self.strategy)
         self.config = self.resolved.config
 
+    def reconfigure(self, resolved: Resolved) -> None:
+        """Prepare models by another configuration from now on; its strategy and its precision are the same.
+
+        For loops that learn only late what an engine's own configuration leaves open, such as the number of updates.
+        """
+        self.resolved, self.config = resolved, resolved.config
+
+    def is_prepared(self, model: nn.Module) -> bool:
+        """Whether this Accelerator has prepared a model, and not let go of it since."""
+        return self._prepared.find(model) is not None
+
     # --- where this process stands ---------------------------------------------------------------------------------
 
     @property

@@ -70,7 +70,7 @@ def complete_configuration(
         given_optimizer="dummy" if describes_optimizer else "torch",
         given_scheduler="dummy" if describes_scheduler else "torch",
     )
-    accelerator.resolved, accelerator.config = resolved, resolved.config
+    accelerator.reconfigure(resolved)
 
 
 def _take_num_steps(args: TrainingArguments) -> None:

@@ -116,7 +116,7 @@ def _prepare_model(trainer: EvaluatingTrainer) -> tuple[nn.Module, float | None]
         # Before the layout: a sharded model owns its placement.
         model = model.to(dtype=dtype) if trainer.is_sharded else model.to(dtype=dtype, device=args.device)
     seconds = None
-    if not accelerator._models and model is trainer.model:
+    if model is trainer.model and not accelerator.is_prepared(model):
         start_time = time.time()
         model = accelerator.prepare_model(model, evaluation_mode=True)
         fill_empty(model)

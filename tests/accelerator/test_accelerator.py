@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import datetime
 import os
 import pickle
@@ -62,6 +63,26 @@ def test_preparing_twice_returns_the_same_objects():
     once = accelerator.prepare(*build())
     twice = accelerator.prepare(*once)
     assert all(first is second for first, second in zip(once, twice, strict=True))
+
+
+def test_a_model_is_prepared_until_it_is_let_go_of():
+    accelerator, (model, other) = Accelerator(cpu=True), (nn.Linear(3, 1), nn.Linear(3, 1))
+    assert not accelerator.is_prepared(model)
+    accelerator.prepare(model)
+    assert accelerator.is_prepared(model)
+    assert not accelerator.is_prepared(other)
+    accelerator.free_memory()
+    assert not accelerator.is_prepared(model)
+
+
+def test_a_model_is_prepared_by_the_configuration_in_force():
+    accelerator = Accelerator(cpu=True)
+    config = accelerator.config
+    accumulation = dataclasses.replace(config.accumulation, num_steps=3)
+    accelerator.reconfigure(
+        dataclasses.replace(accelerator.resolved, config=dataclasses.replace(config, accumulation=accumulation))
+    )
+    assert accelerator.gradient_accumulation_steps == 3
 
 
 def test_the_tutorial_loop_equals_plain_pytorch():

@@ -98,7 +98,7 @@ def save_model(trainer: CheckpointingTrainer, output_dir: str) -> None:
     """
     writes = trainer.args.should_save and trainer.is_world_process_zero()
     with raise_together(trainer.accelerator.process, "save_model"):
-        if not trainer.accelerator._models:
+        if not trainer.accelerator.is_prepared(trainer.model):
             state = trainer.model.state_dict()
         elif trainer.is_sharded:
             state = gather_to_file(_io(trainer).lazy_model_state(), Path(output_dir), writes=writes)
