@@ -35,6 +35,7 @@ from accel_trainer.precision import build_precision, remove_autocast
 from accel_trainer.runtime.memory import register_memory_owner
 from accel_trainer.runtime.process import init_process, read_environment
 from accel_trainer.runtime.rng import check_rng_types
+from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
 from accel_trainer.tracking import GeneralTracker
 from accel_trainer.unsupported import refuse_options
 
@@ -225,7 +226,7 @@ class Accelerator(
         wrapped = isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel))
         module: Any = found.unit.module if found is not None else model.module if wrapped else model
         if not keep_torch_compile:
-            module = getattr(module, "_orig_mod", module)
+            module = getattr(module, ORIGINAL_MODULE, module)
         if not keep_fp32_wrapper:
             remove_autocast(module)
         unwrapped: nn.Module = module

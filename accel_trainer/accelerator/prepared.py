@@ -12,6 +12,7 @@ from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
 from accel_trainer.accelerator.accumulation import PreparedUnit
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
 
 __all__ = ["Prepared"]
 
@@ -48,7 +49,7 @@ class Prepared:
             for optimizer in unit.optimizers:
                 if item is optimizer:
                     return prepared
-        compiled = getattr(item, "_orig_mod", None)
+        compiled = getattr(item, ORIGINAL_MODULE, None)
         return next((prepared for prepared in self.units if prepared.unit.model is compiled), None)
 
     def get(self, item: Any) -> PreparedUnit:

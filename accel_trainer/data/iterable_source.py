@@ -19,6 +19,7 @@ from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.runtime.collectives import all_gather_integers, broadcast_object
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import stream_index
+from accel_trainer.runtime.torch_private import LOADER_AT_REST
 
 __all__ = ["ShardSource", "SliceSource"]
 
@@ -135,7 +136,7 @@ class _StreamSource:
             self._stream.seed = position.seed
         self.set_epoch(position.epoch)
         self._start, self._resumed = 0, position if position.samples else None
-        self._reader._iterator = None  # workers that live on hold a copy of the stream as it was
+        self._reader.__dict__.update(LOADER_AT_REST)  # workers that live on hold a copy of the stream as it was
 
     @property
     def _can_begin_anywhere(self) -> bool:
@@ -154,7 +155,7 @@ class _StreamSource:
 
     def __getstate__(self) -> dict[str, Any]:
         reader = copy.copy(self._reader)
-        reader._iterator = None
+        reader.__dict__.update(LOADER_AT_REST)
         return {**self.__dict__, "_reader": reader}
 
     def _begin(self, progress: Pass, shard: int) -> Iterator[Any]:

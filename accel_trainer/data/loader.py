@@ -19,6 +19,7 @@ from accel_trainer.logging import get_logger
 from accel_trainer.runtime.collectives import send_to_device
 from accel_trainer.runtime.fault_injection import with_fault_point
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.torch_private import LOADER_AT_REST
 
 __all__ = ["PreparedDataLoader", "SavedPosition", "prepare_data_loader", "skip_first_batches"]
 
@@ -249,11 +250,11 @@ class PreparedDataLoader(DataLoader[Any]):
         self._source.forget()
         moved = type(self).__new__(type(self))
         source = self._source.starting_at(self._source.start + num_batches)
-        moved.__dict__.update(self.__dict__, _source=source, _passes=[], _iterator=None, **source.settings(self))
+        moved.__dict__.update(self.__dict__, _source=source, _passes=[], **LOADER_AT_REST, **source.settings(self))
         return moved
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {**self.__dict__, "_passes": [], "_iterator": None, "_on_begin": (), "_on_end": ()}
+        state = {**self.__dict__, **LOADER_AT_REST, "_passes": [], "_on_begin": (), "_on_end": ()}
         state["_bookmark"] = _Bookmark()
         return _restore, (_user_class(type(self)), state)
 

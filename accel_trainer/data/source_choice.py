@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, TypeGuard
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from accel_trainer.config.schema import DataConfig
 from accel_trainer.data.index_source import DispatchSource, IndexSource, Source
@@ -24,6 +23,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.logging import get_logger
 from accel_trainer.runtime.collectives import broadcast_object
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.torch_private import LOADER_AT_REST, LOADER_ITERATOR, is_loader_iterator
 
 __all__ = ["build_source"]
 
@@ -66,7 +66,7 @@ def build_source(
 
 def _check(loader: DataLoader[Any], config: DataConfig, shards: int) -> None:
     dataset = loader.dataset
-    if any(isinstance(value, _BaseDataLoaderIter) for name, value in vars(loader).items() if name != "_iterator"):
+    if any(is_loader_iterator(value) for name, value in vars(loader).items() if name != LOADER_ITERATOR):
         raise ConfigError(
             f"this {type(loader).__name__} keeps an iterator that reads the whole dataset; use a loader that makes its "
             "iterator in __iter__"
@@ -199,8 +199,7 @@ def _reader(
         drop_last=False,
         collate_fn=collate,
         in_order=in_order,
-        _iterator=None,
-        _IterableDataset_len_called=None,
+        **LOADER_AT_REST,
     )
     return reader
 

@@ -94,6 +94,7 @@ class _Fault:
 _SIGNALS = {"kill9": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 _faults: dict[str, _Fault] = {}
 _installed = ("", -1)
+_HOOKED = "_accel_trainer_forward_faults"
 
 
 def fault_point(point: str, step: int | None = None, path: Path | None = None) -> None:
@@ -128,8 +129,8 @@ def hook_forward_faults(model: nn.Module) -> None:
 
     A hook, which is there only where a fault waits for one of the two.
     """
-    is_watched = _meet in model._forward_pre_hooks.values()
-    if not is_watched and not _faults.keys().isdisjoint(_FORWARD_POINTS.values()):
+    if not hasattr(model, _HOOKED) and not _faults.keys().isdisjoint(_FORWARD_POINTS.values()):
+        setattr(model, _HOOKED, True)
         model.register_forward_pre_hook(_meet)
 
 

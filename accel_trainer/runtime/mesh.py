@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.runtime.process import ProcessContext, group_timeout, set_group_timeout
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.torch_private import group_timeout, set_group_timeout
 
 __all__ = ["build_mesh_shape", "init_mesh"]
 

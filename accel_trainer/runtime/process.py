@@ -21,6 +21,7 @@ from accel_trainer import logging
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.fault_injection import install_faults
 from accel_trainer.runtime.launchers import DEFAULT_PORT, LaunchInfo, find_launch_info
+from accel_trainer.runtime.torch_private import default_group, forget_default_groups, set_group_timeout
 
 __all__ = [
     "ProcessContext",
@@ -28,13 +29,10 @@ __all__ = [
     "current_process",
     "destroy_process_group",
     "find_rank",
-    "forget_default_groups",
-    "group_timeout",
     "hidden_variable",
     "init_process",
     "read_environment",
     "select_device",
-    "set_group_timeout",
 ]
 
 logger = logging.get_logger(__name__)
@@ -249,7 +247,7 @@ def init_process(
         if backend is not None:
             _check_backend_is(backend, device)
         if timeout_seconds is not None:
-            set_group_timeout(dist.distributed_c10d._get_default_group(), timeout_seconds)
+            set_group_timeout(default_group(), timeout_seconds)
     else:
         _share_cores(environ, device, info.local_world_size)
         seconds = _DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
@@ -295,24 +293,6 @@ def _wait_for_ranks() -> None:
         dist.barrier()
 
 
-def set_group_timeout(group: dist.ProcessGroup, timeout_seconds: float) -> None:
-    """Bound how long collectives of an existing group may wait, on each of its backends that can be told so."""
-    for device in group._device_types:
-        backend = group._get_backend(device)
-        if hasattr(backend, "_set_default_timeout"):
-            backend._set_default_timeout(timedelta(seconds=timeout_seconds))
-
-
-def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta:
-    """Return how long collectives of a group may wait; the job's own group when None."""
-    group = group or dist.distributed_c10d._get_default_group()
-    for device in group._device_types:
-        timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
-        if timeout is not None:
-            return timeout
-    return timedelta(seconds=_DEFAULT_TIMEOUT_SECONDS)
-
-
 def _leave_at_exit() -> None:
     """Leave the group of a script that just ends; torch warns about those that do not.
 
@@ -333,17 +313,3 @@ def destroy_process_group() -> None:
     if dist.is_available() and dist.is_initialized():
         forget_default_groups()
         dist.destroy_process_group()
-
-
-def forget_default_groups() -> None:
-    """Take the group out of the functions that have it for a default argument, so that it is closed when it is left.
-
-    `torch.distributed.nn.functional`, which comes with FSDP, takes the group that is there when it is imported. One
-    that is never closed has threads until the end, and one of them that drops a tensor while the interpreter goes ends
-    the process with SIGABRT. None, which they have now, means the group of the time of the call.
-    """
-    functional = sys.modules.get("torch.distributed.nn.functional")
-    for function in vars(functional).values() if functional is not None else ():
-        defaults = getattr(function, "__defaults__", None) or ()
-        if any(isinstance(value, dist.ProcessGroup) for value in defaults):
-            function.__defaults__ = tuple(None if isinstance(value, dist.ProcessGroup) else value for value in defaults)

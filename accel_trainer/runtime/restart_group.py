@@ -8,13 +8,19 @@ the others' collectives raise at once. Afterwards every rank joins a new group o
 from __future__ import annotations
 
 import gc
-import importlib
 from typing import Any
 
 import torch.distributed as dist
 
 from accel_trainer.errors import ProcessGroupError
-from accel_trainer.runtime.process import forget_default_groups, group_timeout
+from accel_trainer.runtime.torch_private import (
+    clear_dtensor_caches,
+    default_group,
+    default_store,
+    forget_default_groups,
+    group_device_types,
+    group_timeout,
+)
 
 __all__ = ["Ballot"]
 
@@ -31,11 +37,11 @@ class Ballot:
         self.name = name
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self._store = dist.distributed_c10d._get_default_store()
-        group = dist.distributed_c10d._get_default_group()
+        self._store = default_store()
+        group = default_group()
         self._timeout = group_timeout(group)
         self._recipe: dict[str, Any] = {"backend": dist.get_backend_config(), "device_id": group.bound_device_id}
-        self._aborts = any(device.type != "cpu" for device in group._device_types)
+        self._aborts = any(device.type != "cpu" for device in group_device_types(group))
         self._has_left = False
 
     def _key(self, rank: int) -> str:
@@ -77,10 +83,10 @@ class Ballot:
         self._has_left = True
         if self._aborts:
             # nccl's destructor waits for kernels that can no longer end.
-            dist.distributed_c10d._get_default_group().abort()
+            default_group().abort()
         forget_default_groups()
         dist.destroy_process_group()
-        _forget_meshes()
+        clear_dtensor_caches()
         gc.collect()
 
     def rejoin(self) -> None:
@@ -93,20 +99,3 @@ class Ballot:
             timeout=self._timeout,
             **self._recipe,
         )
-
-
-def _forget_meshes() -> None:
-    """Clear DTensor's caches: they keep connections of the group that is gone open, and put it on new tensors."""
-    debug, planner, topology = (
-        importlib.import_module(f"torch.distributed.tensor.{name}")
-        for name in ("debug", "_redistribute", "_collective_utils")
-    )
-    for clear in (
-        getattr(debug, "_clear_sharding_prop_cache", None),
-        getattr(planner, "clear_redistribute_planner_cache", None),
-        getattr(getattr(planner, "_gen_transform_infos", None), "cache_clear", None),
-        # Filled where DTensor chooses a layout by its costs: for the norm of gradients, for one.
-        getattr(getattr(getattr(topology, "MeshTopoInfo", None), "build_from_mesh", None), "cache_clear", None),
-    ):
-        if clear is not None:
-            clear()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from accel_trainer.config import CompileConfig
+from accel_trainer.runtime.torch_private import compile_call
 
 __all__ = ["apply_compile", "repeated_blocks"]
 
@@ -43,7 +44,7 @@ def apply_compile(model: nn.Module, config: CompileConfig, backend_options: Mapp
 def _compile_call(module: nn.Module, options: Mapping[str, Any]) -> None:
     if type(module).forward.__module__.startswith("torch.nn."):
         # Dynamo looks into no frame of torch.nn: nn.Sequential(...).compile() compiles nothing, without a word.
-        module._compiled_call_impl = torch.compile(_with_frame(module._call_impl), **options)
+        compile_call(module, lambda call: torch.compile(_with_frame(call), **options))
     else:
         module.compile(**options)
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from accel_trainer.runtime.torch_private import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
+
 __all__ = ["clip_grad_norm", "clip_grad_value", "gradients_of", "scale_gradients"]
 
 
@@ -76,7 +78,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: flo
     norm = total_norm(gradients, norm_type)
     if max_norm != float("inf"):
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_([_local(gradient) for gradient in gradients], factor.to(gradients[0].device))
+        foreach_mul_([_local(gradient) for gradient in gradients], factor.to(gradients[0].device))
     return norm
 
 
@@ -84,12 +86,12 @@ def clip_grad_value(parameters: Iterable[Tensor], clip_value: float) -> None:
     """Clamp every gradient element to [-clip_value, clip_value]. Local to each rank: a shard is clamped where it is."""
     gradients = [_local(gradient) for gradient in gradients_of(parameters)]
     if gradients:
-        torch._foreach_clamp_min_(gradients, -clip_value)
-        torch._foreach_clamp_max_(gradients, clip_value)
+        foreach_clamp_min_(gradients, -clip_value)
+        foreach_clamp_max_(gradients, clip_value)
 
 
 def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply all gradients by `factor`: a number, or a scalar on any device."""
     gradients = [_local(gradient) for gradient in gradients_of(parameters)]
     if gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device) if isinstance(factor, Tensor) else factor)
+        foreach_mul_(gradients, factor.to(gradients[0].device) if isinstance(factor, Tensor) else factor)

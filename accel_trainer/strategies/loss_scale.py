@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from accel_trainer.runtime.torch_private import check_scaler, scaler_states
 from accel_trainer.strategies.gradients import scale_gradients
 from accel_trainer.strategies.ownership import parameters_of
 
@@ -31,6 +32,7 @@ class LossScale:
     """
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        check_scaler(scaler)
         self.scaler = scaler
         # A list: unscaling shards is collective, so every rank has to go through them in one order.
         self._references: list[ref[_Unit]] = []
@@ -70,7 +72,7 @@ class LossScale:
         """Step the optimizer unless its gradients overflowed; return whether it stepped."""
         self.scaler.step(optimizer)
         self._unscaled.add(optimizer)
-        overflows = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        overflows = scaler_states(self.scaler)[id(optimizer)]["found_inf_per_device"]
         applied = not any(overflow.item() for overflow in overflows.values())
         self._finish(optimizer)
         return applied
@@ -100,11 +102,11 @@ class LossScale:
         """Let the scale follow what the gradients were like; the other optimizers' gradients follow the scale."""
         others = [optimizer for optimizer in self._optimizers() if optimizer not in self._done]
         # update() forgets which optimizers are unscaled already, and would count their overflows twice.
-        states = self.scaler._per_optimizer_states
+        states = scaler_states(self.scaler)
         kept = {id(optimizer): states.pop(id(optimizer)) for optimizer in others if optimizer in self._unscaled}
         before = self.scaler.get_scale()
         self.scaler.update()
-        states = self.scaler._per_optimizer_states
+        states = scaler_states(self.scaler)
         states.update(kept)
         self._unscaled -= self._done
         self._done = set()

@@ -16,6 +16,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.checkpoint_io import DeepSpeedCheckpointIO
 from accel_trainer.integrations.deepspeed.partitions import flat_partitions
 from accel_trainer.integrations.deepspeed.runtime import forget_module
+from accel_trainer.runtime.torch_private import foreach_add_, foreach_zero_
 from accel_trainer.strategies.api import CheckpointIO, HeldGradients, StepOutcome
 from accel_trainer.strategies.single import NativeUnit
 
@@ -123,7 +124,7 @@ class DeepSpeedUnit:
         # The facade has divided the loss; the engine is to leave it as it is.
         self._engine.backward(loss, retain_graph=bool(kwargs.get("retain_graph", False)), scale_wrt_gas=False)
         for group, gradients in earlier.items():
-            torch._foreach_add_(self._zero.averaged_gradients[group], gradients)
+            foreach_add_(self._zero.averaged_gradients[group], gradients)
         self._holds_gradients = True
         self._is_exchanged = self._engine.is_gradient_accumulation_boundary()
 
@@ -309,7 +310,7 @@ class DeepSpeedUnit:
             kept = [flat.grad for flat in flat_partitions(zero) if flat.grad is not None]
             kept += getattr(zero, "accumulated_grads_in_cpu", {}).values()
             if kept:  # what is swapped to disk holds none
-                torch._foreach_zero_(kept)
+                foreach_zero_(kept)
 
     def take_scheduler(self) -> Any:
         """Return the schedule of the engine's configuration, which the engine steps no longer; None without one."""

@@ -14,8 +14,9 @@ from accel_trainer.checkpoint.commit.publication import Publication
 from accel_trainer.checkpoint.commit.retry import SavePolicy, save_persistently
 from accel_trainer.checkpoint.format.safetensors_file import StagingMemory
 from accel_trainer.errors import SaveTimeoutError
-from accel_trainer.runtime.process import ProcessContext, group_timeout
+from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_or_raise
+from accel_trainer.runtime.torch_private import group_timeout
 
 __all__ = ["BackgroundSaver"]
 

@@ -18,6 +18,7 @@ from accel_trainer.checkpoint.format.placement import local_box, local_tensor, m
 from accel_trainer.checkpoint.weights.new_values import initialize_tensors
 from accel_trainer.checkpoint.weights.reading import BroadcastFiles, WeightFiles
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
+from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
 
 __all__ = ["LoadReport", "WeightFiles", "load_checkpoint_and_dispatch", "load_checkpoint_in_model"]
 
@@ -133,7 +134,8 @@ def load_checkpoint_and_dispatch(
 def _users_own(model: nn.Module) -> nn.Module:
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         model = model.module
-    unwrapped: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile(model) wraps what has the files' names
+    # torch.compile(model) wraps the module whose tensors have the names of the files.
+    unwrapped: nn.Module = getattr(model, ORIGINAL_MODULE, model)
     return unwrapped
 
 

@@ -13,6 +13,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from accel_trainer.runtime.torch_private import parameter_like
+
 __all__ = ["init_empty_weights", "init_on_device"]
 
 
@@ -84,9 +86,7 @@ def init_on_device(device: int | str | torch.device, include_buffers: bool = Fal
         # One that is there already stays the same object: modules may share it.
         if parameter.device == device:
             return None
-        moved = torch.Tensor._make_subclass(type(parameter), parameter.detach().to(device), parameter.requires_grad)
-        moved.__dict__.update(parameter.__dict__)
-        return moved
+        return parameter_like(parameter, parameter.detach().to(device))
 
     hook = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]  # may return a parameter
     _contexts.stack.append(hook)

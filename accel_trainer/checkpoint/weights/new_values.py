@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.placement import local_box, local_tensor, materialize
+from accel_trainer.runtime.torch_private import RESET_METHODS, copy_module
 
 __all__ = ["initialize_tensors"]
 
@@ -42,10 +43,12 @@ def initialize_tensors(
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(int.from_bytes(digest[:7], "big"))
                 initialize(scratch)
-        tensors = {**dict(scratch._parameters), **dict(scratch._buffers)}
+        tensors: dict[str, Tensor] = {
+            **dict(scratch.named_parameters(recurse=False, remove_duplicate=False)),
+            **dict(scratch.named_buffers(recurse=False, remove_duplicate=False)),
+        }
         for name in own_names:
             value = tensors[name.rpartition(".")[2]]
-            assert value is not None
             if initialize is None or _is_unset(value):
                 unknown.append(name)
             else:
@@ -73,7 +76,7 @@ def _initializer_of(model: nn.Module, owner: str) -> Initializer | None:
             found: Initializer = ancestor._init_weights  # type: ignore[assignment]
             return found
     module = model.get_submodule(owner)
-    for method in ("reset_parameters", "_reset_parameters"):
+    for method in RESET_METHODS:
         if callable(getattr(module, method, None)):
             return lambda scratch: getattr(scratch, method)()
     return None
@@ -93,20 +96,13 @@ def _copy_of(module: nn.Module, build: Callable[[Tensor], Tensor]) -> nn.Module:
 
     # FSDP2 adds its class in front, whose __new__ would run the user's __init__.
     own_class = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
-    copy: nn.Module = object.__new__(own_class)
-    copy.__dict__.update(module.__dict__)
-    copy.__dict__.update(
-        _parameters={
-            name: None if p is None else nn.Parameter(build(p), requires_grad=False)
-            for name, p in module._parameters.items()
-        },
-        _buffers={name: None if buffer is None else build(buffer) for name, buffer in module._buffers.items()},
-        _modules={
-            name: None if child is None else _copy_of(child, lambda tensor: torch.empty_like(tensor, device="meta"))
-            for name, child in module._modules.items()
-        },
+    return copy_module(
+        module,
+        own_class,
+        lambda parameter: nn.Parameter(build(parameter), requires_grad=False),
+        build,
+        lambda child: _copy_of(child, lambda tensor: torch.empty_like(tensor, device="meta")),
     )
-    return copy
 
 
 def _mark(dtype: torch.dtype) -> float | int | bool:

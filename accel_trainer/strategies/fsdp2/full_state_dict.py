@@ -96,7 +96,7 @@ def exchange_whole_weights(model: nn.Module, process: ProcessContext) -> None:
     if callable(getattr(type(model), "save_pretrained", None)):
         model.save_pretrained = SavePretrained(model, process)  # type: ignore[assignment]
     for module in model.modules():
-        if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
             module.register_load_state_dict_pre_hook(_shard_state)
 
 

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from accel_trainer import logging
 from accel_trainer.config import FSDPConfig
@@ -23,6 +22,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.mesh import build_mesh_shape, init_mesh
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.torch_private import tree_leaves
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, CheckpointIO, HeldGradients, TrainJob
 from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.fsdp2.activation_checkpointing import apply_activation_checkpointing

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from accel_trainer.runtime.torch_private import foreach_copy_, queue_callback
+
 __all__ = ["WholeGradients"]
 
 
@@ -39,7 +41,7 @@ class WholeGradients:
         if self.sync and not self._is_queued:
             self._is_queued = True
             # In one place and in one order: gradients may become ready in another order on another rank.
-            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+            queue_callback(self._average)
 
     def _average(self) -> None:
         self._is_queued = False
@@ -52,4 +54,4 @@ class WholeGradients:
             dist.all_reduce(flat)
             flat.div_(dist.get_world_size())
             parts = flat.split([gradient.numel() for gradient in gradients])
-            torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])
+            foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])

@@ -121,7 +121,7 @@ def drop_tied_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Modul
     """Leave out blocks that share a parameter with a module outside: both users must be gathered by one unit."""
     users: dict[int, set[int]] = {}
     for module in model.modules():
-        for parameter in module._parameters.values():
+        for parameter in module.parameters(recurse=False):
             users.setdefault(id(parameter), set()).add(id(module))
     kept = []
     for block in blocks:

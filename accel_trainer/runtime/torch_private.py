@@ -1,0 +1,299 @@
+"""Every name of torch that accel_trainer uses and torch does not document, behind a name of our own.
+
+A release of torch may drop or rename them without notice. `PRIVATE_NAMES` says for each what happens then; a test asks
+the installed torch for all of them, and another keeps them out of the other files. Functions that are called in every
+step are bound here without a frame of Python around them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from functools import reduce
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.utils.data import dataloader
+
+from accel_trainer.errors import AccelTrainerError
+
+__all__ = [
+    "LOADER_AT_REST",
+    "LOADER_ITERATOR",
+    "ORIGINAL_MODULE",
+    "PRIVATE_NAMES",
+    "RESET_METHODS",
+    "SEEN_IN",
+    "check_scaler",
+    "clear_dtensor_caches",
+    "compile_call",
+    "copy_module",
+    "default_group",
+    "default_store",
+    "dtensor_like",
+    "foreach_add_",
+    "foreach_clamp_max_",
+    "foreach_clamp_min_",
+    "foreach_copy_",
+    "foreach_mul_",
+    "foreach_zero_",
+    "forget_default_groups",
+    "group_device_types",
+    "group_timeout",
+    "is_loader_iterator",
+    "parameter_like",
+    "queue_callback",
+    "scaler_states",
+    "set_group_timeout",
+    "tree_leaves",
+]
+
+SEEN_IN = ("2.13.0",)
+"""Releases of torch in which all of them were found."""
+
+_REFUSED = "AccelTrainerError where it is used"
+_FOREACH = f"{_REFUSED}: gradients are scaled, clamped, copied and added by one kernel for all"
+_NOT_CLEARED = "not cleared: after find_executable_batch_size() has made a new group, DTensors may refer to the old one"
+PRIVATE_NAMES = {
+    "torch._foreach_add_": _FOREACH,
+    "torch._foreach_clamp_max_": _FOREACH,
+    "torch._foreach_clamp_min_": _FOREACH,
+    "torch._foreach_copy_": _FOREACH,
+    "torch._foreach_mul_": _FOREACH,
+    "torch._foreach_zero_": _FOREACH,
+    "torch._dynamo.eval_frame.OptimizedModule._orig_mod": "torch.compile(model) is taken for a model of the user",
+    "torch.Tensor._make_subclass": _REFUSED,
+    "torch.amp.GradScaler._per_optimizer_states": f"{_REFUSED}: fp16 asks it whether an optimizer's step was skipped",
+    "torch.autograd.Variable._execution_engine": f"{_REFUSED}: FSDP2's unsharded gradients are averaged after backward",
+    "torch.distributed.ProcessGroup._device_types": _REFUSED,
+    "torch.distributed.ProcessGroup._get_backend": _REFUSED,
+    "torch.distributed.ProcessGroupGloo._set_default_timeout": "the timeout of a group that exists stays as it is",
+    "torch.distributed.ProcessGroupGloo.Options._timeout": "torch's default of 30 minutes is taken for the timeout",
+    "torch.distributed.distributed_c10d._get_default_group": _REFUSED,
+    "torch.distributed.distributed_c10d._get_default_store": f"{_REFUSED}: by find_executable_batch_size()",
+    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._shutdown": (
+        "overridden in launch/torchrun.py: workers would get signals from torch, which waits 30 s and loses their codes"
+    ),
+    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._start_workers": (
+        "overridden in launch/torchrun.py: a failed worker would be reported after the others' end only"
+    ),
+    "torch.distributed.nn.functional.all_reduce.__defaults__": "nothing to forget: no function holds the group",
+    "torch.distributed.tensor.DTensor._spec": "DTensor.from_local() derives the layout again, in ten times the time",
+    "torch.distributed.tensor._collective_utils.MeshTopoInfo.build_from_mesh": _NOT_CLEARED,
+    "torch.distributed.tensor._redistribute._gen_transform_infos": _NOT_CLEARED,
+    "torch.distributed.tensor._redistribute.clear_redistribute_planner_cache": _NOT_CLEARED,
+    "torch.distributed.tensor.debug._clear_sharding_prop_cache": _NOT_CLEARED,
+    "torch.nn.Module._buffers": _REFUSED,
+    "torch.nn.Module._call_impl": _REFUSED,
+    "torch.nn.Module._compiled_call_impl": f"{_REFUSED}: models whose forward is torch's own would not be compiled",
+    "torch.nn.Module._modules": _REFUSED,
+    "torch.nn.Module._parameters": _REFUSED,
+    "torch.nn.MultiheadAttention._reset_parameters": "values that a checkpoint lacks are reported as not initialised",
+    "torch.utils._pytree.tree_leaves": _REFUSED,
+    "torch.utils.data.DataLoader._IterableDataset_len_called": "torch may warn about the length of a stream",
+    "torch.utils.data.DataLoader._iterator": "persistent workers would be shared by a prepared loader and its copies",
+    "torch.utils.data.dataloader._BaseDataLoaderIter": "a loader that keeps an iterator of the dataset is not refused",
+}
+"""By the path of a name: what happens on a release of torch without it."""
+
+
+def _gone(path: str) -> AccelTrainerError:
+    return AccelTrainerError(
+        f"torch {torch.__version__} has no {path}, a private name that accel_trainer needs here; use a release of "
+        f"torch that has it ({', '.join(SEEN_IN)}), or a newer release of accel_trainer"
+    )
+
+
+def _need(owner: Any, path: str) -> Any:
+    """Return the attribute of `owner` that `path` ends with.
+
+    Raises:
+        AccelTrainerError: this release of torch has none.
+    """
+    try:
+        return getattr(owner, path.rpartition(".")[2])
+    except AttributeError as error:
+        raise _gone(path) from error
+
+
+def _bind(module: str, name: str) -> Callable[..., Any]:
+    """Return a function of torch; on a release without it, one that raises when it is called."""
+    try:
+        found: Any = reduce(getattr, name.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError):
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise _gone(f"{module}.{name}")
+
+        return refuse
+    return found
+
+
+foreach_add_ = _bind("torch", "_foreach_add_")
+foreach_clamp_max_ = _bind("torch", "_foreach_clamp_max_")
+foreach_clamp_min_ = _bind("torch", "_foreach_clamp_min_")
+foreach_copy_ = _bind("torch", "_foreach_copy_")
+foreach_mul_ = _bind("torch", "_foreach_mul_")
+foreach_zero_ = _bind("torch", "_foreach_zero_")
+queue_callback = _bind("torch.autograd", "Variable._execution_engine.queue_callback")
+"""Have a function called when the backward pass that is running has ended."""
+tree_leaves = _bind("torch.utils._pytree", "tree_leaves")
+
+scaler_states: Callable[[torch.amp.GradScaler], dict[int, dict[str, Any]]] = attrgetter("_per_optimizer_states")
+"""By the id of an optimizer, a GradScaler's notes on its present step: `found_inf_per_device`, for one."""
+
+ORIGINAL_MODULE = "_orig_mod"
+"""The attribute under which the module that `torch.compile(model)` returns keeps the model."""
+RESET_METHODS = ("reset_parameters", "_reset_parameters")
+"""Methods by which modules of torch initialise their own parameters."""
+
+LOADER_ITERATOR = "_iterator"
+"""The attribute in which a `DataLoader` keeps the iterator of its persistent workers."""
+LOADER_AT_REST: Mapping[str, None] = {LOADER_ITERATOR: None, "_IterableDataset_len_called": None}
+"""The attributes that a pass over a `DataLoader` leaves behind, as they are before the first."""
+
+
+def is_loader_iterator(value: Any) -> bool:
+    """Whether a value is an iterator that `DataLoader.__iter__` has made."""
+    return isinstance(value, getattr(dataloader, "_BaseDataLoaderIter", ()))
+
+
+def check_scaler(scaler: torch.amp.GradScaler) -> None:
+    """Refuse a scaler that `scaler_states` cannot read.
+
+    Raises:
+        AccelTrainerError: this release of torch keeps its notes elsewhere.
+    """
+    if scaler.is_enabled():
+        _need(scaler, "torch.amp.GradScaler._per_optimizer_states")
+
+
+def compile_call(module: nn.Module, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let calls of a module run a compiled version of the call that it has, hooks included."""
+    _need(nn.Module, "torch.nn.Module._compiled_call_impl")
+    module._compiled_call_impl = compiler(_need(module, "torch.nn.Module._call_impl"))
+
+
+def parameter_like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """Return a parameter of the same class, with other data and the same attributes; no `__init__` is run."""
+    make = _need(torch.Tensor, "torch.Tensor._make_subclass")
+    made: nn.Parameter = make(type(parameter), data, parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made
+
+
+def copy_module(
+    module: nn.Module,
+    own_class: type[nn.Module],
+    copy_parameter: Callable[[Tensor], nn.Parameter],
+    copy_buffer: Callable[[Tensor], Tensor],
+    copy_child: Callable[[nn.Module], nn.Module],
+) -> nn.Module:
+    """Return a module of `own_class` with the attributes of another and copies of its tensors and children.
+
+    No `__init__` is run.
+    """
+    copied: nn.Module = object.__new__(own_class)
+    copied.__dict__.update(module.__dict__)
+    copiers: dict[str, Callable[[Any], Any]] = {
+        "_parameters": copy_parameter,
+        "_buffers": copy_buffer,
+        "_modules": copy_child,
+    }
+    for registry, copier in copiers.items():
+        entries: Mapping[str, Any] = _need(module, f"torch.nn.Module.{registry}")
+        # An entry of None is registered, and has no value yet.
+        copied.__dict__[registry] = {name: None if entry is None else copier(entry) for name, entry in entries.items()}
+    return copied
+
+
+def dtensor_like(tensor: Any, local: Tensor) -> Tensor:
+    """Return this rank's shard `local` as a DTensor with mesh, placements, shape and strides of `tensor`.
+
+    As FSDP2 makes its parameters: `from_local` derives the same layout anew, in ten times the time. Of a load of
+    419 MiB in 111 shards that was a tenth.
+    """
+    spec = getattr(tensor, "_spec", None)
+    if spec is not None:
+        return type(tensor)(local, spec, requires_grad=False)
+    return type(tensor).from_local(
+        local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride(), run_check=False
+    )
+
+
+def default_group() -> dist.ProcessGroup:
+    """Return the group of the whole job."""
+    get: Callable[[], dist.ProcessGroup] = _need(
+        dist.distributed_c10d, "torch.distributed.distributed_c10d._get_default_group"
+    )
+    return get()
+
+
+def default_store() -> dist.Store:
+    """Return the key-value store through which the ranks of the job have met."""
+    get: Callable[[], dist.Store] = _need(
+        dist.distributed_c10d, "torch.distributed.distributed_c10d._get_default_store"
+    )
+    return get()
+
+
+def group_device_types(group: dist.ProcessGroup) -> list[torch.device]:
+    """Return the kinds of device whose tensors a group carries."""
+    return list(_need(group, "torch.distributed.ProcessGroup._device_types"))
+
+
+def _backends(group: dist.ProcessGroup) -> list[Any]:
+    get = _need(group, "torch.distributed.ProcessGroup._get_backend")
+    return [get(device) for device in group_device_types(group)]
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout_seconds: float) -> None:
+    """Bound how long collectives of an existing group may wait, on each of its backends that has such a bound."""
+    for backend in _backends(group):
+        if hasattr(backend, "_set_default_timeout"):
+            backend._set_default_timeout(timedelta(seconds=timeout_seconds))
+
+
+def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta:
+    """Return how long collectives of a group may wait; the job's own group when None."""
+    for backend in _backends(group or default_group()):
+        timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+        if timeout is not None:
+            return timeout
+    return default_pg_timeout
+
+
+def forget_default_groups() -> None:
+    """Take the group out of the functions that have it for a default argument, so that it is closed when it is left.
+
+    `torch.distributed.nn.functional`, which comes with FSDP, takes the group that is there when it is imported. One
+    that is never closed has threads until the end, and one of them that drops a tensor while the interpreter goes ends
+    the process with SIGABRT. None, which they have now, means the group of the time of the call.
+    """
+    functional = sys.modules.get("torch.distributed.nn.functional")
+    for function in vars(functional).values() if functional is not None else ():
+        defaults = getattr(function, "__defaults__", None) or ()
+        if any(isinstance(value, dist.ProcessGroup) for value in defaults):
+            function.__defaults__ = tuple(None if isinstance(value, dist.ProcessGroup) else value for value in defaults)
+
+
+def clear_dtensor_caches() -> None:
+    """Clear DTensor's caches: they keep connections of a group that is gone open, and put it on new tensors."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    for module, name in (
+        ("debug", "_clear_sharding_prop_cache"),
+        ("_redistribute", "clear_redistribute_planner_cache"),
+        ("_redistribute", "_gen_transform_infos.cache_clear"),
+        # Filled where DTensor chooses a layout by its costs: for the norm of gradients, for one.
+        ("_collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
+    ):
+        with suppress(AccelTrainerError):
+            _bind(f"torch.distributed.tensor.{module}", name)()

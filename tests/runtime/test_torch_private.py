@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+import accel_trainer
+from accel_trainer.errors import AccelTrainerError
+from accel_trainer.runtime import torch_private
+from accel_trainer.runtime.torch_private import PRIVATE_NAMES
+
+PACKAGE = Path(accel_trainer.__file__).parent
+MODULE = nn.Linear(1, 1)
+# Their attributes are there once they were made.
+INSTANCES: dict[str, Any] = {
+    "torch._dynamo.eval_frame.OptimizedModule": torch.compile(MODULE),
+    "torch.amp.GradScaler": torch.amp.GradScaler("cpu"),
+    "torch.nn.Module": MODULE,
+    "torch.utils.data.DataLoader": DataLoader([1]),
+}
+# Objects of torch that the house handles: an attribute of theirs that begins with `_` is torch's own.
+HANDLED = [
+    *INSTANCES.values(),
+    torch,
+    torch.Tensor,
+    torch.Generator,
+    torch.autograd.Variable,
+    torch.optim.SGD(MODULE.parameters(), lr=1.0),
+    torch.optim.lr_scheduler.LRScheduler,
+    dist,
+    dist.ProcessGroup,
+    dist.ProcessGroupGloo,
+    dist.device_mesh.DeviceMesh,
+    dist.distributed_c10d,
+    local_elastic_agent.LocalElasticAgent,
+    nn.parallel.DistributedDataParallel,
+    torch.utils.data.dataloader,
+    DTensor,
+    FSDPModule,
+]
+TORCHS_OWN = {name for thing in HANDLED for name in dir(thing) if re.match("_[a-zA-Z]", name)}
+TORCHS_OWN |= {path.rpartition(".")[2] for path in PRIVATE_NAMES if not path.endswith("__")}
+ALLOWED = {
+    ("launch/torchrun.py", "super()._start_workers"),  # overrides have to carry the name
+    ("launch/torchrun.py", "super()._shutdown"),
+}
+
+
+def resolve(path: str) -> Any:
+    owner, _, name = path.rpartition(".")
+    if owner in INSTANCES:
+        return getattr(INSTANCES[owner], name)
+    try:
+        return getattr(importlib.import_module(owner), name)
+    except ImportError:
+        return getattr(resolve(owner), name)
+
+
+@pytest.mark.parametrize("path", PRIVATE_NAMES)
+def test_a_private_name_is_still_there(path: str) -> None:
+    resolve(path)
+
+
+def private_names_of_torch(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for alias in node.names:
+                if "._" in f"{node.module}.{alias.name}":
+                    yield node.lineno, f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Attribute) and node.attr in TORCHS_OWN:
+            if ast.unparse(node.value) not in ("self", "cls"):
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+            yield from ((node.lineno, ast.unparse(node)) for name in names if name in TORCHS_OWN)
+
+
+def test_no_other_file_uses_a_private_name_of_torch() -> None:
+    found = {
+        f"{relative}:{line}: {text}"
+        for directory in (PACKAGE, PACKAGE / "integrations")
+        for path in directory.rglob("*.py")
+        if (relative := str(path.relative_to(PACKAGE))) != "runtime/torch_private.py"
+        for line, text in private_names_of_torch(ast.parse(path.read_text()))
+        if (relative, text) not in ALLOWED
+    }
+    assert not found, "name them in runtime/torch_private.py: " + ", ".join(sorted(found))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch.utils._pytree import tree_leaves",
+        "from torch.utils.data.dataloader import _BaseDataLoaderIter",
+        "group._device_types",
+        "torch._foreach_mul_(gradients, 2)",
+        "getattr(model, '_orig_mod', model)",
+    ],
+)
+def test_a_private_name_of_torch_is_found(source: str) -> None:
+    assert list(private_names_of_torch(ast.parse(source)))
+
+
+def test_a_function_that_torch_has_no_more_is_refused_when_it_is_called() -> None:
+    gone = torch_private._bind("torch.utils._no_such_module", "function")
+    with pytest.raises(AccelTrainerError, match=r"has no torch.utils._no_such_module.function.*use a release of torch"):
+        gone(1)
+
+
+def test_a_scaler_without_the_notes_of_a_step_is_refused() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    torch_private.check_scaler(scaler)
+    del scaler._per_optimizer_states
+    with pytest.raises(AccelTrainerError, match="_per_optimizer_states"):
+        torch_private.check_scaler(scaler)
+
+
+def test_a_dtensor_without_its_spec_is_laid_out_anew() -> None:
+    class Renamed:
+        device_mesh, placements, shape = "mesh", ("shard",), (4, 2)
+
+        def stride(self) -> tuple[int, int]:
+            return 2, 1
+
+        @classmethod
+        def from_local(cls, local: Any, *layout: Any, **options: Any) -> Any:
+            return local, layout, options
+
+    local = torch.ones(2, 2)
+    made: Any = torch_private.dtensor_like(Renamed(), local)
+    assert made == (local, ("mesh", ("shard",)), {"shape": (4, 2), "stride": (2, 1), "run_check": False})
