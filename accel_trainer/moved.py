@@ -99,7 +99,7 @@ MOVED_MODULES = {
     "runtime.regroup": "runtime.restart_group",
     "runtime.structures": "runtime.tensor_trees",
     "runtime.wire": "runtime.transport",
-    "saving": "accelerator.saving",
+    "saving": "accelerator.checkpointing",
     "stepping": "accelerator.stepping",
     "strategies.described": "strategies.optimizer_placeholder",
     "strategies.elastic_state": "strategies.parameter_state.sharded_io",

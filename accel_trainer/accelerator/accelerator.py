@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 from accel_trainer import logging
-from accel_trainer.accelerator.checkpointing import AcceleratorCheckpointing
+from accel_trainer.accelerator.checkpointing import SAVED_STATES, AcceleratorCheckpointing, RegisteredState
 from accel_trainer.accelerator.engine_plugins import EnginePlugins
 from accel_trainer.accelerator.gathering import AcceleratorGathering
 from accel_trainer.accelerator.options import AcceleratorOptions, build_strategy, resolve_options
 from accel_trainer.accelerator.prepared import Prepared
 from accel_trainer.accelerator.preparing import AcceleratorPreparing
-from accel_trainer.accelerator.saving import AcceleratorSaving
 from accel_trainer.accelerator.shared_state import (
     AcceleratorState,
     DistributedType,
@@ -28,7 +27,7 @@ from accel_trainer.accelerator.shared_state import (
 )
 from accel_trainer.accelerator.stepping import AcceleratorStepping
 from accel_trainer.accelerator.trackers import AcceleratorReporting, TrackerChoice, choose_trackers
-from accel_trainer.checkpoint.checkpointer import CheckpointRegistry
+from accel_trainer.checkpoint.checkpointer import Checkpointer
 from accel_trainer.config import Resolved
 from accel_trainer.plugins.kwargs import ProjectConfiguration, TorchDynamoPlugin
 from accel_trainer.precision import build_precision, remove_autocast
@@ -49,7 +48,6 @@ class Accelerator(
     AcceleratorStepping,
     AcceleratorGathering,
     AcceleratorCheckpointing,
-    AcceleratorSaving,
     AcceleratorReporting,
 ):
     """Runs a plain PyTorch loop on one process or many, laid out as the configuration says.
@@ -162,7 +160,8 @@ class Accelerator(
         )
         self.gradient_state = GradientState(options.plugin_kwargs, self.config.accumulation.num_steps)
         self._prepared = Prepared()
-        self._checkpoints = CheckpointRegistry()
+        self._checkpointer = Checkpointer(self.process, SAVED_STATES)
+        self._registered = RegisteredState()
         self._last_grad_norm = torch.tensor(float("nan"))
         register_memory_owner(self)
         for note in self.resolved.notes:

@@ -1,37 +1,83 @@
-"""The part of the Accelerator that saves and resumes whole runs."""
+"""The part of the Accelerator that saves and resumes whole runs, and writes weights and single objects."""
 
 from __future__ import annotations
 
-import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from accel_trainer import logging
 from accel_trainer.accelerator.open_windows import OpenWindows
 from accel_trainer.accelerator.settings import AcceleratorSettings
-from accel_trainer.checkpoint.checkpointer import LoadHook, SaveHook, add_hook
-from accel_trainer.checkpoint.commit.disk import explain_full_disk
-from accel_trainer.checkpoint.commit.publication import Publication
-from accel_trainer.checkpoint.commit.retention import next_number, numbered_checkpoints, retire
-from accel_trainer.checkpoint.commit.retry import save_persistently
+from accel_trainer.checkpoint.checkpointer import SaveJob
+from accel_trainer.checkpoint.commit.retention import PREFIX
+from accel_trainer.checkpoint.commit.staging import StagedDirectory
+from accel_trainer.checkpoint.format.manifest import Manifest
 from accel_trainer.checkpoint.interop.accelerate_state import is_accelerate_or_dcp_state, load_accelerate_or_dcp_state
 from accel_trainer.checkpoint.reader import check_verify
-from accel_trainer.checkpoint.selection import Selection, select_named, select_newest
+from accel_trainer.checkpoint.selection import CheckpointKind, Selection
 from accel_trainer.checkpoint.train_state import TrainState, files_to_read, load_train_state, save_train_state
+from accel_trainer.checkpoint.weights.writing import save_weights
 from accel_trainer.data.loader import SavedPosition
-from accel_trainer.errors import ConfigError
-from accel_trainer.runtime.shared_errors import gather_or_raise
+from accel_trainer.errors import CheckpointNotFoundError, ConfigError
+from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 
-__all__ = ["AcceleratorCheckpointing"]
+__all__ = ["SAVED_STATES", "AcceleratorCheckpointing", "RegisteredState"]
 
 logger = logging.get_logger(__name__)
 
+SAVED_STATES = CheckpointKind(is_foreign=is_accelerate_or_dcp_state)
+"""The checkpoints of `save_state`, and what `load_state` reads besides."""
+
+SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
+"""Called with the models, their weights, and the directory to write into."""
+LoadHook = Callable[[list[nn.Module], str], None]
+"""Called with the models and the directory to read from."""
+
+
+class RegisteredState:
+    """Objects and hooks of the user that take part in `save_state` and `load_state`."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+        self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
+        self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+
+    def add(self, name: str | None, item: Any) -> None:
+        """Register an object, once; its class names it where the user does not."""
+        if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))):
+            raise ConfigError(
+                f"{type(item).__name__} cannot be registered for checkpointing; give it state_dict() and "
+                "load_state_dict()"
+            )
+        if any(known is item for known in self.objects.values()):
+            return
+        if name is not None and name in self.objects:
+            raise ConfigError(f"an object is registered for checkpointing as {name!r} already; choose another name")
+        stem, count = name or type(item).__name__, 0
+        while (name or stem) in self.objects:
+            count += 1
+            name = f"{stem}_{count}"
+        self.objects[name or stem] = item
+
+
+def _add_hook(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
 
 class AcceleratorCheckpointing(AcceleratorSettings):
-    """Saving and resuming of whole runs."""
+    """Saving and resuming of whole runs, and saving of weights and single objects."""
+
+    _registered: RegisteredState
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
         """Add objects to what `save_state` and `load_state` handle; each is found again by its name.
@@ -44,7 +90,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             ConfigError: an object has no `state_dict` and `load_state_dict`, or its name is taken.
         """
         for name, item in [*((None, item) for item in objects), *named.items()]:
-            self._checkpoints.add(name, item)
+            self._registered.add(name, item)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Have `hook(models, weights, output_dir)` called by `save_state`, on every rank.
@@ -55,7 +101,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         Returns:
             A handle with `remove()`.
         """
-        return add_hook(self._checkpoints.save_hooks, hook)
+        return _add_hook(self._registered.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
         """Have `hook(models, input_dir)` called by `load_state`, on every rank, once the files are verified.
@@ -65,7 +111,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         Returns:
             A handle with `remove()`.
         """
-        return add_hook(self._checkpoints.load_hooks, hook)
+        return _add_hook(self._registered.load_hooks, hook)
 
     @property
     def save_iteration(self) -> int:
@@ -79,7 +125,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         `ckpt/stall_s` (how long the run stood still), `ckpt/duration_s` (until the commit), `ckpt/bytes` (on the rank
         that commits), `resume/select_s`, `resume/verify_s`, `resume/load_s`.
         """
-        return dict(self._checkpoints.metrics)
+        return dict(self._checkpointer.metrics.values)
 
     def _train_state(self) -> TrainState:
         if self._loss_scale is not None:
@@ -90,7 +136,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             has_weights=[True] * len(self._prepared.units),
             schedulers=self._prepared.schedulers,
             loaders=[SavedPosition(loader) for loader in self._prepared.dataloaders],
-            objects=self._checkpoints.objects,
+            objects=self._registered.objects,
             scaler=self.scaler,
             windows=OpenWindows(
                 self._prepared.units, self.process, is_sharded=self.strategy.capabilities.shards_parameters
@@ -138,58 +184,63 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             raise ConfigError(
                 "save_state(safe_serialization=False) is not offered: states hold no pickle; save_model() takes it"
             )
-        begin = time.perf_counter()
         configuration = self.project_configuration
-        policy = configuration.save_policy
-        if not self._checkpoints.wait_for_turn(policy):
-            return None
-        attempt = partial(self._publish_state, output_dir, async_)
-        outcome = save_persistently(attempt, self.process, policy, f"save to {output_dir or configuration.project_dir}")
-        if outcome is None:
-            return None
-        target, publication = outcome
-        step = publication.step
-
-        def on_commit() -> None:
-            limit = configuration.total_limit
-            if output_dir is None and limit is not None and publication.commits:
-                retire(target.parent, limit, step=step)
-            metrics = self._checkpoints.metrics
-            metrics |= {"ckpt/duration_s": time.perf_counter() - begin, "ckpt/bytes": float(publication.num_bytes)}
-            size, seconds = publication.num_bytes / 2**20, metrics["ckpt/duration_s"]
-            logger.info("saved %s: %.1f MiB in %.2f s", target, size, seconds)
-
-        if self._checkpoints.background is not None and async_:
-            self._checkpoints.background.start(publication, on_commit, policy)
+        if output_dir is not None:
+            target = Path(output_dir)
+            directory, name, number = target.parent, target.name, _number_in(target.name)
         else:
-            on_commit()
-        if output_dir is None and step is not None:
-            configuration.iteration = step + 1
-        self._checkpoints.metrics["ckpt/stall_s"] = time.perf_counter() - begin
-        return target
-
-    def _publish_state(self, output_dir: str | Path | None, async_: bool) -> tuple[Path, Publication]:
-        """Write the state and commit it, or stage copies of it. Collective; where it fails, all ranks raise."""
-        target, step = self._save_target(output_dir)
-        background = self._checkpoints.start_background(self.process) if async_ else None
-        publication = Publication(
-            target,
-            self.process,
-            step=step,
-            each_node=self.project_configuration.save_on_each_node,
-            need_bytes=self._state_bytes(),
-            memory=background.memory if background is not None else None,
-            is_locked=output_dir is None,
+            self._check_automatic_naming()
+            directory, name, number = self._checkpoints_directory(), None, configuration.iteration
+        saved = self._checkpointer.save(
+            SaveJob(
+                directory=directory,
+                name=name,
+                number=number,
+                write=self._write_state,
+                need_bytes=self._state_bytes(),
+                policy=configuration.save_policy,
+                each_node=configuration.save_on_each_node,
+                keep=configuration.total_limit,
+                in_background=async_,
+            )
         )
-        with publication as staged, explain_full_disk(staged.path):
-            state = self._train_state()
-            self._run_save_hooks(state, staged.path)
-            save_train_state(staged, state, self.process)
-        if background is not None:
-            publication.agree()
-        else:
-            publication.commit()
-        return target, publication
+        if saved is not None and output_dir is None:
+            configuration.iteration = 1 + int(saved.name.removeprefix(PREFIX))
+        return saved
+
+    def _check_automatic_naming(self) -> None:
+        if not self.project_configuration.automatic_checkpoint_naming:
+            raise ConfigError(
+                "save_state() was called without a directory; pass output_dir, or turn on "
+                "ProjectConfiguration(automatic_checkpoint_naming=True)"
+            )
+
+    def _write_state(self, staged: StagedDirectory) -> None:
+        """Run the user's hooks and write the state. Collective."""
+        state, hooks = self._train_state(), self._registered.save_hooks
+        if hooks:
+            models = [prepared.unit.model for prepared in self._prepared.units]
+            weights = [prepared.unit.module.state_dict() for prepared in self._prepared.units]
+            calls = [partial(hook, models) for hook in hooks.values()]
+            state.has_weights = self._left_by_hooks(calls, weights, staged.path, "save_state's hooks")
+        save_train_state(staged, state, self.process)
+
+    def _left_by_hooks(
+        self, hooks: Iterable[Callable[[list[Any], str], None]], entries: Sequence[Any], directory: Path, section: str
+    ) -> list[bool]:
+        """Call hooks with a list of an entry for each model; return which ones they leave in it. Collective.
+
+        Rank 0's answer counts: scripts take entries out on the main process only.
+        """
+        left, error = list(entries), None
+        try:
+            for hook in hooks:
+                hook(left, str(directory))
+        except Exception as raised:
+            error = raised
+        kept = [any(own is item for item in left) for own in entries]
+        answer: list[bool] = gather_or_raise(self.process, section, error, kept)[0]
+        return answer
 
     def wait_for_checkpoint(self) -> None:
         """Wait until a background save is complete, and raise what went wrong. Collective.
@@ -197,48 +248,11 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         Raises:
             ProcessGroupError: it failed on another rank.
         """
-        self._checkpoints.wait()
-
-    def _save_target(self, output_dir: str | Path | None) -> tuple[Path, int | None]:
-        """Return where to save, and the checkpoint's number: rank 0 decides. Collective."""
-        if output_dir is not None:
-            digits = Path(output_dir).name.rpartition("_")[2].rpartition("-")[2]
-            return Path(output_dir), int(digits) if digits.isdecimal() else None
-        if not self.project_configuration.automatic_checkpoint_naming:
-            raise ConfigError(
-                "save_state() was called without a directory; pass output_dir, or turn on "
-                "ProjectConfiguration(automatic_checkpoint_naming=True)"
-            )
-        directory = self._checkpoints_directory()
-        number, error = 0, None
-        each_node = self.project_configuration.save_on_each_node
-        try:
-            if self.process.is_local_main if each_node else self.process.is_main:
-                self._checkpoints.own(directory, self)
-                number = max(self.project_configuration.iteration, next_number(directory))
-        except Exception as raised:
-            error = raised
-        number = max(gather_or_raise(self.process, f"save to {directory}", error, number))
-        return directory / f"checkpoint_{number}", number
+        self._checkpointer.wait()
 
     def _state_bytes(self) -> int:
         """About how many bytes this rank writes of the models and their optimizers."""
         return sum(prepared.unit.local_bytes(in_window=prepared.window.is_open) for prepared in self._prepared.units)
-
-    def _run_save_hooks(self, state: TrainState, directory: Path) -> None:
-        if not self._checkpoints.save_hooks:
-            return
-        models = [prepared.unit.model for prepared in self._prepared.units]
-        weights = [prepared.unit.module.state_dict() for prepared in self._prepared.units]
-        left, error = list(weights), None
-        try:
-            for hook in list(self._checkpoints.save_hooks.values()):
-                hook(models, left, str(directory))
-        except Exception as raised:
-            error = raised
-        kept = [any(own is item for item in left) for own in weights]
-        # Scripts take entries out on the main process only.
-        state.has_weights = gather_or_raise(self.process, "save_state's hooks", error, kept)[0]
 
     # --- resuming --------------------------------------------------------------------------------------------------
 
@@ -262,58 +276,86 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         self.wait_for_checkpoint()
         mode = check_verify(verify)
 
-        def files(manifest: Any) -> Any:
+        def files(manifest: Manifest) -> Iterable[str]:
             return files_to_read(manifest, self._train_state(), self.process)
 
-        if self._loaded_foreign(input_dir):
-            return
-        if input_dir is None:
-            selection = select_newest(self._checkpoints_directory(), self.process, mode, files)
-            self.project_configuration.iteration = int(selection.stored.path.name.rpartition("_")[2]) + 1
+        if input_dir is not None:
+            selection = self._checkpointer.select_named(Path(input_dir), mode, files)
         else:
-            selection = select_named(Path(input_dir), self.process, mode, files)
-        begin = time.perf_counter()
-        state = self._train_state()
-        self._run_load_hooks(state, selection.stored.path)
-        outcome = load_train_state(selection.stored, state, self.process)
-        self._checkpoints.metrics |= {**selection.seconds, "resume/load_s": time.perf_counter() - begin}
-        logger.info("%s", _describe_resume(selection, outcome, self._checkpoints.metrics))
+            directory = self._checkpoints_directory()
+            missing = CheckpointNotFoundError(
+                f"no {PREFIX}N in {directory.absolute()}; save one with save_state() first"
+            )
+            selection = self._checkpointer.select_newest(directory, mode, files, missing)
+            self.project_configuration.iteration = 1 + int(selection.path.name.removeprefix(PREFIX))
+        metrics = self._checkpointer.metrics
+        with metrics.resuming("load"):
+            outcome = self._load_selected(selection)
+        phases = ("select", "verify", "load")
+        seconds = ", ".join(f"{phase} {metrics.values[f'resume/{phase}_s']:.2f} s" for phase in phases)
+        logger.info("%s", selection.describe("resumed", [selection.verified, outcome, seconds]))
 
-    def _loaded_foreign(self, input_dir: str | Path | None) -> bool:
-        """Load a state that Hugging Face accelerate or torch has written, if it is one, the newest one by default."""
-        found = [Path(input_dir)] if input_dir is not None else []
-        if input_dir is None and self.project_configuration.project_dir is not None:
-            found = [path for _, path in numbered_checkpoints(self._checkpoints_directory())]
-        path = found[-1] if found and is_accelerate_or_dcp_state(found[-1]) else None
-        chosen: Path | None = gather_or_raise(self.process, "load_state", None, path)[0]  # rank 0 decides for all
-        if chosen is None:
-            return False
-        begin = time.perf_counter()
-        state = self._train_state()
-        self._run_load_hooks(state, chosen)
-        outcome = load_accelerate_or_dcp_state(chosen, state, self.process)
-        self._checkpoints.metrics |= {"resume/load_s": time.perf_counter() - begin}
-        logger.info("loaded %s: %s", chosen, outcome)
-        return True
+    def _load_selected(self, selection: Selection) -> str:
+        """Run the user's hooks and load the state; return how exact the run goes on. Collective."""
+        state, hooks = self._train_state(), self._registered.load_hooks
+        if hooks:
+            models = [prepared.unit.model for prepared in self._prepared.units]
+            state.has_weights = self._left_by_hooks(hooks.values(), models, selection.path, "load_state's hooks")
+        if selection.stored is None:
+            return load_accelerate_or_dcp_state(selection.path, state, self.process)
+        return load_train_state(selection.stored, state, self.process)
 
-    def _run_load_hooks(self, state: TrainState, directory: Path) -> None:
-        if not self._checkpoints.load_hooks:
-            return
-        models = [prepared.unit.model for prepared in self._prepared.units]
-        left, error = list(models), None
-        try:
-            for hook in list(self._checkpoints.load_hooks.values()):
-                hook(left, str(directory))
-        except Exception as raised:
-            error = raised
-        kept = [any(own is item for item in left) for own in models]
-        state.has_weights = gather_or_raise(self.process, "load_state's hooks", error, kept)[0]
+    # --- weights and single objects --------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """Return the whole state of a prepared model on rank 0, by the user's parameter names, and `{}` elsewhere.
+
+        Collective: every rank calls it.
+        """
+        return self._prepared.get(model).unit.checkpoint_io().full_model_state()
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the model's weights to `save_directory`. Collective: every rank calls it.
+
+        One parameter is whole at a time: sharded models are written without any process holding them.
+
+        Args:
+            max_shard_size: larger models are written as several files with an index.
+            safe_serialization: False writes `pytorch_model.bin` instead of safetensors, and removes those of an earlier
+                save in the directory: readers would take them first.
+
+        Raises:
+            ConfigError: `save_directory` is a file.
+            DiskFullError: there is no room.
+            ProcessGroupError: rank 0 could not write.
+        """
+        directory = Path(save_directory)
+        if directory.is_file():
+            raise ConfigError(f"save_directory {str(directory.absolute())!r} is a file; give a directory")
+        state = self._prepared.get(model).unit.checkpoint_io().lazy_model_state()
+        # Errors of the writing are raised after the last tensor has been gathered: the ranks stay in step.
+        with raise_together(self.process, f"save_model to {directory}"):
+            save_weights(
+                state, directory, max_shard_size, safe_serialization=safe_serialization, writes=self.process.is_main
+            )
+
+    def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
+        """Write `obj` to `f` on rank 0 (on each node's first rank with `save_on_each_node`); a no-op elsewhere."""
+        each_node = self.project_configuration.save_on_each_node
+        if self.process.is_local_main if each_node else self.process.is_main:
+            if safe_serialization:
+                save_file(obj, f, metadata={"format": "pt"})
+            else:
+                torch.save(obj, f)
 
 
-def _describe_resume(selection: Selection, outcome: str, metrics: dict[str, float]) -> str:
-    """One line: from which checkpoint, why not from a newer one, what is exact and what is not, how long it took."""
-    stored = selection.stored
-    newer = f"; passed over: {' | '.join(selection.passed_over)}" if selection.passed_over else ""
-    seconds = ", ".join(f"{name} {metrics[f'resume/{name}_s']:.2f} s" for name in ("select", "verify", "load"))
-    verified = {"full": "contents verified", "size": "lengths verified", "off": "not verified"}[stored.verify]
-    return f"resumed from {stored.path} ({verified}; {outcome}; {seconds}){newer}"
+def _number_in(name: str) -> int | None:
+    """Return the number that a checkpoint's name ends with."""
+    digits = name.rpartition("_")[2].rpartition("-")[2]
+    return int(digits) if digits.isdecimal() else None

@@ -13,7 +13,7 @@ from accel_trainer.accelerator.engine_plugins import EnginePlugins
 from accel_trainer.accelerator.options import AcceleratorOptions
 from accel_trainer.accelerator.prepared import Prepared
 from accel_trainer.accelerator.shared_state import AcceleratorState, GradientState, ProcessView
-from accel_trainer.checkpoint.checkpointer import CheckpointRegistry
+from accel_trainer.checkpoint.checkpointer import Checkpointer
 from accel_trainer.config import Resolved, RunConfig
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.plugins.kwargs import ProjectConfiguration
@@ -45,7 +45,7 @@ class AcceleratorSettings(ProcessView):
     _options: AcceleratorOptions
     _engine_plugins: EnginePlugins
     _prepared: Prepared
-    _checkpoints: CheckpointRegistry
+    _checkpointer: Checkpointer
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

@@ -212,8 +212,8 @@ class AcceleratorStepping(AcceleratorSettings):
         Raises:
             Exception: what went wrong in a background save, on all ranks.
         """
-        if self._checkpoints.background is not None:
-            self._checkpoints.background.poll()
+        if self._checkpointer.background is not None:
+            self._checkpointer.background.poll()
         units = self._prepared.current or self._prepared.units[:1]
         if not units:
             raise ConfigError("backward() was called before a model was prepared; pass the model to prepare() first")

@@ -237,7 +237,7 @@ class AcceleratorReporting(AcceleratorSettings):
 
         A background save is waited for, and what went wrong in it is raised.
         """
-        self._checkpoints.close()
+        self._checkpointer.close()
         self._finish_trackers()
         if self.process.is_distributed:
             # Nobody leaves while another rank still needs the group.

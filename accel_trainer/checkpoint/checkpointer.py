@@ -1,95 +1,262 @@
-"""What an Accelerator was told about saving, and what it holds for it: objects, hooks, the writer, the lock."""
+"""The lifecycle of checkpoints: save, select, wait, close. `Accelerator.save_state` and the Trainer both drive it."""
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from torch import nn
-from torch.utils.hooks import RemovableHandle
-
+from accel_trainer import logging
 from accel_trainer.checkpoint.commit.background import BackgroundSaver
+from accel_trainer.checkpoint.commit.disk import explain_full_disk
 from accel_trainer.checkpoint.commit.lock import LOCK_NAME, DirectoryLock
+from accel_trainer.checkpoint.commit.publication import Publication
 from accel_trainer.checkpoint.commit.rename import sweep
-from accel_trainer.checkpoint.commit.retry import SavePolicy
-from accel_trainer.errors import ConfigError
+from accel_trainer.checkpoint.commit.retention import next_number, retire
+from accel_trainer.checkpoint.commit.retry import SavePolicy, save_persistently
+from accel_trainer.checkpoint.commit.staging import StagedDirectory
+from accel_trainer.checkpoint.reader import StoredCheckpoint, Verify
+from accel_trainer.checkpoint.selection import (
+    CheckpointKind,
+    FilesToRead,
+    Selection,
+    open_named,
+    select_named,
+    select_newest,
+)
+from accel_trainer.errors import AccelTrainerError
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.shared_errors import gather_or_raise
 
-__all__ = ["CheckpointRegistry", "LoadHook", "SaveHook", "add_hook"]
+__all__ = ["CheckpointMetrics", "Checkpointer", "SaveJob"]
 
-SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
-"""Called with the models, their weights, and the directory to write into."""
-LoadHook = Callable[[list[nn.Module], str], None]
-"""Called with the models and the directory to read from."""
+logger = logging.get_logger(__name__)
 
 
-class CheckpointRegistry:
-    """All of it, for one Accelerator."""
+class CheckpointMetrics:
+    """Seconds and bytes of the last save and of the last resume, by the names under which they are logged."""
 
     def __init__(self) -> None:
-        self.objects: dict[str, Any] = {}
-        self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
-        self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+        self.values: dict[str, float] = {}
+        self.standstill_seconds = 0.0
+        """In which the run waited for saves and for its resume, in all."""
+
+    def record(self, name: str, value: float) -> None:
+        """Set a figure."""
+        self.values[name] = value
+
+    def record_stall(self, seconds: float) -> None:
+        """Record how long the run stood still for a save."""
+        self.record("ckpt/stall_s", seconds)
+        self.standstill_seconds += seconds
+
+    def begin_resume(self) -> None:
+        """Drop the figures of an earlier resume."""
+        self.values = {name: value for name, value in self.values.items() if not name.startswith("resume/")}
+
+    def add_resume(self, phase: str, seconds: float) -> None:
+        """Add to the time of a phase of the resume: select, verify, load or data."""
+        name = f"resume/{phase}_s"
+        self.record(name, self.values.get(name, 0.0) + seconds)
+        self.standstill_seconds += seconds
+
+    @contextmanager
+    def resuming(self, phase: str) -> Iterator[None]:
+        """Add the time of a block to a phase of the resume."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add_resume(phase, time.perf_counter() - begin)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveJob:
+    """One save: its place, its content, and the answer to a disk that fails."""
+
+    directory: Path
+    """Around the checkpoint."""
+    name: str | None
+    """None is the prefix and `number`: one of a run's checkpoints, in a directory that stays locked. Under any other
+    name, this save alone has a lock."""
+    number: int | None
+    """For the manifest. Of a run's checkpoint: the lowest number that it may have."""
+    write: Callable[[StagedDirectory], None]
+    """Writes this rank's files. Collective; it is called again where a save is tried again."""
+    need_bytes: int
+    """What this rank is about to write."""
+    policy: SavePolicy
+    each_node: bool = False
+    """Every node has a disk of its own, and a copy of the checkpoint with what its ranks have written."""
+    replaces: bool = False
+    """Take `number` and the name as they are, whatever stands there; otherwise the next number that is free, and a
+    name that no other files have."""
+    keep: int | None = None
+    """How many of a run's checkpoints are left by a commit; None keeps all."""
+    protected: Callable[[], Collection[Path]] = tuple
+    """Those that stay whatever their number, once the new one is committed."""
+    in_background: bool = False
+    """Return once everything is copied to host memory, and write on a thread."""
+
+    @property
+    def section(self) -> str:
+        """The save, for messages."""
+        return f"save of {self.directory / self.name}" if self.name is not None else f"save to {self.directory}"
+
+
+class Checkpointer:
+    """A run's checkpoints: one save in flight at most, one directory locked, figures of the last save and resume.
+
+    Every method is called by every rank, in the same order.
+    """
+
+    def __init__(self, process: ProcessContext, kind: CheckpointKind, metrics: CheckpointMetrics | None = None) -> None:
+        self.process = process
+        self.kind = kind
+        self.metrics = CheckpointMetrics() if metrics is None else metrics
         self.background: BackgroundSaver | None = None
-        self.lock: DirectoryLock | None = None
-        self.release_lock: Callable[[], Any] = lambda: None
-        self.metrics: dict[str, float] = {}
+        """Once there has been a save in the background."""
+        self._lock: DirectoryLock | None = None
+        self._release_lock: Callable[[], object] = lambda: None
 
-    def add(self, name: str | None, item: Any) -> None:
-        """Register an object, once; its class names it where the user does not."""
-        if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))):
-            raise ConfigError(
-                f"{type(item).__name__} cannot be registered for checkpointing; give it state_dict() and "
-                "load_state_dict()"
-            )
-        if any(known is item for known in self.objects.values()):
+    # --- saving ----------------------------------------------------------------------------------------------------
+
+    def save(self, job: SaveJob) -> Path | None:
+        """Save, after the background save that is in flight. Collective; a failure on one rank is raised on all.
+
+        Returns:
+            The checkpoint; None where nothing is saved and the policy is to go on without.
+
+        Raises:
+            ConfigError: `job.name` is a file, or a directory that holds something else than a checkpoint.
+            CheckpointLockedError: another run saves there.
+            DiskFullError: there is no room; nothing was written.
+            SaveTimeoutError: the background save before this one has not ended in time.
+            ProcessGroupError: another rank failed.
+        """
+        begin = time.perf_counter()
+        if self.background is not None and not self.background.wait_for_turn(job.policy):
+            return None
+        outcome = save_persistently(partial(self._publish, job), self.process, job.policy, job.section)
+        if outcome is None:
+            return None
+        path, publication = outcome
+        on_commit = partial(self._end_save, job, path, publication, begin)
+        if job.in_background and self.background is not None:
+            self.background.start(publication, on_commit, job.policy)
+        else:
+            on_commit()
+        self.metrics.record_stall(time.perf_counter() - begin)
+        return path
+
+    def _publish(self, job: SaveJob) -> tuple[Path, Publication]:
+        """Write the checkpoint and commit it, or stage copies of it. Collective; where it fails, all ranks raise."""
+        name, number = job.name, job.number
+        if name is None:
+            number = self._reserve_number(job)
+            name = f"{self.kind.prefix}{number}"
+        path = job.directory / name
+        background = self._begin_background() if job.in_background else None
+        publication = Publication(
+            path,
+            self.process,
+            step=number,
+            each_node=job.each_node,
+            need_bytes=job.need_bytes,
+            memory=None if background is None else background.memory,
+            owns_name=job.replaces,
+            is_locked=job.name is None,
+        )
+        with publication as staged, explain_full_disk(staged.path):
+            job.write(staged)
+        if background is not None:
+            publication.agree()
+        else:
+            publication.commit()
+        return path, publication
+
+    def _reserve_number(self, job: SaveJob) -> int:
+        """Lock the run's directory and return the checkpoint's number; the rank that commits decides. Collective."""
+        number, error = job.number or 0, None
+        try:
+            if self.process.is_local_main if job.each_node else self.process.is_main:
+                self._lock_directory(job.directory)
+                number = number if job.replaces else max(number, next_number(job.directory))
+        except Exception as raised:
+            error = raised
+        return int(max(gather_or_raise(self.process, f"save to {job.directory}", error, number)))
+
+    def _lock_directory(self, directory: Path) -> None:
+        """Lock a run's directory until `release_directory`, and remove what dead runs left in it."""
+        if self._lock is not None and self._lock.path.parent == directory.absolute():
             return
-        if name is not None and name in self.objects:
-            raise ConfigError(f"an object is registered for checkpointing as {name!r} already; choose another name")
-        stem, count = name or type(item).__name__, 0
-        while (name or stem) in self.objects:
-            count += 1
-            name = f"{stem}_{count}"
-        self.objects[name or stem] = item
+        self.release_directory()
+        self._lock = DirectoryLock.take(directory / LOCK_NAME)
+        self._release_lock = weakref.finalize(self, self._lock.release)
+        if not self._lock.is_shared:  # with another Checkpointer of this process, whose save may be under way
+            sweep(directory)
 
-    def start_background(self, process: ProcessContext) -> BackgroundSaver:
-        """Return what writes in the background, with its memory free for the next save. Collective the first time."""
-        self.background = self.background or BackgroundSaver(process)
+    def _begin_background(self) -> BackgroundSaver:
+        """Return the writer in the background, its memory free for this save. Collective the first time."""
+        self.background = self.background or BackgroundSaver(self.process)
         self.background.memory.begin()
         return self.background
 
+    def _end_save(self, job: SaveJob, path: Path, publication: Publication, begin: float) -> None:
+        """Record a save that is committed, and make room for it; the thread of a background save calls it."""
+        seconds = time.perf_counter() - begin
+        self.metrics.record("ckpt/duration_s", seconds)
+        self.metrics.record("ckpt/bytes", float(publication.num_bytes))
+        if job.name is None and job.keep is not None and publication.commits:
+            # Not the new one by itself: where another save of this process has overtaken it, the higher number stays.
+            retire(job.directory, job.keep, job.protected(), step=publication.step, prefix=self.kind.prefix)
+        logger.info("saved %s: %.1f MiB in %.2f s", path, publication.num_bytes / 2**20, seconds)
+
+    # --- resuming --------------------------------------------------------------------------------------------------
+
+    def open_named(self, path: Path, verify: Verify = "full") -> StoredCheckpoint | None:
+        """Open a checkpoint; None for one of another library. Collective; see `selection.open_named`."""
+        return open_named(path, self.process, verify, self.kind)
+
+    def select_named(self, path: Path, verify: Verify, files: FilesToRead) -> Selection:
+        """Open and verify the checkpoint that the user has named. Collective; see `selection.select_named`."""
+        return self._record(select_named(path, self.process, verify, files, self.kind))
+
+    def select_newest(
+        self, directory: Path, verify: Verify, files: FilesToRead, missing: AccelTrainerError
+    ) -> Selection:
+        """Open and verify the newest good checkpoint of a run. Collective; see `selection.select_newest`."""
+        return self._record(select_newest(directory, self.process, verify, files, self.kind, missing))
+
+    def _record(self, selection: Selection) -> Selection:
+        self.metrics.begin_resume()
+        for phase, seconds in selection.seconds.items():
+            self.metrics.add_resume(phase, seconds)
+        return selection
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
     def wait(self) -> None:
-        """Wait for a background save; see `AcceleratorCheckpointing.wait_for_checkpoint`."""
+        """Wait until a background save is complete, and raise what went wrong. Collective.
+
+        Raises:
+            ProcessGroupError: it failed on another rank.
+        """
         if self.background is not None:
             self.background.wait()
 
-    def wait_for_turn(self, policy: SavePolicy) -> bool:
-        """Whether a save may begin: none is in flight any more; see `BackgroundSaver.wait_for_turn`."""
-        return self.background is None or self.background.wait_for_turn(policy)
+    def release_directory(self) -> None:
+        """Let other runs save to this one's directory."""
+        self._release_lock()
+        self._lock = None
 
     def close(self) -> None:
-        """Wait for a background save, and let other runs save to this one's directory."""
+        """Wait for a background save, and release the directory. Collective."""
         try:
             self.wait()
         finally:
-            self.release_lock()
-            self.lock = None
-
-    def own(self, directory: Path, owner: object) -> None:
-        """Lock the directory until `close`, or as long as `owner` lives; remove what dead runs left in it."""
-        if self.lock is None or self.lock.path.parent != directory.absolute():
-            self.release_lock()
-            self.lock = DirectoryLock.take(directory / LOCK_NAME)
-            self.release_lock = weakref.finalize(owner, self.lock.release)
-            if not self.lock.is_shared:  # with another Accelerator of this process, whose save may be under way
-                sweep(directory)
-
-
-def add_hook(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
-    """Add `hook` to `hooks`; the handle that is returned takes it out again."""
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
+            self.release_directory()

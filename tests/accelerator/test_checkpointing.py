@@ -126,7 +126,7 @@ def fail_in(directory: Path) -> dict[str, tuple[str, float, float]]:
     for place in PLACES:
         begin, handles = time.monotonic(), []
         box = Failing(place)
-        accelerator._checkpoints.objects["counter"] = box
+        accelerator._registered.objects["counter"] = box
         if place == "save hook":
             handles.append(accelerator.register_save_state_pre_hook(lambda *_, box=box: box.fail("save hook")))
         handles.append(accelerator.register_load_state_pre_hook(lambda *_, box=box: box.fail("load hook")))
@@ -173,7 +173,7 @@ def slow_save(directory: Path) -> dict[str, Any]:
     run.fill(-7)
     is_published = path.exists()
     steps = 0
-    while run.accelerator._checkpoints.background.in_flight:
+    while run.accelerator._checkpointer.background.in_flight:
         run.accelerator.backward(run.model(torch.ones(1, 8)).sum())
         steps += 1
     run.accelerator.load_state()
@@ -273,8 +273,8 @@ def test_r18_a_resume_says_what_is_exact_and_what_is_not(tmp_path: Path, caplog:
         run.accelerator.load_state(verify="size")
     lines = [record.message for record in caplog.records if record.message.startswith("resumed from")]
     assert "saved by 2 process(es) and loaded by 1" in lines[0]
-    assert "checkpoint_1 (contents verified; " in lines[1]
+    assert "checkpoint_1; contents verified; " in lines[1]
     assert "saved by 2" not in lines[1]
-    assert "(lengths verified; " in lines[2]
+    assert "; lengths verified; " in lines[2]
     assert all("select" in line and "verify" in line and "load" in line for line in lines)
     assert run.accelerator.save_iteration == 2

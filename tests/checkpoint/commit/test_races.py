@@ -26,7 +26,7 @@ from accel_trainer.checkpoint.commit.lock import LOCK_NAME, DirectoryLock
 from accel_trainer.checkpoint.commit.publication import Publication
 from accel_trainer.checkpoint.commit.rename import recover_target, sweep
 from accel_trainer.checkpoint.format.manifest import MARKER_NAME
-from accel_trainer.checkpoint.selection import select_named
+from accel_trainer.checkpoint.selection import CheckpointKind, select_named
 from accel_trainer.errors import CheckpointLockedError, ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
 from tests.publishing import publish_directory
@@ -38,6 +38,13 @@ ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
 def publish(target: Path, word: str) -> None:
     with publish_directory(target, ALONE) as staged:
         staged.write_json("x.json", word)
+
+
+def read_named(path: Path, process: ProcessContext) -> str:
+    selected = select_named(path, process, "full", lambda manifest: manifest.files, CheckpointKind())
+    assert selected.stored is not None
+    word: str = selected.stored.json("x.json")
+    return word
 
 
 def load_while_rank_0_brings_it_back(path: Path, fails: bool) -> str:
@@ -52,7 +59,7 @@ def load_while_rank_0_brings_it_back(path: Path, fails: bool) -> str:
 
     selection.recover_target = slowly
     try:
-        return select_named(path, process, "full", lambda manifest: manifest.files).stored.json("x.json")
+        return read_named(path, process)
     except (OSError, ProcessGroupError) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -90,10 +97,7 @@ def test_a_save_through_a_link_replaces_what_it_leads_to(tmp_path: Path, caplog:
     (tmp_path / "here" / "latest").symlink_to(tmp_path / "there")
     for word in ("old", "new"):
         publish(tmp_path / "here" / "latest", word)
-        assert (
-            select_named(tmp_path / "there", ALONE, "full", lambda manifest: manifest.files).stored.json("x.json")
-            == word
-        )
+        assert read_named(tmp_path / "there", ALONE) == word
     assert [path.name for path in tmp_path.rglob("*") if path.name.startswith(".")] == []
     assert (tmp_path / "here" / "latest").is_symlink()
     assert caplog.text == ""

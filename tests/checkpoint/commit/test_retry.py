@@ -56,7 +56,7 @@ def save_with_little_room(directory: Path, limited: bool, async_: bool) -> str:
     try:
         run.accelerator.save_state(async_=async_)
         if async_:
-            run.accelerator._checkpoints.background._thread.join()
+            run.accelerator._checkpointer.background._thread.join()
             # R5: the next step raises it, on both ranks.
             run.accelerator.backward(run.model(torch.ones(1, 8)).sum())
     except Exception as error:
