@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.placement import local_box, local_tensor, materialize, set_target_device
 from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.strategies.broadcast_values import broadcast_tensors
@@ -54,7 +54,7 @@ def _fingerprint(tensor: Tensor) -> bytes:
 
 def _fingerprints(named: Mapping[str, Tensor], process: ProcessContext) -> dict[str, bytes]:
     """Return the fingerprints of tensors, taken on this rank's part of the node's cores."""
-    num_threads = max(1, min(8, (os.cpu_count() or 1) // process.local_world_size))
+    num_threads = min(8, cores_of_rank(process.local_world_size))
     with ThreadPoolExecutor(num_threads) as pool:
         return dict(zip(named, pool.map(_fingerprint, named.values()), strict=True))
 

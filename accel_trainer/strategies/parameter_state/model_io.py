@@ -18,6 +18,7 @@ from accel_trainer.checkpoint.format.manifest import Manifest
 from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.reader import StoredCheckpoint
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
+from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
 from accel_trainer.strategies.parameter_state.matching import EXTRA_STATE, describe_names, plan_model_load
 from accel_trainer.strategies.parameter_state.sharded_io import (
     load_dcp_optimizer,
@@ -76,7 +77,7 @@ def _copy_from_rank_zero(target: Tensor, source: Tensor | None) -> None:
 
 def _own_name(name: str) -> str:
     """Return the name that the user's own module has: torch.compile(module) puts its wrapper's name in between."""
-    return name.replace("_orig_mod.", "")
+    return name.replace(f"{ORIGINAL_MODULE}.", "")
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
