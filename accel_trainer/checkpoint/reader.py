@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -11,6 +10,7 @@ from accel_trainer.checkpoint.format.manifest import Manifest, parse_json
 from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile
 from accel_trainer.checkpoint.format.verification import check_files, find_extra, warn_of_writers
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 
@@ -79,8 +79,7 @@ class StoredCheckpoint:
     @property
     def _num_threads(self) -> int:
         """This rank's part of the node's cores."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, min(16, cores // self._process.local_world_size))
+        return min(16, cores_of_rank(self._process.local_world_size))
 
     def verify_together(self, names: Iterable[str] | None = None) -> None:
         """Verify what the ranks are about to read: each file once per node, shared out over its ranks. Collective.

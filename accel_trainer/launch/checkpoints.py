@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from accel_trainer.checkpoint.commit.retention import is_complete, numbered_chec
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from accel_trainer.checkpoint.format.verification import check_files, find_extra
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError
+from accel_trainer.runtime.cores import usable_cores
 
 __all__ = ["run_ckpt", "run_merge_weights"]
 
@@ -131,7 +131,7 @@ def _flaw(path: Path, mode: str) -> str | None:
     try:
         manifest = Manifest.read(path)
         find_extra(path, manifest)
-        check_files(path, manifest, manifest.files, mode, os.cpu_count() or 1)
+        check_files(path, manifest, manifest.files, mode, usable_cores())
     except (AccelTrainerError, OSError) as error:
         return str(error)
     return None

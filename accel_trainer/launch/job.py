@@ -22,6 +22,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.launch.flags import Options, parse_options, print_help
 from accel_trainer.launch.hosts import HostJob, agent_options, plan_hosts, run_on_hosts
 from accel_trainer.registry import load_strategy
+from accel_trainer.runtime.cores import usable_cores
 
 __all__ = [
     "Job",
@@ -325,7 +326,7 @@ def worker_environment(
         variables["OMP_NUM_THREADS"] = str(launch.num_cpu_threads_per_process)
     elif num_local > 1:
         # N ranks with a full thread pool each run slower than one.
-        variables.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_local)))
+        variables.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // num_local)))
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     if meets_here and loopback in (name for _, name in socket.if_nameindex()):
         variables.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -334,7 +335,3 @@ def worker_environment(
 
 def _is_of_a_rank(variable: str) -> bool:
     return variable in _RANK_VARIABLES or variable.startswith("TORCHELASTIC_")
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from accel_trainer import logging
 from accel_trainer.errors import ConfigError, ProcessGroupError
+from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.fault_injection import install_faults
 from accel_trainer.runtime.launchers import DEFAULT_PORT, LaunchInfo, find_launch_info
 from accel_trainer.runtime.torch_private import default_group, forget_default_groups, set_group_timeout
@@ -159,9 +160,8 @@ def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, ti
 def _share_cores(environ: Mapping[str, str], device: torch.device, local_world_size: int) -> None:
     """Give each CPU rank its part of the cores: N ranks with a full thread pool each run slower than one."""
     if device.type == "cpu" and local_world_size > 1 and "OMP_NUM_THREADS" not in environ:
-        share = max(1, (os.cpu_count() or 1) // local_world_size)
-        # Never more than now: that is what the user set, or the cores that this process is bound to.
-        torch.set_num_threads(min(share, torch.get_num_threads()))
+        # Never more than now: the user may have asked for fewer.
+        torch.set_num_threads(min(cores_of_rank(local_world_size), torch.get_num_threads()))
 
 
 def _use_device(info: LaunchInfo | None, *, use_cpu: bool) -> torch.device:

@@ -15,6 +15,7 @@ from accel_trainer.config import resolve
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.flags import parse_options
 from accel_trainer.launch.job import Job, default_config_path, plan_job, run_job
+from accel_trainer.runtime.cores import usable_cores
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_a_launcher_under_a_launcher_is_refused(tmp_path: Path, script: str) -> 
 
 def test_threads_are_shared_unless_somebody_said_how_many(tmp_path: Path, script: str) -> None:
     two = ["--cpu", "--num_processes", "2"]
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     assert plan(tmp_path, *two, script).environment["OMP_NUM_THREADS"] == str(max(1, cores // 2))
     assert plan(tmp_path, *two, script, OMP_NUM_THREADS="7").environment["OMP_NUM_THREADS"] == "7"
     job = plan(tmp_path, *two, "--num_cpu_threads_per_process", "3", script, OMP_NUM_THREADS="7")

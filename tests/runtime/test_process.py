@@ -116,7 +116,7 @@ def join_and_describe() -> dict[str, Any]:
 
     environ = dict(os.environ)
     torch.set_num_threads(8)
-    os.cpu_count = lambda: 6  # type: ignore[assignment]
+    os.sched_getaffinity = lambda pid: set(range(6))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         first = init_process(read_environment(), timeout_seconds=41)
