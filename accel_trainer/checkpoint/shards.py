@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.boxes import Box, Read, balance_bytes, plan_reads
 from accel_trainer.checkpoint.format.placement import local_box, local_tensor, materialize
-from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile, dtype_of
+from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile, TensorReader, dtype_of
 from accel_trainer.checkpoint.reader import StoredCheckpoint
 from accel_trainer.errors import CorruptCheckpointError
 
@@ -80,7 +80,7 @@ class _TensorShards:
     boxes: list[Box] = field(default_factory=list)
 
 
-class StoredShards:
+class StoredShards(TensorReader):
     """The tensors that `write_shards` wrote, on however many ranks, by name."""
 
     def __init__(self, stored: StoredCheckpoint, prefix: str) -> None:
@@ -109,17 +109,19 @@ class StoredShards:
                 known.files.append(file)
                 known.boxes.append(box)
 
+    def __getitem__(self, name: str) -> Tensor:
+        full = torch.empty(self.shape(name), dtype=self.dtype(name))
+        self.read_box(name, Box.full(full.shape), full)
+        return full
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
 
     def __len__(self) -> int:
         return len(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a whole tensor."""
+        """Return the shape of a full tensor, from the manifest."""
         return self._tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
@@ -162,7 +164,8 @@ class StoredShards:
             opened = self._open(file)
             if name not in opened:
                 raise CorruptCheckpointError(f"{(self._stored.path / file).absolute()} lacks {name!r}; load another")
-            target[place].copy_(opened.slice(name, source) if source else opened[name])
+            # Copied from the mapping by all threads of torch: twice as fast as `fill` into pages that are there.
+            target[place].copy_(opened.slice(name, source))
 
     def _open(self, file: str) -> SafetensorsFile:
         if file not in self._opened:

@@ -493,13 +493,13 @@ def save_and_load(directory: str, max_shard_size: str) -> list[str]:
 
 @pytest.mark.parametrize(("size", "files"), [("10GB", 1), ("1200B", 3)])
 def test_save_model_writes_the_whole_model_from_shards(tmp_path: Path, size: str, files: int):
-    from accel_trainer.checkpoint.weights.writing import SafetensorsDirectory
+    from accel_trainer.checkpoint.weights.reading import WeightFiles
 
     names = run_ranks(save_and_load, 2, str(tmp_path / "weights"), size)[0]
     assert len(names) == files
     torch.manual_seed(3)
     expected = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).state_dict()
-    saved = SafetensorsDirectory(tmp_path / "weights")
+    saved = WeightFiles(tmp_path / "weights")
     assert set(saved) == set(expected)
     assert all(torch.equal(saved[name], tensor) for name, tensor in expected.items())
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
@@ -11,12 +12,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from accel_trainer.errors import ConfigError, CorruptCheckpointError
+from accel_trainer.checkpoint.format.boxes import Index
+from accel_trainer.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
 
 __all__ = [
+    "LazyRead",
     "LazyTensor",
     "SafetensorsFile",
     "StagingMemory",
+    "TensorReader",
     "dtype_name",
     "dtype_of",
     "tensor_file_bytes",
@@ -182,21 +186,70 @@ def write_tensor_file(
         del tensor
 
 
-class SafetensorsFile(Mapping[str, Tensor]):
-    """The tensors of a file by name, each read when it is asked for. The file is mapped, not loaded."""
+class LazyRead:
+    """A stored tensor that is read when it is called."""
 
-    def __init__(self, path: Path, device: str = "cpu") -> None:
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[], Tensor]) -> None:
+        self.dtype, self.shape = dtype, shape
+        self._read = read
+
+    def __call__(self) -> Tensor:
+        """Return the tensor."""
+        return self._read()
+
+    def numpy(self) -> Any:
+        """Return it as an array."""
+        return self._read().numpy()
+
+
+class TensorReader(Mapping[str, Tensor]):
+    """Stored tensors by name: `reader[name]` reads one, full, into host memory.
+
+    A reader that can do better than reading the full tensor overrides the methods below.
+    """
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a full tensor."""
+        return tuple(self[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that a tensor was saved in."""
+        return self[name].dtype
+
+    def slice(self, name: str, index: Index) -> Tensor:
+        """Return a slice of a tensor, possibly a view of the file."""
+        return self[name][index]
+
+    @torch.no_grad()
+    def fill(self, name: str, index: Index, target: Tensor) -> None:
+        """Copy a slice of a tensor into `target`, which has its shape, and any dtype and device."""
+        target.copy_(self.slice(name, index))
+
+    def lazy(self, name: str) -> LazyRead:
+        """Return a tensor that is read when it is called."""
+        return LazyRead(self.dtype(name), self.shape(name), partial(self.__getitem__, name))
+
+
+class SafetensorsFile(TensorReader):
+    """The tensors of a safetensors file. It is mapped, and of a slice only its own bytes are read."""
+
+    def __init__(self, path: Path) -> None:
         """Open a safetensors file.
 
         Raises:
             CorruptCheckpointError: it is none, or its header does not fit its length.
         """
         self.path = path
+        self._raw: BinaryIO | None = None
         try:
-            self._file: Any = safe_open(path, framework="pt", device=device)
-            self._names = list(self._file.keys())
+            self._file: Any = safe_open(path, framework="pt")
+            self._names = dict.fromkeys(self._file.keys())
         except SafetensorError as error:
             raise CorruptCheckpointError(f"{path.absolute()} is not a safetensors file: {error}") from error
+
+    def __del__(self) -> None:
+        if self._raw is not None:
+            self._raw.close()
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
@@ -204,13 +257,56 @@ class SafetensorsFile(Mapping[str, Tensor]):
         tensor: Tensor = self._file.get_tensor(name)
         return tensor
 
-    def slice(self, name: str, index: slice | tuple[slice, ...]) -> Tensor:
-        """Return a part of a tensor; only its bytes are read."""
-        part: Tensor = self._file.get_slice(name)[index]
-        return part
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, from the header."""
+        return tuple(self._file.get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor, from the header."""
+        return dtype_of(self._file.get_slice(name).get_dtype())
+
+    def slice(self, name: str, index: Index) -> Tensor:
+        """Return a slice of a tensor, possibly a view of the mapped file."""
+        found: Tensor = self._file.get_slice(name)[index]
+        return found
+
+    @torch.no_grad()
+    def fill(self, name: str, index: Index, target: Tensor) -> None:
+        """Copy a slice of a tensor into `target`, which has its shape, and any dtype and device.
+
+        Full rows lie together in the file: they are read straight into host memory of their dtype, past the mapping,
+        whose pages would count as this process's memory.
+
+        Raises:
+            IncompatibleCheckpointError: the file ends before the tensor does.
+        """
+        has_full_rows = index and all(
+            each.start == 0 and each.stop == length
+            for each, length in zip(index[1:], self.shape(name)[1:], strict=True)
+        )
+        on_host = target.device.type == "cpu" and target.is_contiguous() and target.numel()
+        if has_full_rows and on_host and target.dtype == self.dtype(name):
+            self._read_rows(name, index[0].start, target)
+        else:
+            target.copy_(self.slice(name, index))
+
+    def _read_rows(self, name: str, first: int, target: Tensor) -> None:
+        if self._raw is None:
+            self._raw = open(self.path, "rb", buffering=0)  # noqa: SIM115  # closed with this object
+            header_bytes = int.from_bytes(self._raw.read(8), "little")
+            self._entries: dict[str, Any] = json.loads(self._raw.read(header_bytes))
+            self._data_offset = 8 + header_bytes
+        row_bytes = target.nbytes // target.shape[0]
+        rest = target.reshape(-1).view(torch.uint8).numpy().data
+        self._raw.seek(self._data_offset + self._entries[name]["data_offsets"][0] + first * row_bytes)
+        while rest:
+            count = self._raw.readinto(rest)  # type: ignore[attr-defined]  # FileIO has it
+            if not count:
+                raise IncompatibleCheckpointError(f"{self.path} ends within {name!r}; is it being written?")
+            rest = rest[count:]

@@ -6,7 +6,7 @@ Pickles among them are read as tensors, numbers, strings, lists and dicts only; 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,9 @@ from zipfile import is_zipfile
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME
-from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.interop.dcp import METADATA_NAME, DcpDirectory
 from accel_trainer.checkpoint.interop.export import find_weights
 from accel_trainer.checkpoint.train_state import TrainState
@@ -39,22 +37,6 @@ def is_accelerate_or_dcp_state(directory: Path) -> bool:
     return (directory / METADATA_NAME).is_file() or any(directory.glob("random_states_*.pkl"))
 
 
-class _Weights(Mapping[str, Tensor]):
-    """Lazy weights as tensors that are read when they are asked for."""
-
-    def __init__(self, lazy: Mapping[str, LazyTensor]) -> None:
-        self._lazy = lazy
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._lazy[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._lazy)
-
-    def __len__(self) -> int:
-        return len(self._lazy)
-
-
 def load_accelerate_or_dcp_state(directory: Path, state: TrainState, process: ProcessContext) -> str:
     """Load models, optimizers, schedules, loss scale, random streams and registered objects. Collective.
 
@@ -72,7 +54,7 @@ def load_accelerate_or_dcp_state(directory: Path, state: TrainState, process: Pr
     loads: list[Callable[[], None]] = []
     for index, unit in enumerate(state.units):
         if state.has_weights[index]:
-            weights = _on_main(process, section, partial(_weights, directory, index))
+            weights = _on_main(process, section, partial(find_weights, directory, index))
             loads.append(unit.plan_full_model_load(weights or {}))
         if state.has_optimizer[index]:
             own = unit.full_optimizer_state()
@@ -143,15 +125,6 @@ _NUMPY: list[Any] = [
     (_RECONSTRUCT, "numpy._core.multiarray._reconstruct"),
     (_RECONSTRUCT, "numpy.core.multiarray._reconstruct"),
 ]
-
-
-def _weights(directory: Path, index: int) -> Mapping[str, Tensor]:
-    suffix = _suffix(index)
-    stems = (f"model{suffix}.safetensors", f"pytorch_model{suffix}.bin", f"pytorch_model_fsdp{suffix}.bin")
-    for name in (f"{stem}{ending}" for stem in stems for ending in (".index.json", "")):
-        if (directory / name).is_file():
-            return _Weights(find_weights(directory / name))
-    return _Weights(find_weights(directory, index))
 
 
 def _optimizer(directory: Path, index: int, own: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from accel_trainer.checkpoint.format.boxes import Box, plan_reads
 from accel_trainer.checkpoint.format.placement import local_box, local_tensor
+from accel_trainer.checkpoint.format.safetensors_file import TensorReader
 from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 
 __all__ = ["METADATA_NAME", "DcpDirectory"]
@@ -95,8 +96,8 @@ class _Entry:
     items: list[_Item] = field(default_factory=list)
 
 
-class DcpDirectory:
-    """The tensors and other objects of a directory by their flat names."""
+class DcpDirectory(TensorReader):
+    """The tensors of a directory by their flat names; `value` and `nested` read its other objects too."""
 
     def __init__(self, directory: Path) -> None:
         """Read what is where.
@@ -153,12 +154,22 @@ class DcpDirectory:
             raise CorruptCheckpointError(f"{path} is too short: something lies at {info.offset} + {info.length} bytes")
         return _Item(file, info.offset, info.length)
 
-    def __iter__(self) -> Iterator[str]:
-        yield from self.tensors
-        yield from self._objects
+    def __getitem__(self, name: str) -> Tensor:
+        return self.read(name)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors or name in self._objects
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a full tensor, from the metadata."""
+        return self.tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor, from the metadata."""
+        return self.tensors[name].dtype
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """Return a tensor on the CPU, or the part of it in `box`; of the stored parts one is in memory at a time.
@@ -194,7 +205,7 @@ class DcpDirectory:
             tensor: what stands for a tensor, by its flat name; None reads it.
         """
         tree: dict[Any, Any] = {}
-        for name in self:
+        for name in (*self.tensors, *self._objects):
             path = self.paths.get(name, (name,))
             if path[0] == first and len(path) > 1:
                 node = tree

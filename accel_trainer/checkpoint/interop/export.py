@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME
-from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
+from accel_trainer.checkpoint.format.safetensors_file import TensorReader
 from accel_trainer.checkpoint.interop.dcp import METADATA_NAME, DcpDirectory
 from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.checkpoint.shards import StoredShards
-from accel_trainer.checkpoint.weights.reading import WeightFiles
+from accel_trainer.checkpoint.weights.reading import WeightFiles, find_weight_file
 from accel_trainer.checkpoint.weights.writing import save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 
-__all__ = ["ALONE", "LazyRead", "export_weights", "find_weights", "lazy_tensors", "read_tied"]
+__all__ = ["ALONE", "export_weights", "find_weights", "read_tied"]
 
 _SHARDED_NAMES = ("pytorch_model_fsdp_{}", "model_{}", "model")
 """Directories of shards below a checkpoint of Hugging Face accelerate or a Trainer."""
@@ -30,24 +28,8 @@ ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
 """The process that converts a checkpoint."""
 
 
-class LazyRead:
-    """A stored tensor that is read when it is called."""
-
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[], Tensor]) -> None:
-        self.dtype, self.shape = dtype, shape
-        self._read = read
-
-    def __call__(self) -> Tensor:
-        """Return the tensor."""
-        return self._read()
-
-    def numpy(self) -> Any:
-        """Return it as an array."""
-        return self._read().numpy()
-
-
-def find_weights(source: Path, unit: int = 0, verify: str = "full") -> Mapping[str, LazyTensor]:
-    """Return the weights in a checkpoint of any kind by parameter name; none is read before it is called.
+def find_weights(source: Path, unit: int = 0, verify: str = "full") -> TensorReader:
+    """Return the weights in a checkpoint of any kind by parameter name; none is read before it is asked for.
 
     Args:
         source: what `save_state` wrote; a directory of torch.distributed.checkpoint, or one that holds such shards of a
@@ -62,20 +44,17 @@ def find_weights(source: Path, unit: int = 0, verify: str = "full") -> Mapping[s
     """
     if not source.exists():
         raise CheckpointNotFoundError(f"{source.absolute()} does not exist; give a checkpoint, or a file of weights")
-    if (source / MANIFEST_NAME).is_file() and _has_units(source):
-        return _of_state(source, unit, verify)
     if (source / MANIFEST_NAME).is_file():
-        stored = open_checkpoint(source, ALONE, verify)
-        stored.check(name for name in stored.manifest.files if name.startswith(_WEIGHTS))
+        if (source / "model_0.safetensors").is_file() or (source / "unit_0.json").is_file():
+            return _state_weights(source, unit, verify)
+        if verify != "off":
+            stored = open_checkpoint(source, ALONE, verify)
+            stored.check(name for name in stored.manifest.files if name.startswith(_WEIGHTS))
     shards = [source, *(source / name.format(unit) for name in _SHARDED_NAMES)]
     found = next((path for path in shards if (path / METADATA_NAME).is_file()), None)
-    if found is not None and not (found != source and any(source.glob("model*.safetensors"))):
-        return _of_dcp(found)
-    files = WeightFiles(source)
-    lazy: dict[str, LazyTensor] = {}
-    for name in files.by_file():
-        lazy[name] = LazyRead(files.dtype(name), files.shape(name), partial(files.__getitem__, name))
-    return lazy
+    if found == source or (found is not None and find_weight_file(source, unit) is None):
+        return _DcpWeights(found)
+    return WeightFiles(source, unit)
 
 
 def read_tied(source: Path, unit: int = 0) -> dict[str, str]:
@@ -88,60 +67,57 @@ def read_tied(source: Path, unit: int = 0) -> dict[str, str]:
     return {str(alias): str(name) for alias, name in tied.items()}
 
 
-def _has_units(source: Path) -> bool:
-    return (source / "model_0.safetensors").is_file() or (source / "unit_0.json").is_file()
-
-
-def _of_state(source: Path, unit: int, verify: str) -> Mapping[str, LazyTensor]:
+def _state_weights(source: Path, unit: int, verify: str) -> TensorReader:
+    """Return a model's weights of what `save_state` wrote: one file in format 1, shards since."""
     stored = open_checkpoint(source, ALONE, verify)
     if f"model_{unit}.safetensors" in stored:
-        tensors = stored.tensors(f"model_{unit}.safetensors")
-        return {
-            name: LazyRead(t.dtype, tuple(t.shape), partial(tensors.__getitem__, name)) for name, t in tensors.items()
-        }
-    prefix = f"unit_{unit}"
-    if f"{prefix}.json" not in stored:
+        return stored.tensors(f"model_{unit}.safetensors")
+    if f"unit_{unit}.json" not in stored:
         raise ConfigError(f"{source.absolute()} has no model {unit}; it holds {stored.manifest.metadata.get('units')}")
-    parts = StoredShards(stored, f"{prefix}.model")
-    if not len(parts):
+    shards = StoredShards(stored, f"unit_{unit}.model")
+    if not len(shards):
         raise IncompatibleCheckpointError(
             f"{source.absolute()} holds no weights of model {unit}: a hook of its run saved them, where it says"
         )
-
-    return lazy_tensors(parts)
-
-
-def lazy_tensors(parts: StoredShards) -> dict[str, LazyRead]:
-    """Return what puts each tensor together from its parts when it is called."""
-
-    def read(name: str) -> Tensor:
-        whole = torch.empty(parts.shape(name), dtype=parts.dtype(name))
-        parts.read(name, whole)
-        return whole
-
-    return {name: LazyRead(parts.dtype(name), parts.shape(name), partial(read, name)) for name in parts}
+    return shards
 
 
-def _of_dcp(directory: Path) -> Mapping[str, LazyTensor]:
-    """Return the tensors of a model: those below `model` where the state had such a key, else all."""
-    stored = DcpDirectory(directory)
-    paths = {name: stored.paths.get(name, (name,)) for name in stored.tensors}
-    outer = {str(path[0]) for path in paths.values() if len(path) > 1}
-    inner = next((key for key in ("model", "state_dict", "module") if key in outer), None)
-    chosen = {
-        name: name.removeprefix(f"{inner}.") if inner else name
-        for name, path in paths.items()
-        if inner is None or path[0] == inner
-    }
-    if inner is None and outer & {"optimizer", "optim", "state", "param_groups"}:
-        raise CheckpointNotFoundError(f"{directory} holds an optimizer's state and no weights; give the model's")
-    lazy = {}
-    for name, own in chosen.items():
-        entry = stored.tensors[name]
-        lazy[own] = LazyRead(entry.dtype, entry.shape, partial(stored.read, name))
-    if not lazy:
-        raise CheckpointNotFoundError(f"{directory} holds no tensors; give a directory with the weights of a model")
-    return lazy
+class _DcpWeights(TensorReader):
+    """The tensors of a model in a directory of torch.distributed.checkpoint, by parameter name."""
+
+    def __init__(self, directory: Path) -> None:
+        """Choose the tensors below "model", "state_dict" or "module" where the state had such a key, else all.
+
+        Raises:
+            CheckpointNotFoundError: there are none, or those of an optimizer only.
+        """
+        self._stored = DcpDirectory(directory)
+        paths = {name: self._stored.paths.get(name, (name,)) for name in self._stored.tensors}
+        outer = {str(path[0]) for path in paths.values() if len(path) > 1}
+        root = next((key for key in ("model", "state_dict", "module") if key in outer), None)
+        if root is None and outer & {"optimizer", "optim", "state", "param_groups"}:
+            raise CheckpointNotFoundError(f"{directory} holds an optimizer's state and no weights; give the model's")
+        chosen = [name for name, path in paths.items() if root in (None, path[0])]
+        self._flat = {name.removeprefix(f"{root}.") if root else name: name for name in chosen}
+        if not self._flat:
+            raise CheckpointNotFoundError(f"{directory} holds no tensors; give a directory with the weights of a model")
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._stored.read(self._flat[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._flat)
+
+    def __len__(self) -> int:
+        return len(self._flat)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a full tensor, from the metadata."""
+        return self._stored.shape(self._flat[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor, from the metadata."""
+        return self._stored.dtype(self._flat[name])
 
 
 def export_weights(
@@ -164,4 +140,5 @@ def export_weights(
     if target.is_file() or target.absolute() == source.absolute():
         raise ConfigError(f"{target.absolute()} is {'a file' if target.is_file() else 'the checkpoint'}; give another")
     weights = find_weights(source, unit, verify)
-    return save_weights(weights, target, max_shard_size, safe_serialization=safe_serialization)
+    lazy = {name: weights.lazy(name) for name in weights}
+    return save_weights(lazy, target, max_shard_size, safe_serialization=safe_serialization)

@@ -14,7 +14,6 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ from torch import Tensor
 from accel_trainer.checkpoint.commit.disk import explain_full_disk, fsync_path
 from accel_trainer.checkpoint.format.json_codec import OWN_STATE, decode
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, MARKER_NAME
-from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
+from accel_trainer.checkpoint.format.safetensors_file import LazyRead, LazyTensor
 from accel_trainer.checkpoint.interop.dcp import METADATA_NAME, DcpDirectory
-from accel_trainer.checkpoint.interop.export import ALONE, LazyRead, find_weights, lazy_tensors, read_tied
+from accel_trainer.checkpoint.interop.export import ALONE, find_weights, read_tied
 from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.checkpoint.shards import StoredShards
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
@@ -63,7 +62,8 @@ def export_hf_fsdp(source: Path, target: Path, *, is_sharded: bool, unit: int = 
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{target.absolute()} is there already; give a new directory, or an empty one")
     _check_contents(source, unit, verify)
-    weights = dict(find_weights(source, unit, "off"))
+    found = find_weights(source, unit, "off")
+    weights = {name: found.lazy(name) for name in found}
     for alias, name in read_tied(source, unit).items():
         shared = weights.get(name, weights.get(alias))
         if shared is not None:
@@ -102,15 +102,12 @@ def _find_optimizer(source: Path, unit: int) -> Optimizer | None:
         prefix = next((name for name in (f"unit_{unit}", "optimizer") if f"{name}.json" in stored), None)
         if prefix is not None:
             outline = stored.json(f"{prefix}.json")["optimizer"]
-            lazy_state: Any = lazy_tensors(StoredShards(stored, f"{prefix}.optimizer"))
-            return None if outline is None else decode(outline, lazy_state)
+            shards = StoredShards(stored, f"{prefix}.optimizer")
+            lazy: Any = {name: shards.lazy(name) for name in shards}
+            return None if outline is None else decode(outline, lazy)
     if (source / f"optimizer_{unit}" / METADATA_NAME).is_file():
-        shards = DcpDirectory(source / f"optimizer_{unit}")
-
-        def lazy(name: str) -> LazyRead:
-            return LazyRead(shards.tensors[name].dtype, shards.tensors[name].shape, partial(shards.read, name))
-
-        return {"state": {}, "param_groups": [], **shards.nested("optimizer", lazy)}
+        stored_by_dcp = DcpDirectory(source / f"optimizer_{unit}")
+        return {"state": {}, "param_groups": [], **stored_by_dcp.nested("optimizer", stored_by_dcp.lazy)}
     found = next((path for path in (source / "optimizer.bin", source / "optimizer.pt") if path.is_file()), None)
     if found is None:
         return None

@@ -83,7 +83,7 @@ def load_checkpoint_in_model(
         )
     devices = {name: _device(name, device_map) for name in own}
     dtypes = {name: _dtype(name, own[name], dtype) for name in sources}
-    order = {name: position for position, name in enumerate(weights.by_file())}
+    order = {name: position for position, name in enumerate(weights)}
     for name, stored in sorted(sources.items(), key=lambda pair: order[pair[1]]):
         _fill(own[name], weights, stored, devices[name], dtypes[name])
     left = _fill_what_no_file_has(model, missing, init_missing, device_map)

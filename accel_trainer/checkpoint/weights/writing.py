@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from accel_trainer.checkpoint.commit.disk import explain_full_disk, fsync_path, write_durably
@@ -27,7 +26,6 @@ __all__ = [
     "BIN_NAME",
     "INDEX_NAME",
     "WEIGHTS_NAME",
-    "SafetensorsDirectory",
     "parse_size",
     "read_index",
     "remove_weights",
@@ -311,35 +309,3 @@ def read_index(path: Path) -> dict[str, str]:
         if not (path.parent / name).is_file():
             raise CheckpointNotFoundError(f"{path} names {name!r}, which is missing")
     return weight_map
-
-
-class SafetensorsDirectory(Mapping[str, Tensor]):
-    """The weights in a directory by name; a tensor is read when it is asked for."""
-
-    def __init__(self, directory: Path) -> None:
-        """Open the index, or the single file.
-
-        Raises:
-            CheckpointNotFoundError: there are no safetensors weights.
-            IncompatibleCheckpointError: the index names a file outside the directory, or one that is missing.
-        """
-        self.directory = directory
-        if (directory / INDEX_NAME).is_file():
-            weight_map = read_index(directory / INDEX_NAME)
-        elif (directory / WEIGHTS_NAME).is_file():
-            with safe_open(directory / WEIGHTS_NAME, framework="pt") as file:
-                weight_map = dict.fromkeys(file.keys(), WEIGHTS_NAME)
-        else:
-            raise CheckpointNotFoundError(f"no {WEIGHTS_NAME} and no {INDEX_NAME} in {directory.absolute()}")
-        self._files = weight_map
-
-    def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self.directory / self._files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)

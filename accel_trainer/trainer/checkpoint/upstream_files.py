@@ -28,10 +28,9 @@ from transformers.trainer_pt_utils import reissue_pt_warnings
 from transformers.utils import logging
 
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
-from accel_trainer.checkpoint.interop.dcp import DcpDirectory
+from accel_trainer.checkpoint.interop.export import find_weights
 from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.checkpoint.weights.gather_to_file import gather_to_file
-from accel_trainer.checkpoint.weights.writing import INDEX_NAME, WEIGHTS_NAME, SafetensorsDirectory
 from accel_trainer.config import StateDictType
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.runtime.shared_errors import raise_together
@@ -63,8 +62,6 @@ _OPTIMIZER_NAMES = (FULL_OPTIMIZER_NAME, SHARDED_OPTIMIZER_NAME, PLAIN_OPTIMIZER
 TRAINER_STATE_NAME = "trainer_state.json"
 SCHEDULER_NAME = "scheduler.pt"
 ENGINE_STATE_PATTERN = "global_step*"
-STOCK_FULL_MODEL_NAME = "pytorch_model_fsdp.bin"
-STOCK_SHARDED_MODEL_NAME = "pytorch_model_fsdp_0"
 
 
 def _io(trainer: CheckpointingTrainer) -> CheckpointIO:
@@ -142,17 +139,13 @@ def _adopt_own_parts(trainer: CheckpointingTrainer, directory: Path) -> None:
 
 def _open_weights(directory: Path) -> Mapping[str, Tensor]:
     """Return the weights of a checkpoint by parameter name, read from whatever form they are in."""
-    if (directory / WEIGHTS_NAME).is_file() or (directory / INDEX_NAME).is_file():
-        return SafetensorsDirectory(directory)
-    if (directory / STOCK_FULL_MODEL_NAME).is_file():
-        stored: dict[str, Tensor] = torch.load(directory / STOCK_FULL_MODEL_NAME, map_location="cpu", weights_only=True)
-        return stored
-    if (directory / STOCK_SHARDED_MODEL_NAME).is_dir():
-        return DcpDirectory(directory / STOCK_SHARDED_MODEL_NAME).nested("model")
-    raise CheckpointNotFoundError(
-        f"Can't find a valid checkpoint at {directory}: it holds none of {WEIGHTS_NAME}, {INDEX_NAME}, "
-        f"{STOCK_FULL_MODEL_NAME}, {STOCK_SHARDED_MODEL_NAME}/"
-    )
+    try:
+        # Contents were compared with their checksums when the checkpoint was chosen.
+        return find_weights(directory, verify="off")
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"Can't find a valid checkpoint at {directory}: {error}, and no pytorch_model_fsdp_0/"
+        ) from error
 
 
 def load_model(trainer: CheckpointingTrainer, model: nn.Module, directory: Path) -> None:

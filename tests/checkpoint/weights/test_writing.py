@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from accel_trainer.checkpoint.weights.reading import WeightFiles
-from accel_trainer.checkpoint.weights.writing import SafetensorsDirectory, parse_size, save_weights
+from accel_trainer.checkpoint.weights.writing import parse_size, save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from tests.ranks import preload, run_ranks
 
@@ -42,19 +42,19 @@ def test_shards_hold_everything_once_and_the_index_says_where(tmp_path: Path):
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(STATE)
     assert index["metadata"]["total_size"] == 5 * 400
-    loaded = SafetensorsDirectory(tmp_path)
+    loaded = WeightFiles(tmp_path)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in STATE.items())
 
 
 def test_tied_tensors_are_kept_once(tmp_path: Path):
     shared = torch.ones(3)
     save_weights({"a": shared, "b": shared, "c": torch.ones(3)}, tmp_path)
-    assert sorted(SafetensorsDirectory(tmp_path)) == ["a", "c"]
+    assert sorted(WeightFiles(tmp_path)) == ["a", "c"]
 
 
 def test_no_weights_is_an_error_with_the_path(tmp_path: Path):
-    with pytest.raises(CheckpointNotFoundError, match=r"no model\.safetensors and no"):
-        SafetensorsDirectory(tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match=r"no weights in .*expected one of model\.safetensors\.index"):
+        WeightFiles(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,13 @@ def test_no_weights_is_an_error_with_the_path(tmp_path: Path):
 def test_an_index_cannot_lead_outside_or_to_nothing(tmp_path: Path, file: str, error: type, message: str):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
     with pytest.raises(error, match=message):
-        SafetensorsDirectory(tmp_path)
+        WeightFiles(tmp_path)
 
 
 def test_r15_a_name_that_stands_twice_in_an_index_is_an_error(tmp_path: Path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x", "a": "y"}}')
     with pytest.raises(IncompatibleCheckpointError, match=r"is not an index of weights .*key 'a' stands twice"):
-        SafetensorsDirectory(tmp_path)
+        WeightFiles(tmp_path)
 
 
 class Gathered:
@@ -114,7 +114,7 @@ def test_an_error_of_the_writer_keeps_it_in_step_and_the_older_weights_in_place(
         save_weights(state, tmp_path, "500B")
     assert calls == [1.0, 2.0, 3.0]
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-    assert list(SafetensorsDirectory(tmp_path)) == ["old"]
+    assert list(WeightFiles(tmp_path)) == ["old"]
 
 
 def wide(num_layers: int = 24) -> torch.nn.Sequential:
