@@ -53,6 +53,7 @@ MOVED_MODULES = {
     "config.fsdp_dialect": "config.dialects.fsdp",
     "config.json_reader": "config.readers.json_reader",
     "config.loading": "config.readers.config_source",
+    "config.render": "config.files",
     "config.settings": "config.layer",
     "config.sources": "config.resolve",
     "config.yaml_reader": "config.readers.yaml_reader",

@@ -5,11 +5,9 @@ from __future__ import annotations
 from accel_trainer.config.deepspeed.block import block_of, read_deepspeed
 from accel_trainer.config.dialects.environment import RESERVED_VARIABLES, variable_name
 from accel_trainer.config.dialects.fsdp import fsdp_options
-from accel_trainer.config.dialects.own import Dialect
-from accel_trainer.config.files import FileConfig, read_file
+from accel_trainer.config.files import Dialect, FileConfig, read_file, to_file_dict, to_yaml
 from accel_trainer.config.layer import Setting, Source, SourceKind
 from accel_trainer.config.readers.config_source import packaged_names
-from accel_trainer.config.render import to_file_dict, to_yaml
 from accel_trainer.config.resolve import Resolved, build_config, flag_name, resolve
 from accel_trainer.config.schema import (
     AccumulationConfig,

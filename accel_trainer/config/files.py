@@ -1,18 +1,34 @@
-"""One configuration file, read and checked before it is merged with the other sources."""
+"""Configuration files: read in any of their spellings and checked, and written in our own."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from accel_trainer.config.dialects.own import Dialect, read_document
-from accel_trainer.config.layer import Setting
+from accel_trainer.config.deepspeed.keys import KNOWN_KEYS
+from accel_trainer.config.deepspeed.levels import put_block
+from accel_trainer.config.dialects import accelerate, fsdp, own
+from accel_trainer.config.layer import Layer, Setting, SourceKind
 from accel_trainer.config.readers.config_source import ConfigSource, FileProblemsError, load_document
+from accel_trainer.config.readers.document import Document, Entry
+from accel_trainer.config.readers.yaml_reader import dump_yaml
+from accel_trainer.config.schema import RunConfig, field_specs, get_value
+from accel_trainer.config.validation import show
 
-__all__ = ["FileConfig", "read_file"]
+__all__ = ["Dialect", "FileConfig", "read_file", "to_file_dict", "to_yaml"]
+
+
+class Dialect(StrEnum):
+    """The spelling of a configuration: our sections, accelerate's file, a flat `fsdp_config`, or DeepSpeed's own."""
+
+    OWN = "accel_trainer"
+    ACCELERATE = "accelerate"
+    FSDP_CONFIG = "fsdp_config"
+    DEEPSPEED = "deepspeed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +36,12 @@ class FileConfig:
     """A configuration that was read and checked, before it is merged with the other sources.
 
     Attributes:
-        name: what messages call it: the path as given, `JSON text`, `the config dict`.
+        name: the path as given, `JSON text` or `the config dict`, for messages.
         path: the file, absolute; None for text and mappings.
-        dialect: how it is spelled.
+        dialect: the spelling.
         settings: the options it sets, by dotted path.
         notes: remarks that a run should log once.
-        content: what it holds, as plain Python values under the keys as written.
+        content: plain Python values under the keys as written.
     """
 
     name: str
@@ -47,7 +63,7 @@ def read_file(source: ConfigSource) -> FileConfig:
         FileProblemsError: a `ConfigError` with all problems of the file; also when it is missing or unreadable.
     """
     name, path, document = load_document(source)
-    dialect, layer = read_document(document)
+    dialect, layer = _translate(document)
     if layer.problems:
         raise FileProblemsError(sorted(layer.problems, key=lambda problem: _line_of(problem, name)), name)
     return FileConfig(name, path, dialect, layer.settings, tuple(layer.notes), document.root.plain())
@@ -57,3 +73,80 @@ def _line_of(problem: str, name: str) -> int:
     """Return the first line that a message names, so that problems can be listed in the order of the file."""
     found = re.search(rf"{re.escape(name)}:(\d+)", problem)
     return int(found.group(1)) if found else 0
+
+
+def _translate(document: Document) -> tuple[Dialect, Layer]:
+    content = document.root.value
+    layer = Layer(SourceKind.FILE)
+    layer.problems.extend(document.problems)
+    if not isinstance(content, dict):
+        found = "is empty" if content is None else f"holds {show(document.root.plain())}"
+        layer.problems.append(f"{document.name} {found}; expected a mapping of options")
+        return Dialect.OWN, layer
+    dialect, deciding = _detect(key.name for key in content)
+    # Both write numbers and booleans as text, too.
+    layer.lenient = dialect in (Dialect.ACCELERATE, Dialect.FSDP_CONFIG)
+    if dialect is Dialect.ACCELERATE:
+        accelerate.translate(document, content, layer)
+    elif dialect is Dialect.FSDP_CONFIG:
+        fsdp.translate_file(document, content, layer)
+    elif dialect is Dialect.DEEPSPEED:
+        value = document.path or document.root.plain()
+        entry = Entry(document.name, value, document.where(document.root.line), document.name)
+        put_block(layer, entry)
+        layer.put("strategy", entry, "deepspeed")
+    else:
+        own.translate(document, content, layer, is_certain=deciding is not None)
+    return dialect, layer
+
+
+def _detect(keys: Iterable[str]) -> tuple[Dialect, str | None]:
+    """Return the dialect of a file with these top-level keys, and the key that decided it (None: nothing did)."""
+    names = list(keys)
+    shared = {"mixed_precision", "use_cpu", "debug", "gradient_accumulation_steps"}
+    own_keys = set(own.known_keys()) - shared
+    accelerate_keys = accelerate.known_keys() - shared
+    # DeepSpeed has sections of the same names as some keys of the others.
+    deepspeed_keys = KNOWN_KEYS.keys() - set(fsdp.known_keys()) - own_keys - accelerate_keys - shared
+    for dialect, known in (
+        (Dialect.ACCELERATE, accelerate.MARKER_KEYS),
+        (Dialect.OWN, own_keys - KNOWN_KEYS.keys()),
+        (Dialect.DEEPSPEED, deepspeed_keys),
+        (Dialect.OWN, own_keys),
+        (Dialect.ACCELERATE, accelerate_keys),
+    ):
+        deciding = next((name for name in names if name in known), None)
+        if deciding is not None:
+            return dialect, deciding
+    deciding = next((name for name in names if fsdp.is_known_key(name) or name.startswith("fsdp_")), None)
+    return (Dialect.FSDP_CONFIG, deciding) if deciding is not None else (Dialect.OWN, None)
+
+
+def to_file_dict(config: RunConfig, *, full: bool = False) -> dict[str, Any]:
+    """Return the configuration as nested dicts of plain values that `read_file` takes.
+
+    Args:
+        config: any configuration.
+        full: write defaults too; options whose value is None have nothing to write and are left out.
+    """
+    content: dict[str, Any] = {}
+    for path, spec in field_specs().items():
+        value = get_value(config, path)
+        if value is None or (not full and value == spec.default):
+            continue
+        section, _, name = path.rpartition(".")
+        (content.setdefault(section, {}) if section else content)[name] = _plain(value)
+    return content
+
+
+def to_yaml(config: RunConfig, *, full: bool = False) -> str:
+    """Return `to_file_dict` as YAML text; `read_file` gives the same configuration back."""
+    return dump_yaml(to_file_dict(config, full=full))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, StrEnum):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""One level of configuration: values by dotted path, the place each came from, and everything wrong with them."""
+"""One level of configuration: values by dotted path, the place each came from, and all problems with them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from accel_trainer.config.readers.document import Entry
 from accel_trainer.config.schema import field_specs
 from accel_trainer.config.validation import WrongValueError, coerce, show
 
@@ -27,8 +28,8 @@ class SourceKind(StrEnum):
 class Source:
     """Where a value came from.
 
-    `where` is what a person would look for: `train.yaml:8`, `ACCELERATE_MIXED_PRECISION`, `--mixed_precision`,
-    `Accelerator(mixed_precision=...)`; for a default it is `default`.
+    `where` is the place that a person would look for: `train.yaml:8`, `ACCELERATE_MIXED_PRECISION`,
+    `--mixed_precision`, `Accelerator(mixed_precision=...)`; for a default it is `default`.
     """
 
     kind: SourceKind
@@ -57,29 +58,30 @@ class Layer:
         self.notes: list[str] = []
         self._subjects: dict[str, str] = {}
 
-    def put(self, path: str, value: Any, *, where: str, subject: str, text: str | None = None) -> None:
-        """Set the option at `path`; None means "not set".
-
-        Args:
-            path: dotted path of an existing option.
-            value: as the source gave it.
-            where: the source, for `Source.where`.
-            subject: how a message names this value, such as `num_processes at train.yaml:14`.
-            text: the scalar as it stood unquoted in a file.
-        """
+    def put(self, path: str, entry: Entry, value: Any = None) -> None:
+        """Set the option at a dotted path to the value of an entry, or to the `value` that the entry stands for."""
+        value = entry.value if value is None else value
         if value is None:
             return
         try:
-            checked = coerce(field_specs()[path], value, lenient=self.lenient, text=text)
+            checked = coerce(field_specs()[path], value, lenient=self.lenient, text=entry.text)
         except WrongValueError as error:
-            self.problems.append(f"{subject} is {show(value)}; expected {error.expected}{error.hint}")
+            self.problems.append(f"{entry.subject} is {show(value)}; expected {error.expected}{error.hint}")
             return
         known = self.settings.get(path)
         if known is not None and known.value != checked:
             self.problems.append(
-                f"{subject} contradicts {self._subjects[path]}: they set {path} to {show(checked)} and to "
+                f"{entry.subject} contradicts {self._subjects[path]}: they set {path} to {show(checked)} and to "
                 f"{show(known.value)}; keep one of the two"
             )
             return
-        self.settings[path] = Setting(path, checked, Source(self.kind, where))
-        self._subjects[path] = subject
+        self.settings[path] = Setting(path, checked, Source(self.kind, entry.where))
+        self._subjects[path] = entry.subject
+
+    def wrong(self, entry: Entry, expected: str, hint: str = "") -> None:
+        """Add the problem of a value that fits no option."""
+        self.problems.append(f"{entry.subject} is {show(entry.value)}; expected {expected}{hint}")
+
+    def refuse(self, entry: Entry, way_out: str) -> None:
+        """Add the problem of a value that is right, but asks for a feature that is not here."""
+        self.problems.append(f"{entry.subject} is {show(entry.value)}, which is not offered: {way_out}")

@@ -6,17 +6,18 @@ Each option is decided on its own, and every value remembers where it came from.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from accel_trainer.config.deepspeed.block import get_value as get_key
 from accel_trainer.config.deepspeed.block import leaf_paths, read_block
-from accel_trainer.config.deepspeed.levels import agree, block_sources, merge_settings, put_block, put_key
+from accel_trainer.config.deepspeed.levels import KEY_PREFIX, block_sources, merge_levels, put_block
 from accel_trainer.config.dialects.environment import read_environment_layer, read_launch_variable
 from accel_trainer.config.files import FileConfig, read_file
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
 from accel_trainer.config.readers.config_source import ConfigSource, FileProblemsError, problem_report
+from accel_trainer.config.readers.document import Entry
 from accel_trainer.config.schema import RunConfig, field_specs, get_value
 from accel_trainer.config.validation import cross_problems, show, unused_notes
 from accel_trainer.errors import ConfigError, did_you_mean
@@ -35,9 +36,6 @@ _FLAGS = {
     "launch.monitor_interval_seconds": "monitor_interval",
 }
 """Flags whose names do not follow from the path."""
-
-_BLOCK = "deepspeed."
-"""Beginning of the path of a single key of the DeepSpeed block: `deepspeed.zero_optimization.stage`."""
 
 _WITHOUT_BLOCK = ("auto", "single", "ddp", "fsdp2")
 """Our strategies that have no use for the block; what a registered one does with it is its own."""
@@ -81,8 +79,8 @@ class Resolved:
 
     def block_places(self) -> dict[str, str]:
         """Return where each key of the DeepSpeed block came from, for messages."""
-        named = ((path, source) for path, source in self.sources.items() if path.startswith(_BLOCK))
-        return {path.removeprefix(_BLOCK): source.where for path, source in named}
+        named = ((path, source) for path, source in self.sources.items() if path.startswith(KEY_PREFIX))
+        return {path.removeprefix(KEY_PREFIX): source.where for path, source in named}
 
     def explain_block(self) -> list[tuple[str, Any, Source]]:
         """Return (dotted path, value, source) of every value of the DeepSpeed configuration, its file's too.
@@ -92,14 +90,13 @@ class Resolved:
         """
         if not self.config.deepspeed:
             return []
-        block = read_block(self.config.deepspeed, places=self.block_places())
-        whole = self.sources["deepspeed"]
-        rows = []
-        for key in leaf_paths({**block.data, **block.launch}):
-            where = block.origins.get(key) or self.block_places().get(key)
-            source = Source(whole.kind, where) if where else whole
-            rows.append((f"{_BLOCK}{key}", get_key({**block.data, **block.launch}, key), source))
-        return rows
+        places = self.block_places()
+        block = read_block(self.config.deepspeed, places=places)
+        content, default = {**block.data, **block.launch}, self.sources["deepspeed"]
+        wheres = {key: block.origins.get(key) or places.get(key) or default.where for key in leaf_paths(content)}
+        return [
+            (f"{KEY_PREFIX}{key}", get_key(content, key), Source(default.kind, where)) for key, where in wheres.items()
+        ]
 
     def explain(self) -> list[tuple[str, Any, Source]]:
         """Return (dotted path, value, source) of every option, in the order of the tree."""
@@ -129,43 +126,37 @@ def resolve(
     """Return the configuration that all sources make together.
 
     Args:
-        explicit: Python arguments by dotted path; None values count as not given. Under `deepspeed` a block, or what
-            names one; under `deepspeed.zero_optimization.stage` and the like a single key of it.
+        explicit: Python arguments by dotted path; None values count as not given. Under `deepspeed` a block, or the
+            name of one; under `deepspeed.zero_optimization.stage` and the like a single key of it.
         flags: command-line flags by dotted path; values may still be text.
         environ: environment variables, usually all; `ACCEL_TRAINER_LAUNCH` brings the launcher's file and flags.
-        file: a path, a packaged name, JSON text, a mapping, or what `read_file` returned; replaces the launcher's.
-        explicit_name: what messages call the receiver of the `explicit` arguments.
+        file: a path, a packaged name, JSON text, a mapping, or a result of `read_file`; replaces the launcher's.
+        explicit_name: the receiver of the `explicit` arguments, for messages.
         explicit_keywords: the receiver's own keyword for an option, where it is not the path.
 
     Raises:
         ConfigError: everything that is wrong in any of the sources, all at once.
     """
-    environ = environ or {}
     problems: list[str] = []
-    launch_file, launch_flags = read_launch_variable(environ, problems)
+    launch_file, launch_flags = read_launch_variable(environ or {}, problems)
     layers = [
         _file_layer(file if file is not None else launch_file, problems),
-        read_environment_layer(environ),
+        read_environment_layer(environ or {}),
         _named_layer({**launch_flags, **(flags or {})}, SourceKind.CLI, flag_name),
         _named_layer(
             explicit or {}, SourceKind.PYTHON, lambda path: f"{explicit_name}({explicit_keywords.get(path, path)}=...)"
         ),
     ]
-    settings: dict[str, Setting] = {}
-    for layer in layers:
-        problems.extend(layer.problems)
-        _take_level(settings, layer, problems)
-    if "strategy" in settings and settings["strategy"].value == "deepspeed":
-        agree(settings, problems)
+    settings = _merge(layers, problems)
+    config = build_config({path: setting.value for path, setting in settings.items()})
     sources = {path: settings[path].source if path in settings else _DEFAULT for path in field_specs()}
     if "deepspeed" in settings:
-        sources |= {f"deepspeed.{name}": source for name, source in block_sources(settings["deepspeed"]).items()}
-    config = build_config({path: setting.value for path, setting in settings.items()})
-    notes = [note for layer in layers for note in layer.notes]
-    resolved = Resolved(config, sources, ())
+        sources |= {f"{KEY_PREFIX}{name}": source for name, source in block_sources(settings["deepspeed"]).items()}
+    resolved = Resolved(config, sources)
     problems.extend(cross_problems(config, resolved.describe))
     if problems:
         raise ConfigError(problem_report(problems, "the configuration"))
+    notes = [note for layer in layers for note in layer.notes]
     notes.extend(unused_notes(config, settings.keys(), resolved.describe))
     if "deepspeed" in settings and config.strategy in _WITHOUT_BLOCK:
         where = settings["deepspeed"].source.where
@@ -173,20 +164,18 @@ def resolve(
     return dataclasses.replace(resolved, notes=tuple(notes))
 
 
-def _take_level(settings: dict[str, Setting], layer: Layer, problems: list[str]) -> None:
-    """Put a level over the weaker ones: keys of the DeepSpeed block one by one, all other options as they are."""
-    block = settings.get("deepspeed")
-    keys = {path: setting for path, setting in layer.settings.items() if path.startswith(_BLOCK)}
-    settings.update({path: setting for path, setting in layer.settings.items() if path not in keys})
-    above = layer.settings.get("deepspeed")
-    try:
-        block = merge_settings(block, above) if block is not None and above is not None else above or block
-        for path, setting in keys.items():
-            block = put_key(block, path.removeprefix(_BLOCK), setting)
-    except FileProblemsError as error:
-        problems.extend(error.problems)
-    if block is not None:
-        settings["deepspeed"] = block
+def _merge(layers: Sequence[Layer], problems: list[str]) -> dict[str, Setting]:
+    """Return the settings in force, of which a stronger level, further behind, gave each."""
+    settings: dict[str, Setting] = {}
+    for layer in layers:
+        problems.extend(layer.problems)
+        settings |= layer.settings
+    # Only keys of the DeepSpeed block, and options that it fixes, are not decided one by one.
+    block = [path for path in settings if path == "deepspeed" or path.startswith(KEY_PREFIX)]
+    if block or "strategy" in settings and settings["strategy"].value == "deepspeed":
+        settings = {path: setting for path, setting in settings.items() if path not in block}
+        merge_levels(settings, layers, problems)
+    return settings
 
 
 def build_config(values: Mapping[str, Any]) -> RunConfig:
@@ -221,26 +210,19 @@ def flag_name(path: str) -> str:
     return f"--{_FLAGS.get(path) or (name if section in ('', 'launch') else f'{section}_{name}')}"
 
 
-def _put_block(layer: Layer, value: Any, name: str) -> None:
-    parts: dict[str, str] = {}
-    if layer.kind is SourceKind.CLI and isinstance(value, Mapping):
-        parts = {key: f"--{key}" for key in value}
-        name = ", ".join(parts.values())
-    put_block(layer, value, where=name, subject=name, parts=parts)
-
-
 def _named_layer(values: Mapping[str, Any], kind: SourceKind, name_of: Callable[[str], str]) -> Layer:
     layer = Layer(kind, lenient=kind is SourceKind.CLI)
     for path, value in values.items():
-        if path.startswith(_BLOCK):
+        if path.startswith(KEY_PREFIX):
             if value is not None:
                 layer.settings[path] = Setting(path, value, Source(kind, name_of(path)))
-        elif path not in field_specs():
-            layer.problems.append(f"unknown option {path!r}{did_you_mean(path, field_specs())}")
+        elif path == "deepspeed":
+            # A flag sets one key of the block, and the block is the flags that were given.
+            parts = {key: f"--{key}" for key in value} if kind is SourceKind.CLI and isinstance(value, Mapping) else {}
+            name = ", ".join(parts.values()) or name_of(path)
+            put_block(layer, Entry(path, value, name, name), parts=parts)
+        elif path in field_specs():
+            layer.put(path, Entry(path, value, name_of(path), name_of(path)))
         else:
-            name = name_of(path)
-            if path == "deepspeed":
-                _put_block(layer, value, name)
-            else:
-                layer.put(path, value, where=name, subject=name)
+            layer.problems.append(f"unknown option {path!r}{did_you_mean(path, field_specs())}")
     return layer

@@ -17,7 +17,9 @@ from typing import Any
 
 from accel_trainer.config import FieldSpec, field_specs, flag_name, schema
 from accel_trainer.config.dialects import fsdp as fsdp_dialect
+from accel_trainer.config.dialects.accelerate import DYNAMO
 from accel_trainer.config.layer import Layer, SourceKind
+from accel_trainer.config.readers.document import Entry
 from accel_trainer.config.validation import WrongValueError, coerce
 from accel_trainer.errors import ConfigError, did_you_mean
 
@@ -26,11 +28,7 @@ __all__ = ["Flag", "Options", "launch_flags", "options_parser", "parse_options",
 _ALIASES = {
     "use_cpu": "use_cpu",
     "t": "launch.tee",
-    "dynamo_backend": "compile.backend",
-    "dynamo_mode": "compile.mode",
-    "dynamo_use_fullgraph": "compile.fullgraph",
-    "dynamo_use_dynamic": "compile.dynamic",
-    "dynamo_use_regional_compilation": "compile.regional",
+    **{f"dynamo_{name}": path for name, path in DYNAMO.items()},
 }
 _STRATEGY_FLAGS = {"use_fsdp": "fsdp2", "use_deepspeed": "deepspeed", "multi_gpu": "ddp"}
 _DEEPSPEED_FLAGS = {
@@ -199,14 +197,14 @@ def parse_options(argv: Sequence[str], command: str) -> Options:
         ConfigError: a flag is unknown, lacks its value, contradicts another, or has a value in a wrong spelling.
     """
     options = Options()
-    entries: list[fsdp_dialect.Entry] = []
+    entries: list[Entry] = []
     position = 0
     while position < len(argv) and argv[position].startswith("-") and argv[position] not in ("-", "--"):
         token = argv[position]
         flag, value, used = _read_flag(argv, position, command)
         position += used
         if flag.path == "fsdp":
-            entries.append(fsdp_dialect.Entry(flag.name, value, token.partition("=")[0], f"--{flag.name}"))
+            entries.append(Entry(flag.name, value, token.partition("=")[0], f"--{flag.name}"))
         else:
             _apply(options, flag, value, token)
     if position < len(argv) and argv[position] == "--":
@@ -293,12 +291,12 @@ def _own_value(path: str, name: str, value: Any) -> Any:
         coerce(field_specs()[path], value, lenient=True)
     except WrongValueError:
         options = Options()
-        _translate(options, [fsdp_dialect.Entry(name, value, f"--{name}", f"--{name}")])
+        _translate(options, [Entry(name, value, f"--{name}", f"--{name}")])
         return options.flags.get(path, value)
     return value
 
 
-def _translate(options: Options, entries: list[fsdp_dialect.Entry]) -> None:
+def _translate(options: Options, entries: list[Entry]) -> None:
     """Put FSDP flags in accelerate's spelling into the options, under our paths."""
     layer = Layer(SourceKind.CLI, lenient=True)
     fsdp_dialect.translate_entries(entries, layer, source_name="the command line", default_version=2)

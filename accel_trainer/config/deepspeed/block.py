@@ -52,9 +52,9 @@ FIELDS: Mapping[str, str] = {
     "offload_param_device": "zero_optimization.offload_param.device",
     "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    ZERO3_INIT: ZERO3_INIT,
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     "deepspeed_moe_layer_cls_names": "zero_optimization.leaf_module.classes",
-    ZERO3_INIT: ZERO3_INIT,
 }
 """Accelerate's fields and the key of DeepSpeed's that each stands for; `zero3_init_flag` is not DeepSpeed's own."""
 

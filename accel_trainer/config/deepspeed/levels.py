@@ -1,8 +1,8 @@
-"""The DeepSpeed block among the levels of precedence, and the options of the run that it speaks about too."""
+"""The DeepSpeed block among the levels of precedence, and the options of the run that it fixes, too."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,47 +22,51 @@ from accel_trainer.config.deepspeed.block import (
 from accel_trainer.config.deepspeed.keys import KNOWN_KEYS
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
 from accel_trainer.config.readers.config_source import FileProblemsError
-from accel_trainer.config.readers.document import Document, Key, Node
+from accel_trainer.config.readers.document import Document, Entry, Key, Node
 from accel_trainer.config.schema import FrozenDict, MixedPrecision
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError, did_you_mean
 
-__all__ = ["agree", "block_sources", "check_fields", "merge_settings", "put_block", "put_document_block", "put_key"]
+__all__ = [
+    "KEY_PREFIX",
+    "block_sources",
+    "check_fields",
+    "merge_levels",
+    "merge_settings",
+    "put_block",
+    "put_document_block",
+]
+
+KEY_PREFIX = "deepspeed."
+"""Beginning of the path of a single key of the block: `deepspeed.zero_optimization.stage`."""
 
 _NAMES = (CONFIG_FILE, *FIELDS, *LAUNCH_FIELDS, *SHARED_KEYS)
 _STRENGTH = tuple(SourceKind)
 
 
 def put_block(
-    layer: Layer,
-    value: Any,
-    *,
-    where: str,
-    subject: str,
-    parts: Mapping[str, str] | None = None,
-    folder: Path | None = None,
+    layer: Layer, entry: Entry, *, parts: Mapping[str, str] | None = None, folder: Path | None = None
 ) -> None:
     """Put a block into a layer: a mapping, or text that names a file, a packaged configuration, or holds JSON.
 
     Args:
         layer: gets the setting, or the problem.
-        value: as the source gave it; None means "not set".
-        where: the source, for `Source.where`.
-        subject: how a message names the block.
+        entry: the block; None means "not set".
         parts: where single keys of a mapping came from.
-        folder: what a path in the block is relative to, besides the working directory.
+        folder: the folder that a path in the block is relative to, besides the working directory.
     """
+    value = entry.value
     if isinstance(value, str) and value.strip() or isinstance(value, Path):
         try:
             value = block_of(located(value, folder) if isinstance(value, str) else value)
         except ConfigError as error:
-            layer.problems.append(f"{subject}: {error}")
+            layer.problems.append(f"{entry.subject}: {error}")
             return
     if isinstance(value, Mapping):
         file = value.get(CONFIG_FILE)
         if isinstance(file, str):
             value = {**value, CONFIG_FILE: located(file, folder)}
-    layer.put("deepspeed", value, where=where, subject=subject)
+    layer.put("deepspeed", entry, value)
     setting = layer.settings.get("deepspeed")
     if parts and setting is not None:
         sources = {name: Source(layer.kind, place) for name, place in parts.items()}
@@ -72,14 +76,8 @@ def put_block(
 def put_document_block(document: Document, key: Key, node: Node, layer: Layer) -> None:
     """Put a block of a file into a layer, with the lines of its keys."""
     content = node.value if isinstance(node.value, dict) else {}
-    put_block(
-        layer,
-        node.plain(),
-        where=document.where(key.line),
-        subject=f"{key.name}{document.at(key.line)}",
-        parts={item.name: document.where(item.line) for item in content},
-        folder=document.folder,
-    )
+    parts = {item.name: document.where(item.line) for item in content}
+    put_block(layer, document.entry(key, node), parts=parts, folder=document.folder)
 
 
 def check_fields(document: Document, section: str, content: Mapping[Key, Node], layer: Layer) -> None:
@@ -87,7 +85,7 @@ def check_fields(document: Document, section: str, content: Mapping[Key, Node], 
     for key in content:
         if key.name not in _NAMES and key.name not in KNOWN_KEYS:
             hint = did_you_mean(key.name, (*_NAMES, *KNOWN_KEYS))
-            layer.problems.append(f"unknown key {key.name!r} in {section!r}{document.at(key.line)}{hint}")
+            layer.problems.append(document.unknown_key_problem(key, hint, section))
 
 
 def block_sources(setting: Setting) -> dict[str, Source]:
@@ -111,7 +109,7 @@ def merge_settings(below: Setting, above: Setting) -> Setting:
 
 
 def _lower_sources(below: Setting, value: Mapping[str, Any]) -> dict[str, Source]:
-    """Return where what a lower block says came from, with the lines of its file once that has been read."""
+    """Return the sources of the keys of a lower block, with the lines of its file once that has been read."""
     known = block_sources(below)
     if CONFIG_FILE in below.value and CONFIG_FILE not in value:
         lines = read_block(below.value).origins
@@ -119,7 +117,29 @@ def _lower_sources(below: Setting, value: Mapping[str, Any]) -> dict[str, Source
     return {name: source for name, source in known.items() if name in value or "." in name}
 
 
-def put_key(below: Setting | None, path: str, above: Setting) -> Setting:
+def merge_levels(settings: dict[str, Setting], layers: Iterable[Layer], problems: list[str]) -> None:
+    """Put the block of all levels, weakest first, and the options that it fixes into `settings`.
+
+    Within a level, single keys (`deepspeed.zero_optimization.stage`) win over the block as a mapping.
+    """
+    block: Setting | None = None
+    for layer in layers:
+        above = layer.settings.get("deepspeed")
+        try:
+            block = merge_settings(block, above) if block is not None and above is not None else above or block
+            for path, setting in layer.settings.items():
+                if path.startswith(KEY_PREFIX):
+                    block = _put_key(block, path.removeprefix(KEY_PREFIX), setting)
+        except FileProblemsError as error:
+            problems.extend(error.problems)
+    if block is not None:
+        settings["deepspeed"] = block
+    if "strategy" in settings and settings["strategy"].value == "deepspeed":
+        default = Setting("deepspeed", FrozenDict(), Source(SourceKind.DEFAULT, "default"))
+        _fix_options(settings, block or default, problems)
+
+
+def _put_key(below: Setting | None, path: str, above: Setting) -> Setting:
     """Return the block of the lower levels with one key of it set, by its dotted path.
 
     Raises:
@@ -138,30 +158,22 @@ def put_key(below: Setting | None, path: str, above: Setting) -> Setting:
     return Setting("deepspeed", value, source, FrozenDict({**_lower_sources(below, value), path: above.source}))
 
 
-def agree(settings: dict[str, Setting], problems: list[str]) -> None:
-    """Give accumulation and precision the values that the block fixes, or say what contradicts them.
+def _fix_options(settings: dict[str, Setting], block: Setting, problems: list[str]) -> None:
+    """Give accumulation and precision the values that the block fixes, since DeepSpeed goes by its own configuration.
 
     The block of a stronger level wins; an option of the same or of a stronger level than the block's has to be the
-    same, since DeepSpeed goes by its own configuration.
+    same.
     """
-    setting = settings.get("deepspeed", Setting("deepspeed", FrozenDict(), Source(SourceKind.DEFAULT, "default")))
-    places = {name: source.where for name, source in block_sources(setting).items()}
+    places = {name: source.where for name, source in block_sources(block).items()}
     try:
-        block = read_block(setting.value, places=places)
+        content = read_block(block.value, places=places)
     except FileProblemsError as error:
         problems.extend(error.problems)
         return
-    fixed: dict[str, tuple[str, Any]] = {}
-    steps = block.data.get("gradient_accumulation_steps")
-    if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1:
-        fixed["accumulation.num_steps"] = ("gradient_accumulation_steps", steps)
-    enabled = [kind for kind in ("bf16", "fp16") if get_value(block.data, f"{kind}.enabled") is True]
-    if len(enabled) == 1:
-        fixed["mixed_precision"] = (f"{enabled[0]}.enabled", MixedPrecision(enabled[0]))
-    for path, (key, value) in fixed.items():
-        source = Source(setting.source.kind, block.origins.get(key, setting.source.where))
+    for path, key, value in _fixed_options(content.data):
+        source = Source(block.source.kind, content.origins.get(key, block.source.where))
         known = settings.get(path)
-        if known is None or known.value != value and _is_weaker(known.source, known.value, source):
+        if known is None or known.value != value and _is_weaker(known, source):
             settings[path] = Setting(path, value, source)
         elif known.value != value:
             problems.append(
@@ -171,7 +183,17 @@ def agree(settings: dict[str, Setting], problems: list[str]) -> None:
             )
 
 
-def _is_weaker(source: Source, value: Any, than: Source) -> bool:
-    # Its launcher sets this variable whether or not anyone chose a precision.
-    is_unasked = source.where == "ACCELERATE_MIXED_PRECISION" and value == "no"
-    return is_unasked or _STRENGTH.index(source.kind) < _STRENGTH.index(than.kind)
+def _fixed_options(data: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield (option, key of the block, value) of the options that a DeepSpeed configuration fixes, too."""
+    steps = data.get("gradient_accumulation_steps")
+    if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1:
+        yield "accumulation.num_steps", "gradient_accumulation_steps", steps
+    enabled = [kind for kind in ("bf16", "fp16") if get_value(data, f"{kind}.enabled") is True]
+    if len(enabled) == 1:
+        yield "mixed_precision", f"{enabled[0]}.enabled", MixedPrecision(enabled[0])
+
+
+def _is_weaker(known: Setting, source: Source) -> bool:
+    # accelerate's launcher sets this variable whether or not anyone chose a precision.
+    is_unasked = known.source.where == "ACCELERATE_MIXED_PRECISION" and known.value == "no"
+    return is_unasked or _STRENGTH.index(known.source.kind) < _STRENGTH.index(source.kind)

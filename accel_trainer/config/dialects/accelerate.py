@@ -1,24 +1,21 @@
-"""The whole file that `accelerate config` writes.
+"""The file that `accelerate config` writes.
 
 Every key is mapped, accepted when it asks for nothing, or refused with the way out when its value would change the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from accel_trainer.config.deepspeed.block import is_whole, named_file
 from accel_trainer.config.deepspeed.levels import check_fields, put_document_block
-from accel_trainer.config.dialects import fsdp as fsdp_dialect
-from accel_trainer.config.dialects.fsdp import is_neutral
+from accel_trainer.config.dialects.fsdp import entries_of, is_neutral, translate_entries
 from accel_trainer.config.layer import Layer
-from accel_trainer.config.readers.document import Document, Key, Node
+from accel_trainer.config.readers.document import Document, Entry, Key, Node
 from accel_trainer.config.schema import field_specs, section_names
-from accel_trainer.config.validation import show
 from accel_trainer.errors import did_you_mean
 
-__all__ = ["MARKER_KEYS", "known_keys", "put_parallelism", "translate"]
+__all__ = ["DYNAMO", "MARKER_KEYS", "PARALLEL_SIZES", "known_keys", "put_parallelism", "translate"]
 
 MARKER_KEYS = frozenset({
     "compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "dynamo_config", "fp8_config",
@@ -31,23 +28,12 @@ _DIRECT = {
     "use_cpu": "use_cpu",
     "debug": "debug",
     "gradient_accumulation_steps": "accumulation.num_steps",
-    "num_processes": "launch.num_processes",
-    "num_machines": "launch.num_machines",
-    "machine_rank": "launch.machine_rank",
-    "main_process_ip": "launch.main_process_ip",
-    "main_process_port": "launch.main_process_port",
-    "rdzv_backend": "launch.rdzv_backend",
-    "rdzv_conf": "launch.rdzv_conf",
-    "same_network": "launch.same_network",
-    "gpu_ids": "launch.gpu_ids",
-    "enable_cpu_affinity": "launch.enable_cpu_affinity",
-    "num_cpu_threads_per_process": "launch.num_cpu_threads_per_process",
-    "max_restarts": "launch.max_restarts",
-    "monitor_interval": "launch.monitor_interval_seconds",
-    "tee": "launch.tee",
-    "log_dir": "launch.log_dir",
-    "role": "launch.role",
-    "main_training_function": "launch.main_training_function",
+    # The options of the launcher have accelerate's names, but for the unit in one of them.
+    **{
+        path.removeprefix("launch.").removesuffix("_seconds"): path
+        for path in field_specs()
+        if path.startswith("launch.")
+    },
 }
 _NO_TPU = "there is no TPU strategy; remove the TPU keys"
 _NOT_OFFERED = {
@@ -69,14 +55,15 @@ _SAGEMAKER_KEYS = (
     "ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "pytorch_version",
     "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args",
 )  # fmt: skip
-_DYNAMO = {
+DYNAMO = {
     "backend": "compile.backend",
     "mode": "compile.mode",
     "use_fullgraph": "compile.fullgraph",
     "use_dynamic": "compile.dynamic",
     "use_regional_compilation": "compile.regional",
 }
-_PARALLEL_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+"""Options of `torch.compile`: `dynamo_backend` in files and flags, `ACCELERATE_DYNAMO_BACKEND` as a variable."""
+PARALLEL_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
 _PARALLEL_DETAILS = (
     "cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable",
     "sp_attn_implementation",
@@ -96,35 +83,7 @@ def known_keys() -> frozenset[str]:
 
 def translate(document: Document, content: Mapping[Key, Node], layer: Layer) -> None:
     """Put an accelerate file into the layer."""
-    by_name = {key.name: (key, node) for key, node in content.items()}
-    reader = _Reader(document, layer)
-    environment = by_name.get("compute_environment")
-    if environment is not None and environment[1].value == "AMAZON_SAGEMAKER":
-        reader.refuse(*environment, "start the job with SageMaker's own tools and a file for LOCAL_MACHINE")
-        return
-    for name, (key, node) in by_name.items():
-        if name in _DIRECT:
-            # accelerate writes -1 for "ask at launch" and null for every default.
-            unset = name == "num_processes" and node.value == -1
-            reader.put(_DIRECT[name], key, None if unset else node.plain(), node.text)
-        elif name in _NOT_OFFERED:
-            if not is_neutral(node.plain()):
-                reader.refuse(key, node, _NOT_OFFERED[name])
-        elif name == "compute_environment":
-            if node.value not in (None, "LOCAL_MACHINE"):
-                reader.wrong(key, node, "LOCAL_MACHINE")
-        elif name not in _SPECIAL:
-            hint = _dialect_hint(name) or did_you_mean(name, known_keys())
-            layer.problems.append(f"unknown key {name!r}{document.at(key.line)}{hint}")
-    reader.legacy(by_name.get("fp16"), by_name.get("dynamo_backend"), "mixed_precision" in by_name)
-    fsdp_block = reader.section(by_name.get("fsdp_config"))
-    deepspeed_block = reader.section(by_name.get("deepspeed_config"))
-    reader.dynamo(reader.section(by_name.get("dynamo_config")))
-    kind = reader.distributed_type(by_name.get("distributed_type"), bool(fsdp_block), bool(deepspeed_block))
-    reader.fsdp(by_name.get("fsdp_config"), fsdp_block, kind)
-    reader.deepspeed(by_name.get("deepspeed_config"), deepspeed_block, kind)
-    reader.strategy(by_name.get("distributed_type"), kind)
-    reader.parallelism(by_name.get("parallelism_config"), kind)
+    _Reader(document, content, layer).read()
 
 
 def _dialect_hint(name: str) -> str:
@@ -134,150 +93,183 @@ def _dialect_hint(name: str) -> str:
 
 
 class _Reader:
-    """Translates the parts of one accelerate file into one layer."""
+    """Translates the keys and the blocks of one accelerate file into one layer."""
 
-    def __init__(self, document: Document, layer: Layer) -> None:
+    def __init__(self, document: Document, content: Mapping[Key, Node], layer: Layer) -> None:
         self.document = document
         self.layer = layer
+        self.entries = {key.name: document.entry(key, node) for key, node in content.items()}
+        self.lines = {key.name: key.line for key in content}
+        self.blocks = {key.name: node.value for key, node in content.items() if isinstance(node.value, dict)}
 
-    def subject(self, key: Key, section: str = "") -> str:
-        prefix = f"{section}." if section else ""
-        return f"{prefix}{key.name}{self.document.at(key.line)}"
+    def read(self) -> None:
+        """Translate all of the file, unless it is for SageMaker."""
+        environment = self.entries.get("compute_environment")
+        if environment is not None and environment.value == "AMAZON_SAGEMAKER":
+            self.layer.refuse(environment, "start the job with SageMaker's own tools and a file for LOCAL_MACHINE")
+            return
+        for name, entry in self.entries.items():
+            self.key(name, entry)
+        self.legacy()
+        self.dynamo()
+        kind = self.distributed_type()
+        self.fsdp(kind)
+        self.deepspeed(kind)
+        self.strategy(kind)
+        self.parallelism(kind)
 
-    def put(self, path: str, key: Key, value: Any, text: str | None = None, section: str = "") -> None:
-        where = self.document.where(key.line)
-        self.layer.put(path, value, where=where, subject=self.subject(key, section), text=text)
+    def key(self, name: str, entry: Entry) -> None:
+        """Translate a key that says all by itself, and check the others."""
+        if name in _DIRECT:
+            # `accelerate config` writes -1 for "ask at launch" and null for every default.
+            if name != "num_processes" or entry.value != -1:
+                self.layer.put(_DIRECT[name], entry)
+        elif name in _NOT_OFFERED:
+            if not is_neutral(entry.value):
+                self.layer.refuse(entry, _NOT_OFFERED[name])
+        elif name in _SECTIONS:
+            if name not in self.blocks and entry.value is not None:
+                self.layer.wrong(entry, "a block of keys, or null")
+        elif name == "compute_environment":
+            if entry.value not in (None, "LOCAL_MACHINE"):
+                self.layer.wrong(entry, "LOCAL_MACHINE")
+        elif name not in _SPECIAL:
+            hint = _dialect_hint(name) or did_you_mean(name, known_keys())
+            self.layer.problems.append(self.document.unknown_key_problem(Key(name, self.lines[name]), hint))
 
-    def refuse(self, key: Key, node: Node, way_out: str, section: str = "") -> None:
-        shown = show(node.plain())
-        self.layer.problems.append(f"{self.subject(key, section)} is {shown}, which is not offered: {way_out}")
-
-    def wrong(self, key: Key, node: Node, expected: str, hint: str = "", section: str = "") -> None:
-        shown = show(node.plain())
-        self.layer.problems.append(f"{self.subject(key, section)} is {shown}; expected {expected}{hint}")
-
-    def section(self, item: tuple[Key, Node] | None) -> dict[Key, Node]:
-        """Return the content of a nested block; null is an empty one."""
-        if item is None or item[1].value is None:
-            return {}
-        key, node = item
-        if not isinstance(node.value, dict):
-            self.wrong(key, node, "a block of keys, or null")
-            return {}
-        return node.value
-
-    def legacy(self, fp16: Any, backend: Any, has_precision: bool) -> None:
+    def legacy(self) -> None:
         """Read the two top-level keys of old files."""
-        if fp16 is not None and not has_precision and not is_neutral(fp16[1].plain()):
-            self.put("mixed_precision", fp16[0], "fp16")
-        if backend is not None and backend[1].value is not None:
-            self.put("compile.backend", backend[0], backend[1].plain(), backend[1].text)
+        fp16, backend = self.entries.get("fp16"), self.entries.get("dynamo_backend")
+        if fp16 is not None and "mixed_precision" not in self.entries and not is_neutral(fp16.value):
+            self.layer.put("mixed_precision", fp16, "fp16")
+        if backend is not None:
+            self.layer.put("compile.backend", backend)
 
-    def dynamo(self, block: Mapping[Key, Node]) -> None:
-        for key, node in block.items():
-            bare = key.name.removeprefix("dynamo_")
-            if bare not in _DYNAMO:
-                self.unknown(key, "dynamo_config", [f"dynamo_{name}" for name in _DYNAMO])
-            else:
-                self.put(_DYNAMO[bare], key, node.plain(), node.text, "dynamo_config")
+    def block(self, section: str) -> dict[Key, Node]:
+        """Return the content of a nested block; null is an empty one."""
+        return self.blocks.get(section, {})
 
-    def unknown(self, key: Key, section: str, known: list[str]) -> None:
+    def unknown(self, key: Key, section: str, known: Iterable[str]) -> None:
         hint = did_you_mean(key.name, known)
-        self.layer.problems.append(f"unknown key {key.name!r} in {section!r}{self.document.at(key.line)}{hint}")
+        self.layer.problems.append(self.document.unknown_key_problem(key, hint, section))
 
-    def distributed_type(self, item: tuple[Key, Node] | None, has_fsdp: bool, has_deepspeed: bool) -> str | None:
-        """Return the distributed type the file means, None if it says nothing or something unusable."""
-        if item is None or item[1].value is None:
-            return "FSDP" if has_fsdp else "DEEPSPEED" if has_deepspeed else None
-        key, node = item
+    def unused(self, section: str, kind: str) -> None:
+        subject = self.entries[section].subject
+        self.layer.notes.append(f"{subject} is not used: distributed_type is {kind}")
+
+    def dynamo(self) -> None:
+        for key, node in self.block("dynamo_config").items():
+            bare = key.name.removeprefix("dynamo_")
+            if bare in DYNAMO:
+                self.layer.put(DYNAMO[bare], self.document.entry(key, node, "dynamo_config"))
+            else:
+                self.unknown(key, "dynamo_config", [f"dynamo_{name}" for name in DYNAMO])
+
+    def distributed_type(self) -> str | None:
+        """Return the distributed type of the file, None if it has none or an unusable one."""
+        entry = self.entries.get("distributed_type")
+        if entry is None or entry.value is None:
+            return "FSDP" if self.block("fsdp_config") else "DEEPSPEED" if self.block("deepspeed_config") else None
         # An unquoted NO arrives as false; there is nothing else that false could mean here.
-        kind = "NO" if node.value is False else str(node.value).upper()
+        kind = "NO" if entry.value is False else str(entry.value).upper()
         if kind in _DISTRIBUTED_TYPES:
             return kind
         if kind in ("XLA", "TPU", "MEGATRON_LM"):
-            self.refuse(key, node, "use FSDP, DEEPSPEED, MULTI_GPU, MULTI_CPU or NO")
+            self.layer.refuse(entry, "use FSDP, DEEPSPEED, MULTI_GPU, MULTI_CPU or NO")
         else:
-            self.wrong(key, node, f"one of {', '.join(_DISTRIBUTED_TYPES)}", did_you_mean(kind, _DISTRIBUTED_TYPES))
+            hint = did_you_mean(kind, _DISTRIBUTED_TYPES)
+            self.layer.wrong(entry, f"one of {', '.join(_DISTRIBUTED_TYPES)}", hint)
         return None
 
-    def fsdp(self, item: tuple[Key, Node] | None, block: Mapping[Key, Node], kind: str | None) -> None:
+    def fsdp(self, kind: str | None) -> None:
         # A block that is not used is still checked, in a layer of its own.
         layer = self.layer if kind in ("FSDP", None) else Layer(self.layer.kind, lenient=True)
-        entries = fsdp_dialect.entries_of(self.document, block, layer, "fsdp_config")
+        block = self.block("fsdp_config")
+        entries = entries_of(self.document, block, layer, "fsdp_config")
         if entries:
-            fsdp_dialect.translate_entries(entries, layer, source_name=self.document.name, default_version=1)
-        if item is not None and block and layer is not self.layer:
+            translate_entries(entries, layer, source_name=self.document.name, default_version=1)
+        if block and kind is not None and layer is not self.layer:
             self.layer.problems.extend(layer.problems)
-            self.layer.notes.append(f"{self.subject(item[0])} is not used: distributed_type is {kind}")
+            self.unused("fsdp_config", kind)
 
-    def deepspeed(self, item: tuple[Key, Node] | None, block: dict[Key, Node], kind: str | None) -> None:
-        """Keep the block as written; what it means is said in `deepspeed_block`."""
-        check_fields(self.document, "deepspeed_config", block, self.layer)
-        if item is None or not block:
+    def deepspeed(self, kind: str | None) -> None:
+        """Keep the block as written; `config.deepspeed.block` reads it."""
+        section = "deepspeed_config"
+        block = dict(self.block(section))
+        check_fields(self.document, section, block, self.layer)
+        if not block or kind is None:
             return
-        if kind == "DEEPSPEED":
-            block = dict(block)
-            plain = {key.name: node.plain() for key, node in block.items()}
-            steps = next((key for key in block if key.name == "gradient_accumulation_steps"), None)
-            has_file = named_file(plain) is not None
-            if steps is not None and not has_file and str(plain[steps.name]).lower() not in ("auto", "none"):
-                node = block.pop(steps)
-                self.put("accumulation.num_steps", steps, node.plain(), node.text, "deepspeed_config")
-            has_stage = any(plain.get(name) is not None for name in ("zero_stage", "zero_optimization"))
-            if is_whole(plain) and not has_file and not has_stage:
-                block[Key("zero_stage", item[0].line)] = Node(2, item[0].line)  # accelerate's default
-            put_document_block(self.document, item[0], Node(block, item[1].line), self.layer)
-        elif kind is not None:
-            self.layer.notes.append(f"{self.subject(item[0])} is not used: distributed_type is {kind}")
+        if kind != "DEEPSPEED":
+            self.unused(section, kind)
+            return
+        line = self.lines[section]
+        content = self.entries[section].value
+        if named_file(content) is None:
+            self.accumulation(block)
+            has_stage = any(content.get(name) is not None for name in ("zero_stage", "zero_optimization"))
+            if is_whole(content) and not has_stage:
+                block[Key("zero_stage", line)] = Node(2, line)  # accelerate's default
+        put_document_block(self.document, Key(section, line), Node(block, line), self.layer)
 
-    def strategy(self, item: tuple[Key, Node] | None, kind: str | None) -> None:
+    def accumulation(self, block: dict[Key, Node]) -> None:
+        """Take accumulation out of a block whose other keys are accelerate's fields, too."""
+        key = next((key for key in block if key.name == "gradient_accumulation_steps"), None)
+        if key is not None and str(block[key].plain()).lower() not in ("auto", "none"):
+            self.layer.put("accumulation.num_steps", self.document.entry(key, block.pop(key), "deepspeed_config"))
+
+    def strategy(self, kind: str | None) -> None:
         if kind is None or "strategy" in self.layer.settings:  # NO_SHARD has chosen already
             return
-        key = item[0] if item is not None else Key("distributed_type", self.document.root.line)
+        root = Key("distributed_type", self.document.root.line)
+        entry = self.entries.get("distributed_type") or self.document.entry(root, Node(None))
         name = {"NO": "single", "FSDP": "fsdp2", "DEEPSPEED": "deepspeed"}.get(kind, "ddp")
         num_processes = self.layer.settings.get("launch.num_processes")
         if name == "ddp" and num_processes is not None and num_processes.value == 1:
             name = "auto"
-        self.put("strategy", key, name)
+        self.layer.put("strategy", entry, name)
         if kind == "MULTI_CPU" and "use_cpu" not in self.layer.settings:
-            self.put("use_cpu", key, True)
+            self.layer.put("use_cpu", entry, True)
 
-    def parallelism(self, item: tuple[Key, Node] | None, kind: str | None) -> None:
-        sizes: dict[str, tuple[str, str, int]] = {}
-        for key, node in self.section(item).items():
+    def parallelism(self, kind: str | None) -> None:
+        sizes: dict[str, Entry] = {}
+        for key, node in self.block("parallelism_config").items():
             bare = key.name.removeprefix("parallelism_config_")
-            if bare in _PARALLEL_SIZES:
-                subject = self.subject(key, "parallelism_config")
-                size = node.value if node.value is not None else 1
-                if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                    self.wrong(key, node, "a whole number of at least 1", section="parallelism_config")
-                else:
-                    sizes[bare] = (subject, self.document.where(key.line), size)
+            if bare in PARALLEL_SIZES:
+                sizes[bare] = self.document.entry(key, node, "parallelism_config")
             elif bare not in _PARALLEL_DETAILS:
-                self.unknown(
-                    key, "parallelism_config", [f"parallelism_config_{n}" for n in _PARALLEL_SIZES + _PARALLEL_DETAILS]
-                )
+                known = [f"parallelism_config_{name}" for name in PARALLEL_SIZES + _PARALLEL_DETAILS]
+                self.unknown(key, "parallelism_config", known)
         put_parallelism(sizes, self.layer, is_fsdp=kind == "FSDP")
 
 
-def put_parallelism(sizes: Mapping[str, tuple[str, str, int]], layer: Layer, *, is_fsdp: bool) -> None:
-    """Map the sizes of accelerate's ParallelismConfig; each is given as (subject, where, size)."""
-    for name, (subject, where, size) in sizes.items():
-        if size == 1:
+def put_parallelism(entries: Mapping[str, Entry], layer: Layer, *, is_fsdp: bool) -> None:
+    """Map the sizes of accelerate's ParallelismConfig, by name; null is a size of 1."""
+    sizes: dict[str, int] = {}
+    for name, entry in entries.items():
+        size = 1 if entry.value is None else entry.value
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            layer.wrong(entry, "a whole number of at least 1")
             continue
-        if name == "dp_replicate_size" and is_fsdp:
-            layer.put("fsdp.replicate_size", size, where=where, subject=subject)
-        elif name == "dp_shard_size" and not is_fsdp:
-            layer.problems.append(f"{subject} is {size}, which needs distributed_type: FSDP; set that, or a size of 1")
-        elif name not in ("dp_replicate_size", "dp_shard_size"):
-            layer.problems.append(
-                f"{subject} is {size}, which is not offered: set it to 1, and shard with FSDP instead"
-            )
+        sizes[name] = size
+        if size > 1:
+            _put_size(name, entry, layer, is_fsdp=is_fsdp)
     num_processes = layer.settings.get("launch.num_processes")
     if is_fsdp and num_processes is not None and {"dp_replicate_size", "dp_shard_size"} <= sizes.keys():
-        product = sizes["dp_replicate_size"][2] * sizes["dp_shard_size"][2]
+        product = sizes["dp_replicate_size"] * sizes["dp_shard_size"]
         if product != num_processes.value:
             layer.problems.append(
-                f"{sizes['dp_shard_size'][0]} x dp_replicate_size makes {product} processes, num_processes is "
+                f"{entries['dp_shard_size'].subject} x dp_replicate_size makes {product} processes, num_processes is "
                 f"{num_processes.value}; the product of the sizes is the number of processes"
             )
+
+
+def _put_size(name: str, entry: Entry, layer: Layer, *, is_fsdp: bool) -> None:
+    if name == "dp_replicate_size":
+        if is_fsdp:
+            layer.put("fsdp.replicate_size", entry)
+    elif name != "dp_shard_size":
+        layer.refuse(entry, "set it to 1, and shard with FSDP instead")
+    elif not is_fsdp:
+        layer.problems.append(
+            f"{entry.subject} is {entry.value}, which needs distributed_type: FSDP; set that, or a size of 1"
+        )

@@ -11,13 +11,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from accel_trainer.config.deepspeed.block import CONFIG_FILE, FIELDS
 from accel_trainer.config.deepspeed.levels import merge_settings, put_block
-from accel_trainer.config.dialects import fsdp as fsdp_dialect
-from accel_trainer.config.dialects.accelerate import put_parallelism
-from accel_trainer.config.dialects.fsdp import Entry
+from accel_trainer.config.dialects.accelerate import DYNAMO, PARALLEL_SIZES, put_parallelism
+from accel_trainer.config.dialects.fsdp import is_known_key, translate_entries
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
-from accel_trainer.config.schema import field_specs
-from accel_trainer.config.validation import show
+from accel_trainer.config.readers.document import Entry
+from accel_trainer.config.schema import FieldSpec, field_specs
+from accel_trainer.config.validation import WrongValueError, coerce, show
 from accel_trainer.errors import did_you_mean
 from accel_trainer.logging import LEVEL_VARIABLE
 
@@ -41,24 +42,13 @@ _DIRECT = {
     "ACCELERATE_DEBUG_MODE": "debug",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "accumulation.num_steps",
     "ACCELERATE_CPU_AFFINITY": "launch.enable_cpu_affinity",
-    "ACCELERATE_DYNAMO_BACKEND": "compile.backend",
-    "ACCELERATE_DYNAMO_MODE": "compile.mode",
-    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "compile.fullgraph",
-    "ACCELERATE_DYNAMO_USE_DYNAMIC": "compile.dynamic",
-    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "compile.regional",
+    **{f"ACCELERATE_DYNAMO_{name.upper()}": path for name, path in DYNAMO.items()},
 }
+# Its launcher writes a variable for each field of the block, without the words that only the fields have.
 _DEEPSPEED = {
-    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file",
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "offload_optimizer_nvme_path",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "offload_param_nvme_path",
-    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "zero3_init_flag",
-    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "zero3_save_16bit_model",
-    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "deepspeed_moe_layer_cls_names",
-    "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
-}
+    f"ACCELERATE_DEEPSPEED_{name.removeprefix('deepspeed_').removesuffix('_flag').upper()}": name
+    for name in (CONFIG_FILE, *FIELDS)
+} | {"ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping"}
 _ENGINES = {"ACCELERATE_USE_FSDP": "fsdp2", "ACCELERATE_USE_DEEPSPEED": "deepspeed"}
 
 
@@ -67,42 +57,40 @@ def variable_name(path: str) -> str:
     return PREFIX + path.upper().replace(".", "__")
 
 
+def _variable(name: str, value: Any) -> Entry:
+    return Entry(name, value, name, f"environment variable {name}")
+
+
 def read_environment_layer(environ: Mapping[str, str]) -> Layer:
-    """Return what the variables set; our own win over accelerate's, and empty ones count as not set."""
+    """Return the options that variables set; our own win over accelerate's, and empty ones count as not set."""
     given = {name: value for name, value in environ.items() if value.strip()}
-    foreign = _read_foreign(given)
+    lower = _read_accelerate(given)
     own = Layer(SourceKind.ENVIRONMENT, lenient=True)
     paths = {variable_name(path): path for path in field_specs()}
     for name, value in given.items():
         if name == variable_name("deepspeed"):
-            put_block(own, value, where=name, subject=f"environment variable {name}")
+            put_block(own, _variable(name, value))
         elif name.startswith(_BLOCK_PREFIX):
             key = name.removeprefix(_BLOCK_PREFIX).lower().replace("__", ".")
-            own.settings[f"deepspeed.{key}"] = Setting(f"deepspeed.{key}", _number(value), Source(own.kind, name))
+            own.settings[f"deepspeed.{key}"] = Setting(f"deepspeed.{key}", _parsed(value), Source(own.kind, name))
         elif name in paths:
-            own.put(paths[name], value, where=name, subject=f"environment variable {name}")
+            own.put(paths[name], _variable(name, value))
         elif name.startswith(PREFIX) and name not in RESERVED_VARIABLES:
             hint = did_you_mean(name, [*paths, *RESERVED_VARIABLES])
             own.problems.append(f"unknown environment variable {name!r}{hint}")
-    if "deepspeed" in own.settings and "deepspeed" in foreign.settings:
-        own.settings["deepspeed"] = merge_settings(foreign.settings["deepspeed"], own.settings["deepspeed"])
-    own.settings = {**foreign.settings, **own.settings}
-    own.problems = [*foreign.problems, *own.problems]
-    own.notes = [*foreign.notes, *own.notes]
+    if "deepspeed" in own.settings and "deepspeed" in lower.settings:
+        own.settings["deepspeed"] = merge_settings(lower.settings["deepspeed"], own.settings["deepspeed"])
+    own.settings = {**lower.settings, **own.settings}
+    own.problems = [*lower.problems, *own.problems]
+    own.notes = [*lower.notes, *own.notes]
     return own
 
 
-def _read_foreign(given: Mapping[str, str]) -> Layer:
+def _read_accelerate(given: Mapping[str, str]) -> Layer:
     layer = Layer(SourceKind.ENVIRONMENT, lenient=True)
-    compiles = given.get("ACCELERATE_DYNAMO_BACKEND", "").strip().lower() != "no"
     for name, path in _DIRECT.items():
-        value: Any = given.get(name)
-        if path.startswith("compile.") and not compiles and path != "compile.backend":
-            continue  # its launcher writes them whether or not anything is compiled
-        if name == "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" and str(value).lower() in ("auto", "none"):
-            continue  # what its launcher writes when nobody gave a number
-        if value is not None:
-            layer.put(path, value, where=name, subject=f"environment variable {name}")
+        if name in given and not _is_launcher_default(name, given):
+            layer.put(path, _variable(name, given[name]))
     engines = [name for name in _ENGINES if _is_true(given, name, layer)]
     if len(engines) > 1:
         layer.problems.append(f"environment variables {' and '.join(engines)} are both true; a run has one strategy")
@@ -111,26 +99,33 @@ def _read_foreign(given: Mapping[str, str]) -> Layer:
         layer.problems.append(
             "environment variable ACCELERATE_USE_MEGATRON_LM is true, which is not offered: use FSDP or DeepSpeed"
         )
-    if "ACCELERATE_USE_FSDP" in engines:
-        _read_fsdp(given, layer)
-    if "ACCELERATE_USE_DEEPSPEED" in engines:
-        _read_deepspeed(given, layer)
-    if engines and "strategy" not in layer.settings:
-        layer.put("strategy", _ENGINES[engines[0]], where=engines[0], subject=f"environment variable {engines[0]}")
+    for name in engines:
+        (_read_fsdp if _ENGINES[name] == "fsdp2" else _read_deepspeed)(given, layer)
+        if "strategy" not in layer.settings:
+            layer.put("strategy", _variable(name, _ENGINES[name]))
     if _is_true(given, "ACCELERATE_USE_PARALLELISM_CONFIG", layer):
         _read_parallelism(given, layer, is_fsdp="ACCELERATE_USE_FSDP" in engines)
     return layer
 
 
+def _is_launcher_default(name: str, given: Mapping[str, str]) -> bool:
+    """Tell whether accelerate's launcher wrote a variable for an option that nobody gave."""
+    if name == "ACCELERATE_GRADIENT_ACCUMULATION_STEPS":
+        return given[name].lower() in ("auto", "none")
+    backend = "ACCELERATE_DYNAMO_BACKEND"
+    is_off = given.get(backend, "").strip().lower() == "no"
+    return is_off and name.startswith("ACCELERATE_DYNAMO_") and name != backend
+
+
 def _read_deepspeed(given: Mapping[str, str], layer: Layer) -> None:
     names = {key: name for name, key in _DEEPSPEED.items() if given.get(name, "none").strip().lower() != "none"}
-    block = {key: _number(given[name]) for key, name in names.items()}
-    if block:
+    if names:
         where = ", ".join(names.values())
-        put_block(layer, block, where=where, subject=f"environment variables {where}", parts=names)
+        block = {key: _parsed(given[name]) for key, name in names.items()}
+        put_block(layer, Entry(where, block, where, f"environment variables {where}"), parts=names)
 
 
-def _number(text: str) -> Any:
+def _parsed(text: str) -> Any:
     """Return the number, boolean, list or object that a text is, else the text."""
     try:
         return json.loads(text)
@@ -139,21 +134,21 @@ def _number(text: str) -> Any:
 
 
 def _is_true(given: Mapping[str, str], name: str, layer: Layer) -> bool:
-    word = given.get(name, "false").strip().lower()
-    if word not in ("true", "1", "yes", "y", "t", "on", "false", "0", "no", "n", "f", "off"):
-        layer.problems.append(f"environment variable {name} is {show(given[name])}; expected true or false")
-    return word in ("true", "1", "yes", "y", "t", "on")
+    try:
+        return bool(coerce(FieldSpec(name, bool, False), given.get(name, "false"), lenient=True))
+    except WrongValueError as error:
+        layer.wrong(_variable(name, given[name]), error.expected)
+        return False
 
 
 def _read_fsdp(given: Mapping[str, str], layer: Layer) -> None:
     entries = {
-        name.removeprefix("FSDP_").lower(): Entry(name, value, name, f"environment variable {name}")
+        name.removeprefix("FSDP_").lower(): _variable(name, value)
         for name, value in given.items()
-        if name.startswith("FSDP_") and fsdp_dialect.is_known_key(name)
+        if name.startswith("FSDP_") and is_known_key(name)
     }
     _drop_launcher_defaults(entries)
-    translated = list(entries.values())
-    fsdp_dialect.translate_entries(translated, layer, source_name="the environment (FSDP_*)", default_version=1)
+    translate_entries(entries.values(), layer, source_name="the environment (FSDP_*)", default_version=1)
 
 
 def _drop_launcher_defaults(entries: dict[str, Entry]) -> None:
@@ -177,19 +172,15 @@ def _drop_launcher_defaults(entries: dict[str, Entry]) -> None:
 
 def _read_parallelism(given: Mapping[str, str], layer: Layer, *, is_fsdp: bool) -> None:
     sizes = {}
-    for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"):
-        variable = f"PARALLELISM_CONFIG_{name.upper()}"
-        value = given.get(variable, "1").strip()
-        subject = f"environment variable {variable}"
-        if value.isdecimal() and int(value) >= 1:
-            sizes[name] = (subject, variable, int(value))
-        else:
-            layer.problems.append(f"{subject} is {show(value)}; expected a whole number of at least 1")
+    for size in PARALLEL_SIZES:
+        name = f"PARALLELISM_CONFIG_{size.upper()}"
+        value = given.get(name, "1").strip()
+        sizes[size] = _variable(name, int(value) if value.isdecimal() and int(value) else value)
     put_parallelism(sizes, layer, is_fsdp=is_fsdp)
 
 
 def read_launch_variable(environ: Mapping[str, str], problems: list[str]) -> tuple[str | None, dict[str, Any]]:
-    """Return the configuration file and the flags that our launcher was given; what is wrong is added to `problems`."""
+    """Return the configuration file and the flags that our launcher was given; problems are added to `problems`."""
     text = environ.get(LAUNCH_VARIABLE, "")
     if not text.strip():
         return None, {}

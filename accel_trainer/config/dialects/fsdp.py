@@ -7,11 +7,10 @@ runs here: keys of FSDP1 are accepted, mapped where FSDP2 has the thing, and nam
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from accel_trainer.config.layer import Layer
-from accel_trainer.config.readers.document import Document, Key, Node
+from accel_trainer.config.readers.document import Document, Entry, Key, Node
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError, did_you_mean
 
@@ -19,7 +18,6 @@ __all__ = [
     "DIRECT",
     "NAMED",
     "SHARDING_STRATEGIES",
-    "Entry",
     "fsdp_options",
     "is_known_key",
     "is_neutral",
@@ -85,22 +83,6 @@ _NOT_OFFERED = {
 _KNOWN = ("version", *_SHARDING, *DIRECT, *NAMED, *WITHOUT_EFFECT, *_NOT_OFFERED)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One FSDP option as found: `name` is the key as written, `subject` how a message names it."""
-
-    name: str
-    value: Any
-    where: str
-    subject: str
-    text: str | None = None
-
-    @property
-    def key(self) -> str:
-        """The name without case and `fsdp_` prefix."""
-        return _bare(self.name)
-
-
 def _bare(name: str) -> str:
     lowered = name.lower()
     return lowered.removeprefix("fsdp_") if lowered.removeprefix("fsdp_") in _KNOWN else lowered
@@ -138,24 +120,16 @@ def own_name_hint(name: str) -> str:
 
 def translate_file(document: Document, content: Mapping[Key, Node], layer: Layer) -> None:
     """Read a flat `fsdp_config`: it asks for FSDP by being there."""
-    entries = entries_of(document, content, layer, section=None)
-    translate_entries(entries, layer, source_name=document.name, default_version=2)
+    translate_entries(entries_of(document, content, layer), layer, source_name=document.name, default_version=2)
     if "strategy" not in layer.settings:
-        layer.put("strategy", "fsdp2", where=document.where(document.root.line), subject=document.name)
+        layer.put("strategy", Entry("strategy", "fsdp2", document.where(document.root.line), document.name))
 
 
-def entries_of(document: Document, content: Mapping[Key, Node], layer: Layer, section: str | None) -> list[Entry]:
+def entries_of(document: Document, content: Mapping[Key, Node], layer: Layer, section: str = "") -> list[Entry]:
     """Return the FSDP entries of a mapping; unknown keys become problems of the layer."""
-    entries = []
-    inside = f" in {section!r}" if section else ""
-    prefix = f"{section}." if section else ""
-    for key, node in content.items():
-        if is_known_key(key.name):
-            subject = f"{prefix}{key.name}{document.at(key.line)}"
-            entries.append(Entry(key.name, node.plain(), document.where(key.line), subject, node.text))
-        else:
-            layer.problems.append(f"unknown key {key.name!r}{inside}{document.at(key.line)}{_nearest(key.name)}")
-    return entries
+    unknown = [key for key in content if not is_known_key(key.name)]
+    layer.problems.extend(document.unknown_key_problem(key, _nearest(key.name), section) for key in unknown)
+    return [document.entry(key, node, section) for key, node in content.items() if key not in unknown]
 
 
 def _nearest(name: str) -> str:
@@ -169,64 +143,60 @@ def translate_entries(entries: Iterable[Entry], layer: Layer, *, source_name: st
     Args:
         entries: known keys only.
         layer: where settings, problems and notes go.
-        source_name: what the note calls the source of the entries.
-        default_version: the FSDP version a source means that does not say one; 1 for accelerate, 2 for transformers.
+        source_name: of the entries, for the note.
+        default_version: the FSDP version of a source that names none; 1 for accelerate, 2 for transformers.
     """
-    by_key: dict[str, Entry] = {}
-    for entry in entries:
-        if entry.value is None or entry.value == "":
-            continue
-        previous = by_key.get(entry.key)
-        if previous is not None and previous.value != entry.value:
-            layer.problems.append(
-                f"{entry.subject} contradicts {previous.subject}: they give {show(entry.value)} and "
-                f"{show(previous.value)}; keep one of the two"
-            )
-        by_key[entry.key] = entry
+    by_key = _by_key(entries, layer)
     for key, entry in by_key.items():
         if key in _NOT_OFFERED:
             if not is_neutral(entry.value):
-                layer.problems.append(
-                    f"{entry.subject} is {show(entry.value)}, which is not offered: {_NOT_OFFERED[key]}"
-                )
+                layer.refuse(entry, _NOT_OFFERED[key])
         elif key in NAMED:
-            _put_named(entry, layer)
-        elif key in DIRECT:
-            _put_direct(entry, layer, by_key)
+            _put_named(key, entry, layer)
+        elif key in DIRECT and not (key == "min_num_params" and _is_unbounded(by_key)):
+            layer.put(DIRECT[key], entry)
     version = _version(by_key.get("version"), layer, default_version)
     _put_sharding(by_key.get("sharding_strategy"), by_key.get("reshard_after_forward"), layer, version)
     _put_note(by_key, layer, source_name, version)
 
 
-def _put(entry: Entry, layer: Layer, path: str, value: Any) -> None:
-    layer.put(path, value, where=entry.where, subject=entry.subject, text=entry.text)
+def _by_key(entries: Iterable[Entry], layer: Layer) -> dict[str, Entry]:
+    """Return the entries that are set, by key; two spellings of one key may not contradict each other."""
+    by_key: dict[str, Entry] = {}
+    for entry in entries:
+        if entry.value is None or entry.value == "":
+            continue
+        previous = by_key.get(_bare(entry.name))
+        if previous is not None and previous.value != entry.value:
+            layer.problems.append(
+                f"{entry.subject} contradicts {previous.subject}: they give {show(entry.value)} and "
+                f"{show(previous.value)}; keep one of the two"
+            )
+        by_key[_bare(entry.name)] = entry
+    return by_key
 
 
-def _put_direct(entry: Entry, layer: Layer, by_key: Mapping[str, Entry]) -> None:
+def _is_unbounded(by_key: Mapping[str, Entry]) -> bool:
+    """Tell whether `min_num_params` is transformers' 0 for "no bound", which only wrapping by size needs."""
     policy = by_key.get("auto_wrap_policy")
     by_size = policy is not None and _POLICIES.get(str(policy.value).upper()) == "size"
-    # transformers writes 0 for "no bound"; only size-based wrapping needs one.
-    if entry.key == "min_num_params" and str(entry.value) == "0" and not by_size:
-        return
-    _put(entry, layer, DIRECT[entry.key], entry.value)
+    return str(by_key["min_num_params"].value) == "0" and not by_size
 
 
-def _put_named(entry: Entry, layer: Layer) -> None:
-    path, values = NAMED[entry.key]
+def _put_named(key: str, entry: Entry, layer: Layer) -> None:
+    path, values = NAMED[key]
     word = str(entry.value).strip().upper()
     if word in values:
-        _put(entry, layer, path, values[word])
-    elif word in ("LOCAL_STATE_DICT", "2") and entry.key == "state_dict_type":
+        layer.put(path, entry, values[word])
+    elif word in ("LOCAL_STATE_DICT", "2") and key == "state_dict_type":
         layer.problems.append(
             f"{entry.subject} is {show(entry.value)}, which FSDP2 does not have; use SHARDED_STATE_DICT"
         )
-    elif not (isinstance(entry.value, bool) and entry.key == "backward_prefetch"):
-        names = [name for name in values if len(name) > 1 and ("_" in name)]
-        layer.problems.append(
-            f"{entry.subject} is {show(entry.value)}; expected one of {', '.join(names)}{did_you_mean(word, names)}"
-        )
+    elif isinstance(entry.value, bool) and key == "backward_prefetch":
+        layer.put(path, entry)
     else:
-        _put(entry, layer, path, entry.value)
+        names = [name for name in values if "_" in name]
+        layer.wrong(entry, f"one of {', '.join(names)}", did_you_mean(word, names))
 
 
 def _version(entry: Entry | None, layer: Layer, default: int) -> int:
@@ -234,9 +204,7 @@ def _version(entry: Entry | None, layer: Layer, default: int) -> int:
         return default
     if str(entry.value).strip() in ("1", "2"):
         return int(entry.value)
-    layer.problems.append(
-        f"{entry.subject} is {show(entry.value)}; expected 2 (FSDP2), or 1 to have a file for FSDP1 mapped"
-    )
+    layer.wrong(entry, "2 (FSDP2), or 1 to have a file for FSDP1 mapped")
     return default
 
 
@@ -257,26 +225,28 @@ def _put_sharding(strategy: Entry | None, reshard: Entry | None, layer: Layer, v
     if not isinstance(reshard.value, bool) and _strategy_name(reshard.value) is not None:
         _put_strategy(reshard, layer)
     else:
-        _put(reshard, layer, "fsdp.reshard_after_forward", reshard.value)
+        layer.put("fsdp.reshard_after_forward", reshard)
 
 
 def _put_strategy(entry: Entry, layer: Layer) -> None:
     name = _strategy_name(entry.value)
     if name is None:
-        word = str(entry.value).upper()
-        layer.problems.append(
-            f"{entry.subject} is {show(entry.value)}; expected one of {', '.join(SHARDING_STRATEGIES)}, or 1 to 5"
-            f"{did_you_mean(word, SHARDING_STRATEGIES)}"
-        )
+        hint = did_you_mean(str(entry.value).upper(), SHARDING_STRATEGIES)
+        layer.wrong(entry, f"one of {', '.join(SHARDING_STRATEGIES)}, or 1 to 5", hint)
     elif name == "NO_SHARD":
-        _put(entry, layer, "strategy", "ddp")
+        layer.put("strategy", entry, "ddp")
         layer.notes.append(
             f"{entry.subject} is {show(entry.value)}: every rank keeps the whole model, so strategy 'ddp' is used"
         )
     else:
-        _put(entry, layer, "fsdp.reshard_after_forward", name in ("FULL_SHARD", "HYBRID_SHARD"))
-        if name.startswith("HYBRID"):
-            _put(entry, layer, "fsdp.replicate_per_node", True)
+        for path, value in _sharding_options(name).items():
+            layer.put(path, entry, value)
+
+
+def _sharding_options(name: str) -> dict[str, Any]:
+    """Return the options of FSDP2, by dotted path, that one of FSDP1's strategies stands for."""
+    options = {"fsdp.reshard_after_forward": name in ("FULL_SHARD", "HYBRID_SHARD")}
+    return {**options, "fsdp.replicate_per_node": True} if name.startswith("HYBRID") else options
 
 
 def _put_note(by_key: Mapping[str, Entry], layer: Layer, source_name: str, version: int) -> None:
@@ -297,7 +267,7 @@ def _put_note(by_key: Mapping[str, Entry], layer: Layer, source_name: str, versi
 
 
 def fsdp_options(options: str | Iterable[str]) -> dict[str, Any]:
-    """Return what the `fsdp=` argument of Hugging Face's TrainingArguments says, by dotted path.
+    """Return the options that `fsdp=` of Hugging Face's TrainingArguments stands for, by dotted path.
 
     Args:
         options: `"full_shard offload auto_wrap"`, or a list of such words.
@@ -312,9 +282,7 @@ def fsdp_options(options: str | Iterable[str]) -> dict[str, Any]:
         if name == "NO_SHARD":
             settings["strategy"] = "ddp"
         elif name is not None and not word.isdigit():
-            settings["fsdp.reshard_after_forward"] = name in ("FULL_SHARD", "HYBRID_SHARD")
-            if name.startswith("HYBRID"):
-                settings["fsdp.replicate_per_node"] = True
+            settings |= _sharding_options(name)
         elif word.lower() == "offload":
             settings["fsdp.offload_params"] = True
         elif word.lower() != "auto_wrap":

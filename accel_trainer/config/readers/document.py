@@ -1,4 +1,4 @@
-"""What a configuration file says before anyone interprets it: a tree of values that remember their line."""
+"""A parsed configuration before anyone interprets it: a tree of values that remember their line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from typing import Any
 
 from accel_trainer.errors import ConfigError
 
-__all__ = ["MAX_DEPTH", "MAX_NODES", "Document", "Key", "Node", "document_from_mapping", "duplicate_key_problem"]
+__all__ = [
+    "MAX_DEPTH",
+    "MAX_NODES",
+    "Document",
+    "Entry",
+    "Key",
+    "Node",
+    "document_from_mapping",
+    "duplicate_key_problem",
+]
 
 MAX_NODES = 10_000
 """Values a file may hold after its aliases are expanded; the longest real configurations have about 200."""
@@ -54,8 +63,27 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """A value as its source spells it: a key of a file, a variable, a flag or an argument.
+
+    Attributes:
+        name: the key as written.
+        value: plain Python, unchecked; None means "not set".
+        where: the place that a person would look for, such as `train.yaml:14`.
+        subject: the name in messages, such as `num_processes at train.yaml:14`.
+        text: the scalar as it stood unquoted in a file.
+    """
+
+    name: str
+    value: Any
+    where: str
+    subject: str
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Document:
-    """A parsed configuration: `name` is what messages call it, `problems` are errors that do not stop the reading."""
+    """A parsed configuration: `name` stands for it in messages, `problems` are errors that do not stop the reading."""
 
     name: str
     root: Node
@@ -75,6 +103,16 @@ class Document:
     def where(self, line: int | None) -> str:
         """Return `NAME:LINE`, or `NAME` for a source that has no lines."""
         return self.name if line is None else f"{self.name}:{line}"
+
+    def entry(self, key: Key, node: Node, section: str = "") -> Entry:
+        """Return a key of the file, or of one of its sections, with its value."""
+        subject = f"{section}.{key.name}" if section else key.name
+        return Entry(key.name, node.plain(), self.where(key.line), f"{subject}{self.at(key.line)}", node.text)
+
+    def unknown_key_problem(self, key: Key, hint: str, section: str = "") -> str:
+        """Return the message for a key that the file, or one of its sections, does not have."""
+        inside = f" in {section!r}" if section else ""
+        return f"unknown key {key.name!r}{inside}{self.at(key.line)}{hint}"
 
 
 def duplicate_key_problem(name: str, key: Key, content: Mapping[Key, Node]) -> str:
