@@ -63,7 +63,7 @@ MOVED_MODULES = {
     "data.streaming": "data.iterable_source",
     "deepspeed_plugin": "plugins.deepspeed_plugin",
     "described": "accelerator.placeholders",
-    "engine_plugins": "accelerator.engine_plugins",
+    "engine_plugins": "plugins.deepspeed_plugin",
     "exchange": "accelerator.gathering",
     "fsdp_plugin": "plugins.fsdp_plugin",
     "gathering": "accelerator.gathered_parameters",

@@ -1,13 +1,17 @@
-"""What scripts for similar libraries ask for and is not here: refused by name, with the way to go on."""
+"""Options and names of similar libraries that are not offered: refused by name, with the way to go on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from accel_trainer.errors import ConfigError, did_you_mean
 
-__all__ = ["explain_missing", "refuse_options"]
+__all__ = ["explain_missing", "explain_options"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _OPTIONS = {
     "megatron_lm_plugin": "Megatron-LM",
@@ -63,28 +67,34 @@ _NAMES = {
 }
 
 
-def refuse_options(others: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse keyword arguments that an Accelerator does not have.
+def explain_options(init: F) -> F:
+    """Decorate a constructor so that it refuses options by name, with the way to go on.
 
-    Args:
-        known: those that it has.
+    Its signature, which type checkers and editors read, stays: no `**kwargs` hides a misspelt argument.
 
     Raises:
-        ConfigError: one asks for what is not offered; None asks for nothing.
-        TypeError: a name is unknown, as of any function.
+        ConfigError: when called: an option asks for what is not offered; None asks for nothing.
+        TypeError: when called: a name is unknown, as of any function.
     """
-    for name, value in others.items():
-        if name not in _OPTIONS:
-            raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")
-        if value is not None:
-            raise ConfigError(
-                f"Accelerator({name}=...) asks for {_OPTIONS[name]}, which this version does not offer; leave it out, "
-                "and shard with FullyShardedDataParallelPlugin or DeepSpeedPlugin where the model does not fit"
-            )
+    known = inspect.signature(init).parameters
+
+    @functools.wraps(init)
+    def run(self: Any, *args: Any, **options: Any) -> None:
+        for name, value in options.items():
+            if name not in known:
+                raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")
+            if name in _OPTIONS and value is not None:
+                raise ConfigError(
+                    f"Accelerator({name}=...) asks for {_OPTIONS[name]}, which this version does not offer; leave it "
+                    "out, and shard with FullyShardedDataParallelPlugin or DeepSpeedPlugin where the model does not fit"
+                )
+        init(self, *args, **options)
+
+    return run  # type: ignore[return-value]
 
 
 def explain_missing(module: str, name: str) -> Exception:
-    """Return what a module's `__getattr__` raises for a name that it does not have.
+    """Return the error that a module's `__getattr__` raises for a name that it does not have.
 
     Names that similar libraries have are an ImportError, whose text an import statement shows; those of an
     AttributeError it replaces by its own.

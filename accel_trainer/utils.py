@@ -20,12 +20,12 @@ from accel_trainer.checkpoint.weights.into_model import load_checkpoint_and_disp
 from accel_trainer.checkpoint.weights.meta_device import init_empty_weights, init_on_device
 from accel_trainer.logging import tqdm
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler, HfDeepSpeedConfig
+from accel_trainer.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_trainer.plugins.kwargs import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
-    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,

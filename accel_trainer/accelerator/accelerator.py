@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from accel_trainer import logging
 from accel_trainer.accelerator.checkpointing import SAVED_STATES, AcceleratorCheckpointing, RegisteredState
-from accel_trainer.accelerator.engine_plugins import EnginePlugins
 from accel_trainer.accelerator.gathering import AcceleratorGathering
 from accel_trainer.accelerator.options import AcceleratorOptions, build_strategy, resolve_options
 from accel_trainer.accelerator.prepared import Prepared
@@ -26,17 +23,24 @@ from accel_trainer.accelerator.shared_state import (
     stated_timeout,
 )
 from accel_trainer.accelerator.stepping import AcceleratorStepping
-from accel_trainer.accelerator.trackers import AcceleratorReporting, TrackerChoice, choose_trackers
+from accel_trainer.accelerator.trackers import AcceleratorTracking, TrackerChoice, Trackers
 from accel_trainer.checkpoint.checkpointer import Checkpointer
-from accel_trainer.config import Resolved
-from accel_trainer.plugins.kwargs import ProjectConfiguration, TorchDynamoPlugin
+from accel_trainer.config import MixedPrecision, Resolved
+from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin, DeepSpeedPlugins
+from accel_trainer.plugins.fsdp_plugin import FSDPDescription, FullyShardedDataParallelPlugin
+from accel_trainer.plugins.kwargs import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    KwargsHandler,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
 from accel_trainer.precision import build_precision, remove_autocast
 from accel_trainer.runtime.memory import register_memory_owner
 from accel_trainer.runtime.process import init_process, read_environment
 from accel_trainer.runtime.rng import check_rng_types
 from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
-from accel_trainer.tracking import GeneralTracker
-from accel_trainer.unsupported import refuse_options
+from accel_trainer.unsupported import explain_options
 
 __all__ = ["Accelerator"]
 
@@ -48,7 +52,7 @@ class Accelerator(
     AcceleratorStepping,
     AcceleratorGathering,
     AcceleratorCheckpointing,
-    AcceleratorReporting,
+    AcceleratorTracking,
 ):
     """Runs a plain PyTorch loop on one process or many, laid out as the configuration says.
 
@@ -56,41 +60,44 @@ class Accelerator(
     nothing but the process group.
     """
 
+    @explain_options
     def __init__(
         self,
         device_placement: bool = True,
         split_batches: bool | None = None,
-        mixed_precision: str | None = None,
+        mixed_precision: Literal["no", "bf16", "fp16"] | MixedPrecision | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
-        dataloader_config: Any = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        gradient_accumulation_plugin: Any = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         project_dir: str | Path | None = None,
         project_config: ProjectConfiguration | None = None,
         step_scheduler_with_optimizer: bool = True,
         rng_types: Sequence[str] | None = None,
         log_with: TrackerChoice | Sequence[TrackerChoice] | None = None,
-        kwargs_handlers: Sequence[Any] | None = None,
+        kwargs_handlers: Sequence[KwargsHandler] | None = None,
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugins: Mapping[str, Any] | None = None,
+        deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None,
         strategy: str | None = None,
         config: str | Path | Mapping[str, Any] | Resolved | None = None,
-        **others: Any,
+        *,
+        megatron_lm_plugin: None = None,
+        parallelism_config: None = None,
+        torch_tp_plugin: None = None,
     ) -> None:
         """Resolve the options, join the job, and choose the strategy. Collective.
 
         Every option: an argument given here wins over a launcher's flag, over the environment, over a file, over the
-        default.
+        default. The last three are options of similar libraries that are not offered here; None is taken.
 
         Args:
             device_placement: whether models and batches are moved to this rank's device.
-            mixed_precision: "no", "bf16" or "fp16".
             gradient_accumulation_steps: micro-batches per update.
             cpu: run on the CPU although an accelerator is there.
-            deepspeed_plugin: a DeepSpeedPlugin; several by name: `deepspeed_plugins`, the first is in use.
+            deepspeed_plugin: one plugin; several by name: `deepspeed_plugins`, the first is in use.
             project_dir: where states are saved; also a field of `project_config`.
             rng_types: streams of random numbers that are set to rank 0's whenever a pass over a prepared loader begins:
                 "torch" (the CPU's) or a kind of device, "cuda" for instance. The order of samples needs none of them.
@@ -98,67 +105,51 @@ class Accelerator(
                 for those that are installed, or objects of one's own.
             strategy: "auto", "single", "ddp", "fsdp2" or another registered name.
             config: a configuration file (YAML or JSON), the name of a packaged one, a dict, or a resolved one.
-            **others: options of similar libraries for what is not offered here; None is taken.
 
         Raises:
             ConfigError: an option is wrong, or cannot be honoured on this device or number of processes.
             ProcessGroupError: the job cannot be joined.
         """
-        refuse_options(others, inspect.signature(Accelerator).parameters)
-        environ = read_environment()
-        plugins = EnginePlugins.of(deepspeed_plugin, deepspeed_plugins)
-        options_with = functools.partial(
-            AcceleratorOptions.build,
-            split_batches=split_batches,
-            mixed_precision=mixed_precision,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            cpu=cpu,
+        self._options = AcceleratorOptions.build(
+            {
+                "data.split_batches": split_batches,
+                "mixed_precision": mixed_precision,
+                "accumulation.num_steps": gradient_accumulation_steps,
+                "use_cpu": cpu,
+                "compile.backend": dynamo_backend,
+                "strategy": strategy,
+            },
             dataloader_config=dataloader_config,
             fsdp_plugin=fsdp_plugin,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
-            kwargs_handlers=kwargs_handlers or (),
-            dynamo_backend=dynamo_backend,
             dynamo_plugin=dynamo_plugin,
-            strategy=strategy,
+            kwargs_handlers=kwargs_handlers or (),
         )
-        options = options_with(plugins.first)
-        self.resolved = resolve_options(options, environ, config)
-        self.process = init_process(
-            environ,
-            use_cpu=self.resolved.config.use_cpu,
-            timeout_seconds=stated_timeout(self.resolved),
-            backend=options.backend,
-        )
-        self._options = options
-        self.strategy = build_strategy(self.resolved, self.process)
-        options.check(self.resolved, self.strategy.capabilities)
-        plugins.resolve(self.resolved, self.strategy.capabilities, options_with, environ, config)
-        self._engine_plugins = plugins
-        self._take_plugin(next(iter(plugins.plugins), None))
+        self._join_job(DeepSpeedPlugins.of(deepspeed_plugin, deepspeed_plugins), config)
         self.precision = build_precision(
             self.config.mixed_precision,
             self.process.device,
             origin=self.resolved.describe("mixed_precision"),
             output_dtype=self.config.output_dtype,
-            autocast=options.autocast,
+            autocast=self._options.autocast,
         )
-        self.scaler = options.build_scaler(self.process.device) if self.precision.loss_scaling else None
+        self.scaler = self._options.build_scaler(self.process.device) if self.precision.loss_scaling else None
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = check_rng_types(rng_types or (), self.process.device)
         self.project_configuration = project_config or ProjectConfiguration()
         self.project_configuration.set_directories(project_dir)
-        self.log_with = choose_trackers(log_with, self.logging_dir)
-        self.trackers: list[GeneralTracker] = []
+        self._trackers = Trackers(log_with, self.project_configuration, self.process)
+        facts = self.strategy.capabilities
         self.state = AcceleratorState(
             process=self.process,
-            distributed_type=DistributedType.of(self.strategy.capabilities.distributed_type, self.process.device),
+            distributed_type=DistributedType.of(facts.distributed_type, self.process.device),
             mixed_precision=str(self.config.mixed_precision),
-            fsdp_plugin=options.describe_fsdp(self.resolved, self.strategy.capabilities),
-            engine_plugins=plugins,
-            take_plugin=self._take_plugin,
+            fsdp_plugin=FSDPDescription.of(self.resolved, facts),
+            engine_plugins=self._engine_plugins,
+            take_plugin=self._use_plugin,
         )
-        self.gradient_state = GradientState(options.plugin_kwargs, self.config.accumulation.num_steps)
+        self.gradient_state = GradientState(self._options.plugin_kwargs, self.config.accumulation.num_steps)
         self._prepared = Prepared()
         self._checkpointer = Checkpointer(self.process, SAVED_STATES)
         self._registered = RegisteredState()
@@ -166,16 +157,36 @@ class Accelerator(
         register_memory_owner(self)
         for note in self.resolved.notes:
             logger.info(note)
-        if self.strategy.capabilities.shards_parameters and self.process.device.type == "cpu":
+        if facts.shards_parameters and self.process.device.type == "cpu":
             # A warning, so that it is seen: users who asked for FSDP usually expect GPUs.
             logger.warning("no accelerator is used: the model is sharded over %d CPU processes", self.num_processes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
-        """Return itself: a copy of what holds an Accelerator takes part in the same job."""
+        """Return itself: a copied object that holds an Accelerator takes part in the same job."""
         return self
 
-    def _take_plugin(self, name: str | None) -> None:
-        """Start the strategy as a plugin says, or as the configuration does, and lay out models by that from now on."""
+    def _join_job(self, plugins: DeepSpeedPlugins, config: str | Path | Mapping[str, Any] | Resolved | None) -> None:
+        """Resolve the configuration with each of the plugins, join the job, and start its strategy. Collective."""
+        environ = read_environment()
+
+        def resolve_with(plugin: DeepSpeedPlugin | None) -> Resolved:
+            return resolve_options(self._options.with_plugin(plugin), environ, config)
+
+        self.resolved = resolve_with(plugins.first)
+        self.process = init_process(
+            environ,
+            use_cpu=self.resolved.config.use_cpu,
+            timeout_seconds=stated_timeout(self.resolved),
+            backend=self._options.backend,
+        )
+        self.strategy = build_strategy(self.resolved, self.process)
+        self._options.check(self.resolved, self.strategy.capabilities)
+        plugins.resolve(self.resolved, self.strategy.capabilities, resolve_with)
+        self._engine_plugins = plugins
+        self._use_plugin(next(iter(plugins.plugins), None))
+
+    def _use_plugin(self, name: str | None) -> None:
+        """Start the strategy as a plugin says, or as the configuration does, and prepare models by that from now on."""
         resolved = self.resolved if name is None else self._engine_plugins.resolved[name]
         started = self.strategy.start(resolved, self.process)
         self.resolved = self._engine_plugins.use(name, started, self.strategy)

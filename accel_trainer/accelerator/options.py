@@ -1,23 +1,22 @@
-"""What was passed to `Accelerator(...)`, brought to configuration paths, and the checks before anything is laid out."""
+"""Arguments of `Accelerator(...)` as configuration paths, and the strategy that the configuration asks for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from accel_trainer.config import Resolved, field_specs, resolve
+from accel_trainer.config import Resolved, resolve
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin
+from accel_trainer.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_trainer.plugins.kwargs import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
-    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
@@ -25,24 +24,22 @@ from accel_trainer.plugins.kwargs import (
     ProfileKwargs,
     TorchDynamoPlugin,
 )
+from accel_trainer.plugins.option_object import OptionObject
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Capabilities, Strategy, WrapPolicyFunction
 from accel_trainer.strategies.comm_hooks import CommHook
 
-__all__ = ["AcceleratorOptions", "FSDPDescription", "build_strategy", "resolve_options"]
+__all__ = ["AcceleratorOptions", "build_strategy", "resolve_options"]
 
 
-@dataclass
-class FSDPDescription:
-    """The sharding in force, under the attribute names that transformers reads from `state.fsdp_plugin`."""
-
-    fsdp_version: int
-    reshard_after_forward: bool
-    state_dict_type: str
-    cpu_offload: bool
-    activation_checkpointing: bool
-    transformer_cls_names_to_wrap: list[str]
+_HANDLERS = (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
 
 
 @dataclass
@@ -63,86 +60,79 @@ class AcceleratorOptions:
     @classmethod
     def build(
         cls,
-        deepspeed_plugin: DeepSpeedPlugin | None = None,
+        scalars: Mapping[str, Any],
         *,
-        split_batches: bool | None,
-        mixed_precision: str | None,
-        gradient_accumulation_steps: int | None,
-        cpu: bool | None,
-        dataloader_config: DataLoaderConfiguration | None,
-        fsdp_plugin: FullyShardedDataParallelPlugin | None,
-        gradient_accumulation_plugin: GradientAccumulationPlugin | None,
-        kwargs_handlers: Sequence[KwargsHandler],
-        dynamo_backend: str | None,
-        dynamo_plugin: TorchDynamoPlugin | None,
-        strategy: str | None,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        kwargs_handlers: Sequence[KwargsHandler] = (),
     ) -> AcceleratorOptions:
         """Bring the constructor's arguments to dotted paths.
+
+        Args:
+            scalars: those that are a value of the configuration, by dotted path; None is not set.
 
         Raises:
             ConfigError: two arguments say different things, or one is of another class.
         """
-        _check_classes(
-            {
-                "dataloader_config": (dataloader_config, DataLoaderConfiguration),
-                "fsdp_plugin": (fsdp_plugin, FullyShardedDataParallelPlugin),
-                "gradient_accumulation_plugin": (gradient_accumulation_plugin, GradientAccumulationPlugin),
-                "dynamo_plugin": (dynamo_plugin, TorchDynamoPlugin),
-            }
-        )
-        plugin = gradient_accumulation_plugin
-        if plugin is not None and plugin.num_steps and gradient_accumulation_steps not in (None, 1, plugin.num_steps):
+        options = cls({path: value for path, value in scalars.items() if value is not None})
+        options._take_accumulation(gradient_accumulation_plugin)
+        options._take("dataloader_config", dataloader_config, DataLoaderConfiguration)
+        options._take("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin)
+        backend = options.explicit.get("compile.backend")
+        if dynamo_plugin is not None and backend is not None:
             raise ConfigError(
-                f"gradient_accumulation_steps={gradient_accumulation_steps} and GradientAccumulationPlugin(num_steps="
-                f"{plugin.num_steps}) were both given; pass one of them"
+                f"dynamo_backend={backend!r} and a TorchDynamoPlugin were both given; pass only "
+                "TorchDynamoPlugin(backend=...)"
             )
-        options = cls()
-        scalars = {
-            "data.split_batches": split_batches,
-            "mixed_precision": mixed_precision,
-            "accumulation.num_steps": gradient_accumulation_steps,
-            "use_cpu": cpu,
-            "compile.backend": dynamo_backend,
-            "strategy": strategy,
-        }
-        options.explicit.update({path: value for path, value in scalars.items() if value is not None})
-        if dataloader_config is not None:
-            options._add(dataloader_config.options(), "dataloader_config")
-        if plugin is not None:
-            options.explicit.update(plugin.options())
-            if plugin.num_steps is not None:
-                options.plugin_kwargs["num_steps"] = plugin.num_steps
-            if plugin.sync_each_batch:
-                options.plugin_kwargs["sync_each_batch"] = True
-        if fsdp_plugin is not None:
-            options._add(fsdp_plugin.options(), "fsdp_plugin")
-            options.wrap_policy = fsdp_plugin.wrap_function
-        if deepspeed_plugin is not None:
-            options._add(deepspeed_plugin.options(), "deepspeed_plugin")
-        if dynamo_plugin is not None:
-            options._take_dynamo(dynamo_plugin, dynamo_backend)
+        options._take("dynamo_plugin", dynamo_plugin, TorchDynamoPlugin)
         options._take_handlers(kwargs_handlers)
         return options
 
-    def _add(self, given: Mapping[str, Any], name: str) -> None:
-        """Add what an object of options sets; it may repeat an argument, and not contradict it."""
-        for path, value in given.items():
+    def with_plugin(self, plugin: DeepSpeedPlugin | None) -> AcceleratorOptions:
+        """Return these options and those of a plugin.
+
+        Raises:
+            ConfigError: the plugin contradicts an argument.
+        """
+        options = replace(self, explicit=dict(self.explicit))
+        options._take("deepspeed_plugin", plugin, DeepSpeedPlugin)
+        return options
+
+    def _take(self, name: str, given: OptionObject | None, wanted: type[OptionObject]) -> None:
+        """Add the options of an argument; they may repeat another argument, and not contradict it."""
+        if given is None:
+            return
+        if not isinstance(given, wanted):
+            kind = type(given)
+            raise ConfigError(
+                f"{name} is a {kind.__module__}.{kind.__qualname__}; pass accel_trainer's own {wanted.__name__}"
+            )
+        options = given.explicit()
+        for path, value in options.items():
             if self.explicit.get(path, value) != value:
                 keyword = "gradient_accumulation_steps" if path == "accumulation.num_steps" else path.rpartition(".")[2]
                 raise ConfigError(
                     f"{name} sets {keyword}={value!r}, and Accelerator({keyword}={self.explicit[path]!r}) was given "
                     "beside it; pass one of them"
                 )
-        self.explicit.update(given)
+        self.explicit.update(options)
+        for field_name, value in given.objects().items():
+            setattr(self, field_name, value)
 
-    def _take_dynamo(self, plugin: TorchDynamoPlugin, backend: str | None) -> None:
-        if backend is not None:
+    def _take_accumulation(self, plugin: GradientAccumulationPlugin | None) -> None:
+        """Add the options of the plugin, whose number of steps stands beside gradient_accumulation_steps=1."""
+        num_steps = getattr(plugin, "num_steps", None)
+        given = self.explicit.get("accumulation.num_steps")
+        if num_steps and given not in (None, 1, num_steps):
             raise ConfigError(
-                f"dynamo_backend={backend!r} and a TorchDynamoPlugin were both given; pass only "
-                "TorchDynamoPlugin(backend=...)"
+                f"gradient_accumulation_steps={given} and GradientAccumulationPlugin(num_steps={num_steps}) were both "
+                "given; pass one of them"
             )
-        self.explicit.update(plugin.explicit())
-        self.compile_options = dict(plugin.options or {})
+        if num_steps is not None:
+            self.explicit.pop("accumulation.num_steps", None)
+        self._take("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
 
     def _take_handlers(self, handlers: Sequence[KwargsHandler]) -> None:
         if isinstance(handlers, KwargsHandler):
@@ -152,35 +142,12 @@ class AcceleratorOptions:
             if type(handler) in seen:
                 raise ConfigError(f"kwargs_handlers holds two {type(handler).__name__}; pass one")
             seen.add(type(handler))
-            if isinstance(handler, DistributedDataParallelKwargs):
-                self._take_ddp(handler)
-            elif isinstance(handler, GradScalerKwargs):
-                self.scaler_options = handler.given()
-            elif isinstance(handler, AutocastKwargs):
-                self.autocast = handler.autocast_options()
-                if handler.output_dtype is not None:
-                    self.explicit["output_dtype"] = handler.output_dtype
-            elif isinstance(handler, ProfileKwargs):
-                self.profile = handler
-            elif isinstance(handler, InitProcessGroupKwargs):
-                self.backend = handler.backend
-                if handler.timeout is not None:
-                    self.explicit["timeout_seconds"] = _seconds_of(handler.timeout)
-            else:
+            if not isinstance(handler, _HANDLERS):
                 raise ConfigError(
-                    f"kwargs_handlers holds a {type(handler).__name__}; known: AutocastKwargs, "
-                    "DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs"
+                    f"kwargs_handlers holds a {type(handler).__name__}; known: "
+                    f"{', '.join(known.__name__ for known in _HANDLERS)}"
                 )
-
-    def _take_ddp(self, handler: DistributedDataParallelKwargs) -> None:
-        """Bring what the configuration knows of DDP to its paths, so that it says where each value came from."""
-        self.comm_hook = handler.hook()
-        for name, value in handler.given().items():
-            path = f"ddp.{name}"
-            if path in field_specs():
-                self.explicit[path] = value
-            else:
-                self.ddp_options[name] = value
+            self._take("kwargs_handlers", handler, KwargsHandler)
 
     def check(self, resolved: Resolved, facts: Capabilities) -> None:
         """Refuse objects that the strategy has no use for, and whose effect would be missed.
@@ -197,39 +164,6 @@ class AcceleratorOptions:
     def build_scaler(self, device: torch.device) -> torch.amp.GradScaler:
         """Return the fp16 loss scaler of an Accelerator."""
         return torch.amp.GradScaler(device.type, **self.scaler_options)
-
-    @staticmethod
-    def describe_fsdp(resolved: Resolved, facts: Capabilities) -> FSDPDescription | None:
-        """Return the sharding in force as transformers reads it; None where something else shards, or nothing."""
-        if facts.distributed_type != "FSDP":
-            return None
-        fsdp = resolved.config.fsdp
-        return FSDPDescription(
-            fsdp_version=2,
-            reshard_after_forward=fsdp.reshard_after_forward,
-            state_dict_type=f"{fsdp.state_dict_type.upper()}_STATE_DICT",
-            cpu_offload=fsdp.offload_params,
-            activation_checkpointing=fsdp.activation_checkpointing,
-            transformer_cls_names_to_wrap=list(fsdp.wrap_classes),
-        )
-
-
-def _check_classes(given: Mapping[str, tuple[Any, type]]) -> None:
-    for name, (value, wanted) in given.items():
-        if value is not None and not isinstance(value, wanted):
-            kind = type(value)
-            raise ConfigError(
-                f"{name} is a {kind.__module__}.{kind.__qualname__}; pass accel_trainer's own {wanted.__name__}"
-            )
-
-
-def _seconds_of(timeout: Any) -> float:
-    if not isinstance(timeout, timedelta):
-        raise ConfigError(
-            f"InitProcessGroupKwargs(timeout={timeout!r}) is a {type(timeout).__name__}; pass a datetime.timedelta, "
-            "timedelta(seconds=...) for instance"
-        )
-    return timeout.total_seconds()
 
 
 def resolve_options(

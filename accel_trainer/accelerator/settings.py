@@ -9,13 +9,13 @@ from torch import nn
 
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
-from accel_trainer.accelerator.engine_plugins import EnginePlugins
 from accel_trainer.accelerator.options import AcceleratorOptions
 from accel_trainer.accelerator.prepared import Prepared
 from accel_trainer.accelerator.shared_state import AcceleratorState, GradientState, ProcessView
 from accel_trainer.checkpoint.checkpointer import Checkpointer
 from accel_trainer.config import Resolved, RunConfig
 from accel_trainer.data.loader import PreparedDataLoader
+from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugins
 from accel_trainer.plugins.kwargs import ProjectConfiguration
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.strategies.api import Strategy
@@ -43,7 +43,7 @@ class AcceleratorSettings(ProcessView):
     state: AcceleratorState
     gradient_state: GradientState
     _options: AcceleratorOptions
-    _engine_plugins: EnginePlugins
+    _engine_plugins: DeepSpeedPlugins
     _prepared: Prepared
     _checkpointer: Checkpointer
 

@@ -19,8 +19,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext, destroy_process_group, init_process, read_environment
 
 if TYPE_CHECKING:
-    from accel_trainer.accelerator.engine_plugins import EnginePlugins
-    from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin
+    from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin, DeepSpeedPlugins
 
 __all__ = [
     "AcceleratorState",
@@ -287,7 +286,7 @@ class AcceleratorState(PartialState):
         distributed_type: DistributedType | None = None,
         mixed_precision: str = "no",
         fsdp_plugin: Any = None,
-        engine_plugins: EnginePlugins | None = None,
+        engine_plugins: DeepSpeedPlugins | None = None,
         take_plugin: Callable[[str], None] | None = None,
         parallelism_config: Any = None,
     ) -> None:
@@ -334,7 +333,7 @@ class AcceleratorState(PartialState):
         assert self._take_plugin is not None
         self._take_plugin(name)
 
-    def _plugins(self) -> EnginePlugins:
+    def _plugins(self) -> DeepSpeedPlugins:
         if self._engine_plugins is None:
             raise ConfigError("this state belongs to no Accelerator, and has no DeepSpeed plugins; make one first")
         return self._engine_plugins

@@ -1,10 +1,11 @@
-"""The part of the Accelerator that tells what a run does: trackers and profiles."""
+"""Trackers of a run, and the methods of the Accelerator that log, profile and end it."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -13,12 +14,13 @@ from torch import Tensor, profiler
 from accel_trainer import logging
 from accel_trainer.accelerator.settings import AcceleratorSettings
 from accel_trainer.errors import ConfigError, did_you_mean
-from accel_trainer.plugins.kwargs import ProfileKwargs
+from accel_trainer.plugins.kwargs import ProfileKwargs, ProjectConfiguration
 from accel_trainer.registry import installed_trackers, load_tracker, tracker_names
+from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.tracking import BlankTracker, GeneralTracker, mask_secrets, redact, secrets_of
 
-__all__ = ["AcceleratorReporting", "TrackerChoice", "choose_trackers"]
+__all__ = ["AcceleratorTracking", "TrackerChoice", "Trackers"]
 
 logger = logging.get_logger(__name__)
 
@@ -26,42 +28,163 @@ TrackerChoice = str | GeneralTracker | type[GeneralTracker]
 """A tracker by name, "all" for those that are installed, one of one's own, or its class."""
 
 
-def choose_trackers(
-    log_with: TrackerChoice | Sequence[TrackerChoice] | None, logging_dir: Any
-) -> list[GeneralTracker | type[GeneralTracker]]:
-    """Return what `log_with` names: classes to make trackers of, and trackers as they are.
+class Trackers:
+    """Trackers of a run: chosen when it is made, opened by `init`, closed by `finish`.
 
-    Raises:
-        ConfigError: a name is unknown, or a tracker writes files and there is no directory.
-        MissingExtraError: a tracker's package is not installed.
+    One that cannot be reached is left out with a warning; one that fails later warns once and never stops the training.
     """
+
+    def __init__(
+        self,
+        log_with: TrackerChoice | Sequence[TrackerChoice] | None,
+        project: ProjectConfiguration,
+        process: ProcessContext,
+    ) -> None:
+        """Choose trackers by name or class, or take them as they are.
+
+        Raises:
+            ConfigError: a name is unknown, or a tracker writes files and there is no directory.
+            MissingExtraError: a tracker's package is not installed.
+        """
+        self.chosen = _choose(log_with, project.logging_dir)
+        self.opened: list[GeneralTracker] = []
+        """Those that this rank logs to."""
+        self._project = project
+        self._process = process
+        self._is_open = False
+        self._secrets: frozenset[str] = frozenset()
+        self._failed: set[str] = set()
+
+    def init(
+        self, project_name: str, config: Mapping[str, Any] | None, init_kwargs: Mapping[str, Mapping[str, Any]] | None
+    ) -> None:
+        """Open a run with every chosen tracker. Collective."""
+        options = dict(init_kwargs or {})
+        known = [tracker.name for tracker in self.chosen]
+        for name in options:
+            if name not in known:
+                raise ConfigError(
+                    f"init_kwargs has options for {name!r}{did_you_mean(name, known)} Trackers of this run: "
+                    f"{', '.join(known) or 'none, since log_with is not given'}"
+                )
+        if config is not None and not isinstance(config, Mapping):
+            raise ConfigError(
+                f"init_trackers(config=...) got a {type(config).__name__}; pass a dict, vars(args) for instance"
+            )
+        self.finish()
+        self._secrets = frozenset(secrets_of(options) | secrets_of(config or {}))
+        # An error on rank 0 alone (an option that the library does not take) is raised by all.
+        with raise_together(self._process, "init_trackers"):
+            for choice in self.chosen:
+                if self._process.is_main or not choice.main_process_only:
+                    self._open(choice, project_name, options.get(choice.name, {}), config)
+        self._is_open = True
+
+    def _open(
+        self,
+        choice: GeneralTracker | type[GeneralTracker],
+        project_name: str,
+        options: Mapping[str, Any],
+        config: Mapping[str, Any] | None,
+    ) -> None:
+        try:
+            # Trackers that are written for other libraries open their run when they are made.
+            if isinstance(choice, type):
+                tracker = choice(project_name, self._project.logging_dir, **options)
+            else:
+                tracker = choice
+            tracker.start()
+        except (TypeError, ValueError, ImportError):
+            raise
+        except Exception as error:
+            self._warn(choice, "start", error)
+            return
+        self.opened.append(tracker)
+        if config is not None:
+            self._call(tracker, "store_init_configuration", mask_secrets(config))
+
+    def log(
+        self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]] | None
+    ) -> None:
+        """Log values to every open tracker. Not collective."""
+        if self.chosen and not self._is_open:
+            logger.warning_once("log() was called before init_trackers(): nothing is stored")
+        if self.opened:
+            plain = {key: _plain(value) for key, value in values.items()}
+            for tracker in self.opened:
+                self._call(tracker, "log", dict(plain), step=step, **(log_kwargs or {}).get(tracker.name, {}))
+
+    def get(self, name: str) -> GeneralTracker:
+        """Return the tracker called `name`; on ranks that do not log, one that does nothing."""
+        known = [tracker.name for tracker in self.chosen]
+        if name not in known or not self._is_open:
+            state = "" if self._is_open else "; call init_trackers() first"
+            raise ConfigError(
+                f"no tracker {name!r} is open{did_you_mean(name, known)} Trackers of log_with: "
+                f"{', '.join(known) or 'none'}{state}"
+            )
+        return next((tracker for tracker in self.opened if tracker.name == name), BlankTracker())
+
+    def finish(self) -> None:
+        """Close the open trackers."""
+        for tracker in self.opened:
+            self._call(tracker, "finish")
+        self.opened = []
+        self._failed = set()
+        self._is_open = False
+
+    def _call(self, tracker: GeneralTracker, method: str, *args: Any, **kwargs: Any) -> None:
+        try:
+            getattr(tracker, method)(*args, **kwargs)
+        except Exception as error:
+            self._warn(tracker, method, error)
+
+    def _warn(self, tracker: GeneralTracker | type[GeneralTracker], method: str, error: Exception) -> None:
+        if tracker.name not in self._failed:
+            self._failed.add(tracker.name)
+            logger.warning(
+                "tracker %r failed in %s, and the training goes on; further failures are not reported: %s: %s",
+                tracker.name,
+                method,
+                type(error).__name__,
+                redact(str(error), self._secrets),
+                main_process_only=False,
+            )
+
+
+def _choose(
+    log_with: TrackerChoice | Sequence[TrackerChoice] | None, logging_dir: str | Path | None
+) -> list[GeneralTracker | type[GeneralTracker]]:
     given = [log_with] if isinstance(log_with, str | GeneralTracker | type) else list(log_with or ())
-    chosen: list[GeneralTracker | type[GeneralTracker]] = []
-    for item in given:
-        if isinstance(item, str) and item.lower() == "all":
-            everything = [load_tracker(name) for name in installed_trackers()]
-            chosen += [tracker for tracker in everything if logging_dir or not tracker.requires_logging_directory]
-        else:
-            chosen.append(load_tracker(str(item).lower()) if isinstance(item, str) else _checked(item))
+    chosen = [tracker for item in given for tracker in _expand(item, logging_dir)]
     if given and not chosen:
         raise ConfigError(
             f"log_with='all', and no tracker can be used: known are {', '.join(tracker_names())}; run "
             "`pip install 'accel-trainer[tensorboard]'` (or another), and give Accelerator(project_dir=...)"
         )
+    unique = {tracker.name: tracker for tracker in chosen}
     for tracker in chosen:
         if isinstance(tracker, type) and tracker.requires_logging_directory and not logging_dir:
             raise ConfigError(
                 f"log_with={tracker.name!r} writes files and has no directory for them; pass "
                 "Accelerator(project_dir=...), or ProjectConfiguration(logging_dir=...)"
             )
-    unique = {tracker.name: tracker for tracker in chosen}
-    for tracker in chosen:
         if tracker is not unique[tracker.name]:
             raise ConfigError(f"log_with holds two trackers called {tracker.name!r}; give each a name of its own")
     return list(unique.values())
 
 
-def _checked(item: Any) -> GeneralTracker | type[GeneralTracker]:
+def _expand(item: Any, logging_dir: str | Path | None) -> list[GeneralTracker | type[GeneralTracker]]:
+    """Return the trackers that one entry of `log_with` names, or is."""
+    if not isinstance(item, str):
+        return [_check_tracker(item)]
+    if item.lower() != "all":
+        return [load_tracker(item.lower())]
+    everything = [load_tracker(name) for name in installed_trackers()]
+    return [tracker for tracker in everything if logging_dir or not tracker.requires_logging_directory]
+
+
+def _check_tracker(item: Any) -> GeneralTracker | type[GeneralTracker]:
     kind = item if isinstance(item, type) else type(item)
     if not issubclass(kind, GeneralTracker):
         raise ConfigError(
@@ -75,15 +198,20 @@ def _checked(item: Any) -> GeneralTracker | type[GeneralTracker]:
     return tracker
 
 
-class AcceleratorReporting(AcceleratorSettings):
+class AcceleratorTracking(AcceleratorSettings):
     """Trackers and profiles."""
 
-    log_with: list[GeneralTracker | type[GeneralTracker]]
-    trackers: list[GeneralTracker]
-    """Those that this rank logs to."""
-    _secrets: frozenset[str] = frozenset()
-    _failed: frozenset[str] = frozenset()
-    _is_tracking = False
+    _trackers: Trackers
+
+    @property
+    def log_with(self) -> list[GeneralTracker | type[GeneralTracker]]:
+        """Trackers that `init_trackers` opens."""
+        return self._trackers.chosen
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """Open trackers that this rank logs to."""
+        return self._trackers.opened
 
     def init_trackers(
         self,
@@ -103,49 +231,7 @@ class AcceleratorReporting(AcceleratorSettings):
         Raises:
             ConfigError: an argument is wrong; also on the ranks that do not log.
         """
-        options = dict(init_kwargs or {})
-        known = [tracker.name for tracker in self.log_with]
-        for name in options:
-            if name not in known:
-                raise ConfigError(
-                    f"init_kwargs has options for {name!r}{did_you_mean(name, known)} Trackers of this run: "
-                    f"{', '.join(known) or 'none, since log_with is not given'}"
-                )
-        if config is not None and not isinstance(config, Mapping):
-            raise ConfigError(
-                f"init_trackers(config=...) got a {type(config).__name__}; pass a dict, vars(args) for instance"
-            )
-        self._finish_trackers()
-        self._secrets = frozenset(secrets_of(options) | secrets_of(config or {}))
-        # What rank 0 alone would raise (an option that the library does not take) is raised by all.
-        with raise_together(self.process, "init_trackers"):
-            for choice in self.log_with:
-                if self.process.is_main or not choice.main_process_only:
-                    self._open(choice, project_name, options.get(choice.name, {}), config)
-        self._is_tracking = True
-
-    def _open(
-        self,
-        choice: GeneralTracker | type[GeneralTracker],
-        project_name: str,
-        options: Mapping[str, Any],
-        config: Mapping[str, Any] | None,
-    ) -> None:
-        try:
-            # Trackers that are written for other libraries open their run when they are made.
-            if isinstance(choice, type):
-                tracker = choice(project_name, self.project_configuration.logging_dir, **options)
-            else:
-                tracker = choice
-            tracker.start()
-        except (TypeError, ValueError, ImportError):
-            raise
-        except Exception as error:
-            self._warn(choice, "start", error)
-            return
-        self.trackers.append(tracker)
-        if config is not None:
-            self._call(tracker, "store_init_configuration", mask_secrets(config))
+        self._trackers.init(project_name, config, init_kwargs)
 
     def log(
         self,
@@ -162,17 +248,12 @@ class AcceleratorReporting(AcceleratorSettings):
             step: the update that they belong to.
             log_kwargs: further arguments by tracker: `{"wandb": {"commit": False}}`.
         """
-        if self.log_with and not self._is_tracking:
-            logger.warning_once("log() was called before init_trackers(): nothing is stored")
-        if self.trackers:
-            plain = {key: _plain(value) for key, value in values.items()}
-            for tracker in self.trackers:
-                self._call(tracker, "log", dict(plain), step=step, **(log_kwargs or {}).get(tracker.name, {}))
+        self._trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return the tracker called `name`; on ranks that do not log, one that does nothing.
 
-        What it raises, it raises: only `Accelerator.log` turns failures into warnings.
+        Its own methods raise their errors: only `Accelerator.log` turns failures into warnings.
 
         Args:
             unwrap: return the library's own run object instead, None on ranks that do not log.
@@ -180,44 +261,12 @@ class AcceleratorReporting(AcceleratorSettings):
         Raises:
             ConfigError: the run has no such tracker.
         """
-        known = [tracker.name for tracker in self.log_with]
-        if name not in known or not self._is_tracking:
-            state = "" if self._is_tracking else "; call init_trackers() first"
-            raise ConfigError(
-                f"no tracker {name!r} is open{did_you_mean(name, known)} Trackers of log_with: "
-                f"{', '.join(known) or 'none'}{state}"
-            )
-        tracker = next((tracker for tracker in self.trackers if tracker.name == name), BlankTracker())
+        tracker = self._trackers.get(name)
         return tracker.tracker if unwrap else tracker
-
-    def _finish_trackers(self) -> None:
-        for tracker in self.trackers:
-            self._call(tracker, "finish")
-        self.trackers = []
-        self._failed = frozenset()
-        self._is_tracking = False
-
-    def _call(self, tracker: GeneralTracker, method: str, *args: Any, **kwargs: Any) -> None:
-        try:
-            getattr(tracker, method)(*args, **kwargs)
-        except Exception as error:
-            self._warn(tracker, method, error)
-
-    def _warn(self, tracker: GeneralTracker | type[GeneralTracker], method: str, error: Exception) -> None:
-        if tracker.name not in self._failed:
-            self._failed |= {tracker.name}
-            logger.warning(
-                "tracker %r failed in %s, and the training goes on; further failures are not reported: %s: %s",
-                tracker.name,
-                method,
-                type(error).__name__,
-                redact(str(error), self._secrets),
-                main_process_only=False,
-            )
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profiler.profile]:
-        """Record what the block computes, and yield torch's profiler. Collective at its end, unless it raises.
+        """Record the operations of a block, and yield torch's profiler. Collective at its end, unless it raises.
 
         Args:
             profile_handler: what to record and where to write it; without it, the one in `kwargs_handlers`.
@@ -238,7 +287,7 @@ class AcceleratorReporting(AcceleratorSettings):
         A background save is waited for, and what went wrong in it is raised.
         """
         self._checkpointer.close()
-        self._finish_trackers()
+        self._trackers.finish()
         if self.process.is_distributed:
             # Nobody leaves while another rank still needs the group.
             dist.barrier()

@@ -1,15 +1,16 @@
-"""DeepSpeed's options as objects, and the stand-ins for what its configuration describes."""
+"""DeepSpeed's options as objects, and placeholders for the optimizer and schedule of its configuration."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
+from accel_trainer.config import Resolved
 from accel_trainer.config.deepspeed.block import (
     FIELDS,
     SHARED_KEYS,
@@ -23,11 +24,15 @@ from accel_trainer.config.deepspeed.block import (
 from accel_trainer.config.readers.config_source import problem_report
 from accel_trainer.config.schema import RunConfig
 from accel_trainer.config.validation import show
-from accel_trainer.errors import ConfigError
+from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.plugins.option_object import OptionObject
+from accel_trainer.strategies.api import Capabilities, Strategy
 
-__all__ = ["DeepSpeedPlugin", "DummyOptim", "DummyScheduler", "HfDeepSpeedConfig"]
+__all__ = ["DeepSpeedPlugin", "DeepSpeedPlugins", "DummyOptim", "DummyScheduler", "HfDeepSpeedConfig"]
 
 _AUTO = "auto"
+_ONLY = "default"
+"""Name of a plugin that is the only one."""
 _ZERO3_INIT = "zero3_init_flag"
 _MOE = "transformer_moe_cls_names"
 # What the plugin's fields are called in a block of the configuration, where that is another name.
@@ -105,7 +110,7 @@ class HfDeepSpeedConfig:
 
 
 @dataclass
-class DeepSpeedPlugin:
+class DeepSpeedPlugin(OptionObject):
     """Run with DeepSpeed: giving one chooses strategy "deepspeed". None leaves an option as configured.
 
     After the Accelerator has been made, the plugin shows what the run has resolved. `deepspeed_config` may be changed
@@ -146,7 +151,7 @@ class DeepSpeedPlugin:
                 f"DeepSpeedPlugin(enable_msamp={self.enable_msamp}, msamp_opt_level={self.msamp_opt_level!r}): MS-AMP "
                 "is not offered; leave both out, and use mixed_precision='bf16'"
             )
-        self._given = {field.name: getattr(self, field.name) for field in fields(self)}
+        self._given = {f.name: getattr(self, f.name) for f in fields(self)}
         block = self._block()
         self.hf_ds_config = HfDeepSpeedConfig(block)
         self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
@@ -180,7 +185,7 @@ class DeepSpeedPlugin:
         block[name] = value
 
     def _show(self) -> None:
-        """Set the fields to what the configuration says."""
+        """Set the fields to the values of the configuration."""
         ask = self.hf_ds_config.get_value
         self.gradient_accumulation_steps = ask("gradient_accumulation_steps", _AUTO)
         self.gradient_clipping = ask("gradient_clipping", _AUTO)
@@ -194,7 +199,7 @@ class DeepSpeedPlugin:
         self.zero3_init_flag = self.hf_ds_config.is_zero3() and ask(_ZERO3_INIT) is not False
         self._shown = copy.deepcopy(self.deepspeed_config)
 
-    def options(self) -> dict[str, Any]:
+    def explicit(self) -> dict[str, Any]:
         """Return the options that were set, by dotted path."""
         options: dict[str, Any] = {"strategy": "deepspeed"}
         steps = self._given["gradient_accumulation_steps"]
@@ -211,7 +216,7 @@ class DeepSpeedPlugin:
         return options
 
     def refresh(self, config: RunConfig) -> None:
-        """Show what a run has resolved.
+        """Show the configuration of a run.
 
         Raises:
             ConfigError: its DeepSpeed block cannot be read.
@@ -322,6 +327,94 @@ class DeepSpeedPlugin:
     def set_value(self, ds_key_long: str, value: Any) -> None:
         """Put a value at a dotted path; sections that are missing are made."""
         set_value(self.deepspeed_config, ds_key_long, value)
+
+
+@dataclass
+class DeepSpeedPlugins:
+    """DeepSpeed plugins of an Accelerator by name, each with the configuration that it resolves to; one is in use."""
+
+    plugins: dict[str, DeepSpeedPlugin] = field(default_factory=dict)
+    resolved: dict[str, Resolved] = field(default_factory=dict)
+    selected: str | None = None
+    _shown: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, single: Any, several: Mapping[str, DeepSpeedPlugin] | None) -> DeepSpeedPlugins:
+        """Return the plugins that an Accelerator was given; the first of several is in use first.
+
+        Raises:
+            ConfigError: both arguments were given, or something that is no plugin.
+        """
+        if single is not None and several is not None:
+            raise ConfigError("deepspeed_plugin and deepspeed_plugins were both given; pass one of them")
+        given = several if several is not None else single
+        plugins = dict(given) if isinstance(given, Mapping) else {} if given is None else {_ONLY: given}
+        for name, plugin in plugins.items():
+            if not isinstance(plugin, DeepSpeedPlugin):
+                raise ConfigError(f"the DeepSpeed plugin {name!r} is a {type(plugin).__name__}; pass a DeepSpeedPlugin")
+        return cls(plugins)
+
+    @property
+    def first(self) -> DeepSpeedPlugin | None:
+        """The plugin that is in use from the beginning."""
+        return next(iter(self.plugins.values()), None)
+
+    @property
+    def current(self) -> DeepSpeedPlugin | None:
+        """The plugin in use."""
+        return None if self.selected is None else self.plugins[self.selected]
+
+    def resolve(
+        self, first: Resolved, facts: Capabilities, resolve_with: Callable[[DeepSpeedPlugin], Resolved]
+    ) -> None:
+        """Resolve the configuration of each plugin. One is made where none was given and DeepSpeed runs.
+
+        Args:
+            first: the configuration with the first plugin.
+            resolve_with: returns the Accelerator's configuration with a plugin.
+
+        Raises:
+            ConfigError: an option of one of them cannot be.
+        """
+        if not self.plugins and facts.distributed_type == "DEEPSPEED":
+            self.plugins[_ONLY] = DeepSpeedPlugin(hf_ds_config=dict(first.config.deepspeed))
+        for name, plugin in self.plugins.items():
+            self.resolved[name] = first if plugin is self.first else resolve_with(plugin)
+
+    def use(self, name: str | None, resolved: Resolved, strategy: Strategy) -> Resolved:
+        """Put a plugin in use, and have it show the configuration that holds for it."""
+        self.selected = name
+        for known, plugin in self.plugins.items():
+            plugin.selected = known == name
+            plugin.building = strategy.building if plugin.selected else None
+        if self.current is not None:
+            self.current.refresh(resolved.config)
+            self._shown = copy.deepcopy(self.current.deepspeed_config)
+        return resolved
+
+    def edited(self, resolved: Resolved) -> Resolved:
+        """Return the configuration with the changes to the plugin's `deepspeed_config` since it was put in use."""
+        if self.current is None or self.current.deepspeed_config == self._shown:
+            return resolved
+        return replace(resolved, config=replace(resolved.config, deepspeed=self.current.deepspeed_config))
+
+    def require(self, name: str) -> DeepSpeedPlugin:
+        """Return a plugin by its name.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        if name not in self.plugins:
+            known = ", ".join(map(repr, self.plugins)) or "none"
+            raise ConfigError(
+                f"no DeepSpeed plugin is called {name!r}{did_you_mean(name, self.plugins) or '.'} This Accelerator "
+                f"has {known}. Pass Accelerator(deepspeed_plugins={{{name!r}: DeepSpeedPlugin(...)}})"
+            )
+        return self.plugins[name]
+
+
+EnginePlugins = DeepSpeedPlugins
+"""The name of the class in pickles of 0.1."""
 
 
 class DummyOptim:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from torch import nn
-
 from accel_trainer import logging
+from accel_trainer.config import Resolved
 from accel_trainer.config.dialects.fsdp import DIRECT, NAMED, SHARDING_STRATEGIES, WITHOUT_EFFECT, fsdp_options
 from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.plugins.option_object import OptionObject
+from accel_trainer.strategies.api import Capabilities
 
-__all__ = ["FullyShardedDataParallelPlugin"]
+__all__ = ["FSDPDescription", "FullyShardedDataParallelPlugin"]
 
 logger = logging.get_logger(__name__)
 
@@ -26,7 +27,7 @@ _REFUSED = {
 
 
 @dataclass
-class FullyShardedDataParallelPlugin:
+class FullyShardedDataParallelPlugin(OptionObject):
     """Shard the model with FSDP2: giving one chooses strategy "fsdp2". None leaves an option as configured.
 
     Members of torch's enumerations are taken like their names.
@@ -85,13 +86,11 @@ class FullyShardedDataParallelPlugin:
     def _named(self, name: str) -> str:
         return f"{type(self).__name__}({name}={getattr(self, name)!r})"
 
-    @property
-    def wrap_function(self) -> Callable[[nn.Module], bool] | None:
-        """The callable given as `auto_wrap_policy`, if one was."""
-        policy = self.auto_wrap_policy
-        return policy if callable(policy) else None
+    def objects(self) -> dict[str, Any]:
+        """Return the callable given as `auto_wrap_policy`, if one was."""
+        return {"wrap_policy": self.auto_wrap_policy if callable(self.auto_wrap_policy) else None}
 
-    def options(self) -> dict[str, Any]:
+    def explicit(self) -> dict[str, Any]:
         """Return the options that were set, by dotted path.
 
         Raises:
@@ -136,6 +135,33 @@ class FullyShardedDataParallelPlugin:
                 f"{self._named('sharding_strategy')}; expected one of {', '.join(known)}{did_you_mean(word, known)}"
             )
         return fsdp_options(word)
+
+
+@dataclass
+class FSDPDescription:
+    """The sharding in force, under the attribute names that transformers reads from `state.fsdp_plugin`."""
+
+    fsdp_version: int
+    reshard_after_forward: bool
+    state_dict_type: str
+    cpu_offload: bool
+    activation_checkpointing: bool
+    transformer_cls_names_to_wrap: list[str]
+
+    @classmethod
+    def of(cls, resolved: Resolved, facts: Capabilities) -> FSDPDescription | None:
+        """Return the sharding of a strategy with these facts; None where something else shards, or nothing."""
+        if facts.distributed_type != "FSDP":
+            return None
+        fsdp = resolved.config.fsdp
+        return cls(
+            fsdp_version=2,
+            reshard_after_forward=fsdp.reshard_after_forward,
+            state_dict_type=f"{fsdp.state_dict_type.upper()}_STATE_DICT",
+            cpu_offload=fsdp.offload_params,
+            activation_checkpointing=fsdp.activation_checkpointing,
+            transformer_cls_names_to_wrap=list(fsdp.wrap_classes),
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torch import profiler
 
 from accel_trainer.checkpoint.commit.retry import SaveErrorAction, SavePolicy
+from accel_trainer.config import field_specs
 from accel_trainer.errors import ConfigError, did_you_mean
-from accel_trainer.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
+from accel_trainer.plugins.option_object import OptionObject
 from accel_trainer.strategies.comm_hooks import CommHook, DDPCommunicationHookType
 
 __all__ = [
@@ -19,7 +21,6 @@ __all__ = [
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
-    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
@@ -30,12 +31,8 @@ __all__ = [
 ]
 
 
-class KwargsHandler:
+class KwargsHandler(OptionObject):
     """Base of the option objects that `Accelerator(kwargs_handlers=[...])` takes, at most one of each class."""
-
-    def given(self) -> dict[str, Any]:
-        """Return the options that were set, the ones set to a default value included; None means not set."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}  # type: ignore[arg-type]
 
 
 @dataclass
@@ -53,10 +50,18 @@ class AutocastKwargs(KwargsHandler):
         """Return `enabled` and `cache_enabled` where they were set."""
         return {name: value for name, value in self.given().items() if name != "output_dtype"}
 
+    def explicit(self) -> dict[str, Any]:
+        """Return the dtype of the outputs, by its path."""
+        return {} if self.output_dtype is None else {"output_dtype": self.output_dtype}
+
+    def objects(self) -> dict[str, Any]:
+        """Return the options of autocast."""
+        return {"autocast": self.autocast_options()}
+
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Options of torch's DistributedDataParallel; what is None is left to the configuration."""
+    """Options of torch's DistributedDataParallel; None leaves an option as configured."""
 
     dim: int | None = None
     broadcast_buffers: bool | None = None
@@ -86,7 +91,16 @@ class DistributedDataParallelKwargs(KwargsHandler):
             ConfigError: a name or an option is unknown, or belongs to no hook.
         """
         hook = CommHook(self.comm_hook, self.comm_wrapper, self.comm_state_option)
-        return None if hook.hook == DDPCommunicationHookType.NO else hook
+        return hook if hook.changes_gradients else None
+
+    def explicit(self) -> dict[str, Any]:
+        """Return the options that the configuration has, too, by their paths: it knows where each value came from."""
+        return {f"ddp.{name}": value for name, value in self.given().items() if f"ddp.{name}" in field_specs()}
+
+    def objects(self) -> dict[str, Any]:
+        """Return the communication hook, and the options that the configuration has not."""
+        rest = {name: value for name, value in self.given().items() if f"ddp.{name}" not in field_specs()}
+        return {"comm_hook": self.hook(), "ddp_options": rest}
 
 
 @dataclass
@@ -99,6 +113,10 @@ class GradScalerKwargs(KwargsHandler):
     growth_interval: int | None = None
     enabled: bool | None = None
 
+    def objects(self) -> dict[str, Any]:
+        """Return the options of the loss scaler."""
+        return {"scaler_options": self.given()}
+
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
@@ -108,10 +126,27 @@ class InitProcessGroupKwargs(KwargsHandler):
     timeout: Any = None
     """A datetime.timedelta; it reaches every group of the job, on the CPU too."""
 
+    def explicit(self) -> dict[str, Any]:
+        """Return the timeout, by its path.
+
+        Raises:
+            ConfigError: it is no timedelta.
+        """
+        if self.timeout is not None and not isinstance(self.timeout, timedelta):
+            raise ConfigError(
+                f"InitProcessGroupKwargs(timeout={self.timeout!r}) is a {type(self.timeout).__name__}; pass a "
+                "datetime.timedelta, timedelta(seconds=...) for instance"
+            )
+        return {} if self.timeout is None else {"timeout_seconds": self.timeout.total_seconds()}
+
+    def objects(self) -> dict[str, Any]:
+        """Return the backend."""
+        return {"backend": self.backend}
+
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """What `accelerator.profile()` records; the names are those of torch.profiler."""
+    """Contents of the traces of `accelerator.profile()`, under the names of torch.profiler."""
 
     activities: Iterable[str] | None = None
     """"cpu", "cuda", "xpu", ...; None records what the machine has."""
@@ -126,6 +161,10 @@ class ProfileKwargs(KwargsHandler):
     with_modules: bool | None = None
     output_trace_dir: str | Path | None = None
     """Where each rank writes `profile_{rank}.json`, the n-th cycle of a schedule `profile_{rank}_{n}.json`."""
+
+    def objects(self) -> dict[str, Any]:
+        """Return itself, for `accelerator.profile()`."""
+        return {"profile": self}
 
     def build(self, rank: int) -> profiler.profile:
         """Return the profiler of a rank.
@@ -184,7 +223,7 @@ class _TraceWriter:
 
 
 @dataclass
-class TorchDynamoPlugin:
+class TorchDynamoPlugin(OptionObject):
     """How prepared models are compiled. None leaves an option as configured."""
 
     backend: str | None = None
@@ -210,18 +249,17 @@ class TorchDynamoPlugin:
         """Return the options that were set, by dotted path."""
         if self.disable:
             return {"compile.backend": "no"}
-        values = {
-            "compile.backend": self.backend,
-            "compile.mode": self.mode,
-            "compile.fullgraph": self.fullgraph,
-            "compile.dynamic": self.dynamic,
-            "compile.regional": self.use_regional_compilation,
-        }
-        return {path: value for path, value in values.items() if value is not None}
+        names = {"use_regional_compilation": "regional"}
+        left_out = ("options", "disable")
+        return {f"compile.{names.get(n, n)}": value for n, value in self.given().items() if n not in left_out}
+
+    def objects(self) -> dict[str, Any]:
+        """Return the options of the backend."""
+        return {"compile_options": dict(self.options or {})}
 
 
 @dataclass
-class DataLoaderConfiguration:
+class DataLoaderConfiguration(OptionObject):
     """How prepared loaders share their data over the ranks. Field by field: `config.DataConfig`."""
 
     split_batches: bool | None = None
@@ -232,13 +270,13 @@ class DataLoaderConfiguration:
     non_blocking: bool | None = None
     use_stateful_dataloader: bool | None = None
 
-    def options(self) -> dict[str, Any]:
+    def explicit(self) -> dict[str, Any]:
         """Return the options that were set, by dotted path."""
-        return {f"data.{f.name}": getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        return {f"data.{name}": value for name, value in self.given().items()}
 
 
 @dataclass
-class GradientAccumulationPlugin:
+class GradientAccumulationPlugin(OptionObject):
     """How many micro-batches make an update, and when gradients are exchanged. None leaves an option as configured."""
 
     num_steps: int | None = None
@@ -256,12 +294,14 @@ class GradientAccumulationPlugin:
                 "Accelerator(step_scheduler_with_optimizer=False) and step it when you like"
             )
 
-    def options(self) -> dict[str, Any]:
+    def explicit(self) -> dict[str, Any]:
         """Return the options that were set, by dotted path."""
-        options = {
-            f"accumulation.{f.name}": getattr(self, f.name) for f in fields(self) if f.name != "adjust_scheduler"
-        }
-        return {path: value for path, value in options.items() if value is not None}
+        return {f"accumulation.{name}": value for name, value in self.given().items() if name != "adjust_scheduler"}
+
+    def objects(self) -> dict[str, Any]:
+        """Return the options that `GradientState.plugin_kwargs` shows."""
+        shown = {"num_steps": self.num_steps, "sync_each_batch": self.sync_each_batch or None}
+        return {"plugin_kwargs": {name: value for name, value in shown.items() if value is not None}}
 
 
 @dataclass
@@ -288,7 +328,7 @@ class ProjectConfiguration:
 
     @property
     def save_policy(self) -> SavePolicy:
-        """What to do about saves that fail or take long."""
+        """How saves that fail or take long are dealt with."""
         return SavePolicy(on_save_error=self.on_save_error, max_pause_s=self.max_pause_s, max_wait_s=self.max_wait_s)
 
     def __post_init__(self) -> None:

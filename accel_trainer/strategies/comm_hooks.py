@@ -74,6 +74,11 @@ class CommHook:
                     f"comm_state_option: unknown option {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}"
                 )
 
+    @property
+    def changes_gradients(self) -> bool:
+        """Whether gradients are sent in another form than their own."""
+        return self.hook != DDPCommunicationHookType.NO
+
     def check(self, device: torch.device) -> None:
         """Refuse a hook that torch cannot run on `device`.
 

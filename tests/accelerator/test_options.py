@@ -24,7 +24,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from accel_trainer import Accelerator, DeepSpeedPlugin
-from accel_trainer.accelerator.engine_plugins import EnginePlugins
 from accel_trainer.accelerator.options import AcceleratorOptions, build_strategy
 from accel_trainer.config import Resolved, resolve
 from accel_trainer.errors import ConfigError
@@ -35,6 +34,7 @@ from accel_trainer.plugins import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
+from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugins
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Capabilities
 
@@ -44,14 +44,19 @@ def processes(count: int) -> ProcessContext:
     return ProcessContext(0, 0, count, count, torch.device("cpu"), "gloo" if count > 1 else None)
 
 
-def options_of(**given: Any) -> AcceleratorOptions:
-    names = {
-        *("split_batches", "mixed_precision", "gradient_accumulation_steps", "cpu", "dataloader_config"),
-        *("fsdp_plugin", "gradient_accumulation_plugin", "dynamo_backend", "dynamo_plugin", "strategy"),
-        "deepspeed_plugin",
-    }
-    assert given.keys() <= names | {"kwargs_handlers"}
-    return AcceleratorOptions.build(**dict.fromkeys(names) | {"kwargs_handlers": ()} | given)
+SCALARS = {
+    "split_batches": "data.split_batches",
+    "mixed_precision": "mixed_precision",
+    "gradient_accumulation_steps": "accumulation.num_steps",
+    "cpu": "use_cpu",
+    "dynamo_backend": "compile.backend",
+    "strategy": "strategy",
+}
+
+
+def options_of(deepspeed_plugin: DeepSpeedPlugin | None = None, **given: Any) -> AcceleratorOptions:
+    scalars = {SCALARS[name]: given.pop(name) for name in list(given) if name in SCALARS}
+    return AcceleratorOptions.build(scalars, **given).with_plugin(deepspeed_plugin)
 
 
 def configured(environ: dict[str, str] | None = None, file: Any = None, **given: Any) -> Resolved:
@@ -182,19 +187,19 @@ def test_arguments_of_the_accelerator_hold_for_every_deepspeed_plugin():
         "student": DeepSpeedPlugin(gradient_accumulation_steps=4, zero_stage=2),
         "teacher": DeepSpeedPlugin(zero_stage=3),
     }
-    plugins = EnginePlugins.of(None, given)
+    plugins = DeepSpeedPlugins.of(None, given)
 
-    def with_plugin(plugin: DeepSpeedPlugin) -> AcceleratorOptions:
-        return build(deepspeed_plugin=plugin)
+    def resolve_with(plugin: DeepSpeedPlugin) -> Resolved:
+        return resolve(explicit=build(deepspeed_plugin=plugin).explicit)
 
-    first = resolve(explicit=with_plugin(given["student"]).explicit)
-    plugins.resolve(first, Capabilities(distributed_type="DEEPSPEED"), with_plugin, {}, None)
+    first = resolve_with(given["student"])
+    plugins.resolve(first, Capabilities(distributed_type="DEEPSPEED"), resolve_with)
     configs = [resolved.config for resolved in plugins.resolved.values()]
     assert [config.accumulation.num_steps for config in configs] == [4, 4]
     assert [config.deepspeed["zero_stage"] for config in configs] == [2, 3]
     given["teacher"] = DeepSpeedPlugin(gradient_accumulation_steps=8)
     with pytest.raises(ConfigError, match="deepspeed_plugin sets gradient_accumulation_steps=8, and"):
-        EnginePlugins.of(None, given).resolve(first, Capabilities(), with_plugin, {}, None)
+        DeepSpeedPlugins.of(None, given).resolve(first, Capabilities(), resolve_with)
 
 
 def test_arguments_that_agree_are_taken():
@@ -242,8 +247,8 @@ def test_what_a_plugin_leaves_out_stays_as_configured():
 
 def test_plugins_write_nothing_to_the_environment():
     before = dict(os.environ)
-    FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True, activation_checkpointing=True).options()
-    GradientAccumulationPlugin(num_steps=2).options()
+    FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True, activation_checkpointing=True).explicit()
+    GradientAccumulationPlugin(num_steps=2).explicit()
     DistributedDataParallelKwargs(static_graph=True).given()
     configured(fsdp_plugin=FullyShardedDataParallelPlugin())
     Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
@@ -376,14 +381,14 @@ def test_what_scripts_for_fsdp1_pass_to_the_plugin_is_taken(given: dict[str, Any
 )
 def test_what_fsdp2_has_not_is_refused_in_the_plugin(given: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
-        FullyShardedDataParallelPlugin(**given).options()
+        FullyShardedDataParallelPlugin(**given).explicit()
 
 
 @pytest.mark.parametrize("version", [1, "1"])
 def test_fsdp1_is_refused_by_the_plugin(version: Any):
     with pytest.raises(ConfigError, match=rf"Plugin\(fsdp_version={version!r}\): only FSDP2 is offered; pass 2"):
         FullyShardedDataParallelPlugin(fsdp_version=version)
-    assert FullyShardedDataParallelPlugin(fsdp_version=type(version)(2)).options() == {"strategy": "fsdp2"}
+    assert FullyShardedDataParallelPlugin(fsdp_version=type(version)(2)).explicit() == {"strategy": "fsdp2"}
 
 
 def test_options_of_loaders_and_groups_reach_the_configuration():

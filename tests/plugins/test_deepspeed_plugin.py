@@ -25,12 +25,12 @@ ENGINE = {
 
 
 def resolved(plugin, **levels):
-    return resolve(explicit=plugin.options(), **levels)
+    return resolve(explicit=plugin.explicit(), **levels)
 
 
 def test_without_arguments_it_is_stage_2():
     plugin = DeepSpeedPlugin()
-    assert plugin.options() == {"strategy": "deepspeed"}
+    assert plugin.explicit() == {"strategy": "deepspeed"}
     assert (plugin.zero_stage, plugin.offload_param_device, plugin.gradient_clipping) == (2, "none", "auto")
     assert read_block(resolved(plugin).config.deepspeed).data == {"zero_optimization": {"stage": 2}}
 
