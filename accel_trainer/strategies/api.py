@@ -70,6 +70,12 @@ class Capabilities:
     """Whether a model may have several optimizers, and an optimizer the parameters of several models."""
     describes_optimizers: bool = False
     """Whether its own configuration may describe the optimizer and its schedule, which it builds then."""
+    builds_engine: bool = False
+    """Whether `prepare` builds an engine around model, optimizer and batch size together.
+
+    Then an optimizer cannot come later, another attempt in the same process finds the memory taken, and there may be
+    files in the engine's own format, which `CheckpointIO.load_engine_files` reads.
+    """
     distributed_type: str = "NO"
     """The member of DistributedType that users compare with; `MULTI` stands for MULTI_CPU, MULTI_GPU, ... by device."""
 
@@ -178,6 +184,14 @@ class CheckpointIO(Protocol):
 
     def files(self, manifest: Manifest, prefix: str) -> Iterable[str]:
         """Return the names of the files that `load` opens on this rank, for their verification. Not collective."""
+
+    def load_engine_files(self, directory: Path) -> None:
+        """Load weights and optimizer state from files in the engine's own format, of any other library's run.
+
+        Raises:
+            IncompatibleCheckpointError: another number of ranks wrote them, or there is no engine.
+            CheckpointNotFoundError: the engine finds none in the directory.
+        """
 
     def local_bytes(self) -> int:
         """Return the size of the tensors of this rank's part; of what ranks hold alike, the first of them has it all.

@@ -10,9 +10,8 @@ from accel_trainer.config import Resolved
 from accel_trainer.errors import ConfigError
 from accel_trainer.trainer.arguments.deepspeed_arguments import complete_block
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
-from accel_trainer.trainer.running_trainer import RunningTrainer
 
-__all__ = ["build_accelerator", "complete_configuration"]
+__all__ = ["build_accelerator", "resolve_for_model"]
 
 
 def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
@@ -22,7 +21,7 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
         ConfigError: the arguments contradict each other, or cannot be honoured on this job.
     """
     _take_num_steps(args)
-    accelerator = Accelerator(config=complete_block(args, _resolve_for_model(args, model), model))
+    accelerator = Accelerator(config=complete_block(args, resolve_for_model(args, model), model))
     accelerator.gradient_state.plugin_kwargs.update(args.accelerator_config.gradient_accumulation_kwargs or {})
     shards = accelerator.strategy.capabilities.shards_parameters
     if shards and accelerator.config.fsdp.activation_checkpointing and _recomputes(None, args):
@@ -35,10 +34,10 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
             "save_on_each_node is set with a sharded model, whose whole weights rank 0 alone gathers; leave it out; "
             "give an output_dir that all nodes share"
         )
-    if args.auto_find_batch_size and args.hf_deepspeed_config is not None:
+    if args.auto_find_batch_size and accelerator.strategy.capabilities.builds_engine:
         raise ConfigError(
-            "auto_find_batch_size is set with DeepSpeed, whose engine is built for one batch size and keeps hold of "
-            "the memory of an attempt that failed; set per_device_train_batch_size"
+            f"auto_find_batch_size is set with strategy {accelerator.strategy.name!r}, whose engine is built for one "
+            "batch size and keeps hold of the memory of an attempt that failed; set per_device_train_batch_size"
         )
     if args.auto_find_batch_size and accelerator.num_processes > 1:
         raise ConfigError(
@@ -47,30 +46,6 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
             "gradient_accumulation_steps for the rest of the batch. On one process it searches"
         )
     return accelerator
-
-
-def complete_configuration(
-    trainer: RunningTrainer, max_steps: int, describes_optimizer: bool, describes_scheduler: bool
-) -> None:
-    """Give the Accelerator an engine's configuration that is complete: the model and the number of steps are known.
-
-    Args:
-        describes_optimizer: the configuration's optimizer steps, not one of the Trainer's.
-        describes_scheduler: the same for the schedule.
-
-    Raises:
-        ConfigError: the configuration contradicts the arguments, or leaves something open.
-    """
-    args, accelerator = trainer.args, trainer.accelerator
-    resolved = complete_block(
-        args,
-        _resolve_for_model(args, trainer.model),
-        trainer.model,
-        num_steps=max_steps,
-        given_optimizer="dummy" if describes_optimizer else "torch",
-        given_scheduler="dummy" if describes_scheduler else "torch",
-    )
-    accelerator.reconfigure(resolved)
 
 
 def _take_num_steps(args: TrainingArguments) -> None:
@@ -94,7 +69,7 @@ def _recomputes(model: Any, args: TrainingArguments) -> bool:
     return bool(by_argument or by_model)
 
 
-def _resolve_for_model(args: TrainingArguments, model: Any) -> Resolved:
+def resolve_for_model(args: TrainingArguments, model: Any) -> Resolved:
     """Return the configuration of the Trainer's Accelerator.
 
     The Trainer makes the windows and divides the loss itself, so the Accelerator accumulates nothing. DDP looks for

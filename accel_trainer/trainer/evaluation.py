@@ -7,7 +7,6 @@ Each rank keeps what it predicted, and the ranks exchange it at the end (after e
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,14 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
 from transformers.utils import logging
 
-from accel_trainer.trainer.inputs import fill_empty
-from accel_trainer.trainer.model_preparation import keep_engine
 from accel_trainer.trainer.predictions import Gatherer, to_numpy, trim_rows
 from accel_trainer.trainer.running_trainer import EvaluatingTrainer
 from accel_trainer.tree import map_leaves
@@ -102,37 +98,6 @@ def _to_vector(values: Sequence[Tensor | float]) -> Tensor:
     if on_device:
         vector[on_device] = torch.stack([values[index] for index in on_device]).cpu().double()  # type: ignore[misc]
     return vector
-
-
-def _prepare_model(trainer: EvaluatingTrainer) -> tuple[nn.Module, float | None]:
-    """Return the model to call, laid out first when evaluation comes before training, and the seconds that took.
-
-    Collective when there is something to lay out.
-    """
-    args, accelerator = trainer.args, trainer.accelerator
-    model = trainer._wrap_model(trainer.model, training=False)
-    dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16 if args.bf16_full_eval else None
-    if dtype is not None and not trainer.is_in_train:
-        # Before the layout: a sharded model owns its placement.
-        model = model.to(dtype=dtype) if trainer.is_sharded else model.to(dtype=dtype, device=args.device)
-    seconds = None
-    if model is trainer.model and not accelerator.is_prepared(model):
-        start_time = time.time()
-        model = accelerator.prepare_model(model, evaluation_mode=True)
-        fill_empty(model)
-        seconds = round(time.time() - start_time, 4)
-        if trainer.is_fsdp_enabled:
-            trainer.model = model
-            if hasattr(model, "generate"):
-                register_fsdp_forward_method(model, "generate")
-        if model is not trainer.model:
-            trainer.model_wrapped = model
-        if trainer.is_deepspeed_enabled:
-            keep_engine(trainer, model)
-    elif trainer.is_deepspeed_enabled:
-        # During training, too: the engine computes in its own dtype, and puts together what it has partitioned.
-        model = trainer.model_wrapped
-    return model, seconds
 
 
 def _log_start(trainer: EvaluatingTrainer, dataloader: DataLoader, description: str) -> None:
@@ -304,6 +269,7 @@ def _no_rows(data: Any, size: int | None) -> Any:
 
 def run_evaluation(
     trainer: EvaluatingTrainer,
+    model: nn.Module,
     dataloader: DataLoader,
     description: str,
     prediction_loss_only: bool | None,
@@ -317,7 +283,6 @@ def run_evaluation(
     """
     args = trainer.args
     loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-    model, preparation_seconds = _prepare_model(trainer)
     _log_start(trainer, dataloader, description)
     model.eval()
     if callable(getattr(trainer.optimizer, "eval", None)):
@@ -331,12 +296,10 @@ def run_evaluation(
             if args.eval_accumulation_steps is not None and step % args.eval_accumulation_steps == 0:
                 evaluation.offload()
     trainer.gather_function = trainer.accelerator.gather_for_metrics
-    return _finish(trainer, evaluation, metric_key_prefix, preparation_seconds)
+    return _finish(trainer, evaluation, metric_key_prefix)
 
 
-def _finish(
-    trainer: EvaluatingTrainer, evaluation: _Pass, prefix: str, preparation_seconds: float | None
-) -> EvalLoopOutput:
+def _finish(trainer: EvaluatingTrainer, evaluation: _Pass, prefix: str) -> EvalLoopOutput:
     args = trainer.args
     predictions, labels = evaluation.collect(evaluation.predictions), evaluation.collect(evaluation.labels)
     metrics = evaluation.metrics
@@ -349,9 +312,6 @@ def _finish(
         metrics = trainer.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels, **extra))
     loss = evaluation.mean_loss.value(trainer.accelerator, args.logging_nan_inf_filter)
     results = {} if loss is None else {f"{prefix}_loss": loss}
-    if preparation_seconds is not None:
-        # Only in the evaluation that spent them: upstream repeats it, and subtracts it from every later runtime.
-        results[f"{prefix}_model_preparation_time"] = preparation_seconds
     for key, value in denumpify_detensorize(dict(metrics or {})).items():
         results[key if key.startswith(f"{prefix}_") else f"{prefix}_{key}"] = value
     return EvalLoopOutput(

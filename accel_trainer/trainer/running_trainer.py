@@ -40,9 +40,6 @@ class RunningTrainer(Protocol):
     is_sharded: bool
     """Ours: whether a rank holds only its shard of each parameter, so that forwards are collective."""
 
-    is_deepspeed_enabled: bool
-    is_fsdp_enabled: bool
-
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0."""
 
@@ -93,10 +90,8 @@ class PreparingTrainer(RunningTrainer, Protocol):
     """A Trainer whose model, optimizer and schedule are prepared."""
 
     deepspeed: Any
-    """The engine, where the model is called through one."""
-    engine_unit: Any
-    engine_state: Any
-    describes_optimizer: bool
+    """The engine around the model, where one is built."""
+    is_in_train: bool
     _created_lr_scheduler: bool
 
     def create_optimizer(self, model: nn.Module) -> Any:
@@ -105,11 +100,12 @@ class PreparingTrainer(RunningTrainer, Protocol):
     def create_scheduler(self, num_training_steps: int) -> Any:
         """Build the schedule, unless there is one."""
 
+    def _wrap_model(self, model: nn.Module, training: bool = True) -> nn.Module: ...
 
-class EvaluatingTrainer(PreparingTrainer, RunningTrainer, Protocol):
+
+class EvaluatingTrainer(RunningTrainer, Protocol):
     """A Trainer whose evaluation or prediction runs."""
 
-    is_in_train: bool
     compute_metrics: Any
     preprocess_logits_for_metrics: Any
     gather_function: Any
@@ -127,13 +123,10 @@ class EvaluatingTrainer(PreparingTrainer, RunningTrainer, Protocol):
 
     def _prepare_inputs(self, inputs: Any) -> Any: ...
 
-    def _wrap_model(self, model: nn.Module, training: bool = True) -> nn.Module: ...
-
 
 class CheckpointingTrainer(RunningTrainer, Protocol):
     """A Trainer that saves checkpoints and resumes from them."""
 
-    deepspeed: Any
     hp_search_backend: Any
     _figures: RunFigures
     _position: dict[str, Any] | None

@@ -37,7 +37,7 @@ from accel_trainer.trainer.epoch import EpochRun
 from accel_trainer.trainer.evaluation import run_evaluation
 from accel_trainer.trainer.inputs import ColumnFilter, ShiftingLabelSmoother, check_dataset, load_model, shifts_labels
 from accel_trainer.trainer.loss_normalization import LossNormalization
-from accel_trainer.trainer.model_preparation import lay_out_engine, lay_out_shards, release_engine
+from accel_trainer.trainer.model_preparation import ModelPreparation
 from accel_trainer.trainer.window import WindowReader
 
 __all__ = ["CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
@@ -69,12 +69,6 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
 
     arguments_class: type[TrainingArguments] = TrainingArguments
     _reader: WindowReader | None = None
-    engine_unit: Any = None
-    """Under DeepSpeed: what the model was last laid out as; its engine acts on the model until it is released."""
-    engine_state: Any = None
-    """Under DeepSpeed: the optimizer's state of an engine that was released, for the next one to take."""
-    describes_optimizer = False
-    """Under DeepSpeed: whether its configuration describes the optimizer, which the engine then builds."""
 
     def __init__(self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any) -> None:
         """Build a Trainer as upstream's; `model` may also be the path or name that `from_pretrained` takes.
@@ -92,6 +86,7 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
             )
         self._figures = RunFigures()
         self._loss_normalization = LossNormalization()
+        self._preparation = ModelPreparation()
         super().__init__(load_model(model, args), args, *rest, **kwargs)
         if shifts_labels(self.model):
             self._loss_shifts_labels = True
@@ -186,7 +181,7 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
         trial: Any = None,
         ignore_keys_for_eval: Any = None,
     ) -> TrainOutput:
-        release_engine(self)  # before upstream frees what the Accelerator holds, its optimizer's state with it
+        self._preparation.release()  # before upstream frees what the Accelerator holds, its optimizer's state with it
         run = functools.partial(
             super()._inner_training_loop,
             args=args,
@@ -225,7 +220,7 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
         if self._created_lr_scheduler:
             self.lr_scheduler = None
             self._created_lr_scheduler = False
-        model = lay_out_engine(self, max_steps) if self.is_deepspeed_enabled else lay_out_shards(self, max_steps)
+        model = self._preparation.prepare_for_training(self, max_steps)
         if resume_from_checkpoint is not None:
             self._load_from_checkpoint(resume_from_checkpoint, model)
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
@@ -329,7 +324,7 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
         return self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
 
     def _get_learning_rate(self) -> Any:
-        if self.is_deepspeed_enabled:
+        if self.accelerator.strategy.capabilities.describes_optimizers:
             # An engine's schedule cannot tell before its first step, nor after a resume; upstream then logs 0.
             return self.optimizer.param_groups[0]["lr"]
         return super()._get_learning_rate()
@@ -364,7 +359,14 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Evaluate or predict: every sample once, in order, with the exact mean loss. Collective."""
-        return run_evaluation(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        model, preparation_seconds = self._preparation.prepare_for_evaluation(self)
+        output = run_evaluation(
+            self, model, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+        if preparation_seconds is not None:
+            # Only in the evaluation that spent them: upstream repeats it, and subtracts it from every later runtime.
+            output.metrics[f"{metric_key_prefix}_model_preparation_time"] = preparation_seconds
+        return output
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
         searches, self.args.auto_find_batch_size = self.args.auto_find_batch_size, False
@@ -388,11 +390,12 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
             ConfigError: under DeepSpeed, whose engine holds what a trial would have to build anew.
             MissingExtraError: the search runs a loop of transformers that imports accelerate, which is not installed.
         """
-        if self.is_deepspeed_enabled:
+        strategy = self.accelerator.strategy
+        if strategy.capabilities.builds_engine:
             raise ConfigError(
-                "hyperparameter_search() builds a model and an optimizer for each trial in one process, and "
-                "DeepSpeed's engine keeps hold of those before; start each trial as a job of its own, or search with "
-                "fsdp=True"
+                "hyperparameter_search() builds a model and an optimizer for each trial in one process, and the engine "
+                f"of strategy {strategy.name!r} keeps hold of those before; start each trial as a job of its own, or "
+                "search with fsdp=True"
             )
         try:
             return super().hyperparameter_search(*args, **kwargs)

@@ -17,7 +17,7 @@ from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.manifest import Manifest
 from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.reader import StoredCheckpoint
-from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
+from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.integrations.deepspeed.loading import part_files, plan_parts_load
 from accel_trainer.integrations.deepspeed.partitions import (
     Partitions,
@@ -369,6 +369,27 @@ class DeepSpeedCheckpointIO:
     def files(self, manifest: Manifest, prefix: str) -> set[str]:
         """Return the files that hold something of this rank's parts; see `CheckpointIO.files`."""
         return part_files(self, manifest, prefix)
+
+    def load_engine_files(self, directory: Path) -> None:
+        """Load what the engine's own `save_checkpoint` wrote, as transformers' Trainer has it do. Collective.
+
+        Raises:
+            IncompatibleCheckpointError: another number of ranks wrote it.
+            CheckpointNotFoundError: the engine finds nothing there.
+        """
+        written, ranks = len(list(directory.glob("global_step*/*_optim_states.pt"))), dist.get_world_size()
+        if written != ranks:
+            raise IncompatibleCheckpointError(
+                f"{directory} was written by DeepSpeed's engine on {written} ranks, and this run has {ranks}: its "
+                f"shards cannot be split anew. Resume on {written} ranks once; what this Trainer saves then loads on "
+                "any number"
+            )
+        path, _ = self._engine.load_checkpoint(str(directory))
+        if path is None:
+            raise CheckpointNotFoundError(
+                f"DeepSpeed's engine finds nothing to load in {directory}: the file `latest` there does not lead to "
+                "one of its global_step* directories"
+            )
 
     def local_bytes(self) -> int:
         """Return the size of this rank's part; see `CheckpointIO.local_bytes`."""

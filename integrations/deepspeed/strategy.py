@@ -50,6 +50,7 @@ class DeepSpeedStrategy(BaseStrategy):
         settable_accumulation=False,
         joint_optimizers=False,
         describes_optimizers=True,
+        builds_engine=True,
         distributed_type="DEEPSPEED",
     )
 

@@ -336,6 +336,6 @@ def refusals(output_dir: str) -> list[str]:
 def test_what_an_engine_cannot_do_is_refused(tmp_path):
     search, trials, other_ranks = run_ranks(refusals, 1, str(tmp_path), timeout=100)[0]
 
-    assert "auto_find_batch_size is set with DeepSpeed, whose engine is built for one batch size" in search
+    assert "auto_find_batch_size is set with strategy 'deepspeed', whose engine is built for one batch size" in search
     assert "hyperparameter_search() builds a model and an optimizer for each trial" in trials
     assert "was written by DeepSpeed's engine on 4 ranks, and this run has 1" in other_ranks

@@ -289,6 +289,17 @@ class TorchCheckpointIO:
         """Return the files that hold something of this rank's parts; see `CheckpointIO.files`."""
         return unit_files(self, manifest, prefix)
 
+    def load_engine_files(self, directory: Path) -> None:
+        """Refuse: there is no engine with a format of its own.
+
+        Raises:
+            IncompatibleCheckpointError: always.
+        """
+        raise IncompatibleCheckpointError(
+            f"{directory} holds files of an engine, and {type(self.module).__name__} is in none; load the directory "
+            "with the strategy that wrote it"
+        )
+
     def local_bytes(self) -> int:
         """Return the size of this rank's part; see `CheckpointIO.local_bytes`."""
         return unit_bytes(self)

@@ -27,6 +27,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_pt_utils import reissue_pt_warnings
 from transformers.utils import logging
 
+from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.interop.export import find_weights
 from accel_trainer.checkpoint.reader import open_checkpoint
@@ -116,7 +117,9 @@ def save_optimizer(trainer: CheckpointingTrainer, output_dir: str) -> None:
     elif trainer.accelerator.config.fsdp.state_dict_type is StateDictType.SHARDED:
         _io(trainer).save_sharded_optimizer(directory / SHARDED_OPTIMIZER_NAME)
         _adopt_own_parts(trainer, directory)
-    elif trainer.is_deepspeed_enabled and (staged := _staged(trainer, directory)) is not None:
+    elif (
+        trainer.accelerator.strategy.capabilities.builds_engine and (staged := _staged(trainer, directory)) is not None
+    ):
         _io(trainer).save(staged, PARTS_PREFIX, weights=False)
     else:
         state = _io(trainer).full_optimizer_state()
@@ -190,26 +193,15 @@ def load_engine_state(trainer: CheckpointingTrainer, directory: str) -> None:
     Raises:
         IncompatibleCheckpointError: another number of ranks wrote them, or this run has no such engine.
     """
-    written = len(list(Path(directory).glob(f"{ENGINE_STATE_PATTERN}/*_optim_states.pt")))
-    if not trainer.is_deepspeed_enabled:
+    strategy = trainer.accelerator.strategy
+    if not strategy.capabilities.builds_engine:
         raise IncompatibleCheckpointError(
             f"{directory} holds the optimizer's state of a DeepSpeed engine, which strategy "
-            f"{trainer.accelerator.strategy.name!r} cannot read; resume with deepspeed=..., or begin a new training "
+            f"{strategy.name!r} cannot read; resume with deepspeed=..., or begin a new training "
             "from its weights: pass the directory as the model"
         )
-    if written != trainer.args.world_size:
-        raise IncompatibleCheckpointError(
-            f"{directory} was written by DeepSpeed's engine on {written} ranks, and this run has "
-            f"{trainer.args.world_size}: its parts cannot be split anew. Resume on {written} ranks once; what this "
-            "Trainer saves then loads on any number"
-        )
-    logger.info(f"Loading the state of DeepSpeed's engine from {directory}.")
-    path, _ = trainer.deepspeed.load_checkpoint(directory)
-    if path is None:
-        raise CheckpointNotFoundError(
-            f"DeepSpeed's engine finds nothing to load in {directory}: the file `latest` there does not lead to one of "
-            f"its {ENGINE_STATE_PATTERN} directories"
-        )
+    logger.info(f"Loading the state of the engine from {directory}.")
+    _io(trainer).load_engine_files(Path(directory))
 
 
 def load_engine_scheduler(trainer: CheckpointingTrainer, directory: str) -> None:
@@ -220,7 +212,7 @@ def load_engine_scheduler(trainer: CheckpointingTrainer, directory: str) -> None
     """
     if os.path.isfile(os.path.join(directory, SCHEDULER_NAME)):
         load_scheduler(trainer, Path(directory))
-    elif not trainer.args.hf_deepspeed_config.get_value("scheduler"):
+    elif not isinstance(trainer.lr_scheduler, AcceleratedScheduler):  # as the schedule that an engine builds is
         raise CheckpointNotFoundError(
             f"{directory} has no {SCHEDULER_NAME}: the schedule was that of DeepSpeed's configuration, and this run "
             "has one of the Trainer's own; resume with the configuration that wrote it"
