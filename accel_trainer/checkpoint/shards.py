@@ -145,7 +145,7 @@ class StoredShards(TensorReader):
 
     def files_for(self, name: str, box: Box) -> set[str]:
         """Return the files that `read` will open."""
-        return {self._tensors[name].files[read.part] for read in self.plan(name, box)}
+        return {self._tensors[name].files[read.shard] for read in self.plan(name, box)}
 
     def read(self, name: str, target: Tensor) -> None:
         """Fill `target`, whole or laid out over a mesh, with what this rank holds of it. On meta, it gets its memory.

@@ -1,7 +1,8 @@
-"""Boxes of n-dimensional tensors: what a rank holds of one, and which stored parts fill what a rank needs.
+"""Boxes, the n-dimensional regions of tensors that ranks hold and files store, and the reads that fill one from others.
 
-Pure arithmetic. A tensor that was saved as parts in any way can be read as parts in any other: each reader cuts the box
-that it holds out of the stored boxes, and reads no more than that.
+Pure arithmetic, the heart of elasticity: a tensor that was saved as shards over any mesh is read as shards over any
+other. Each reader intersects the box that it holds with the stored ones, and reads no more than that. A box is what
+torch.distributed.checkpoint calls a chunk.
 """
 
 from __future__ import annotations
@@ -14,34 +15,34 @@ from typing import NamedTuple
 __all__ = ["Box", "Index", "Read", "balance_bytes", "box_at", "boxes_of_run", "chunk_of", "plan_reads"]
 
 Index = tuple[slice, ...]
-"""Of a part of a tensor, one slice a dimension; `()` of a scalar is all of it."""
+"""One slice a dimension; `()` is all of a scalar."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor: from `offsets` on, `sizes` long, in every dimension."""
+    """The region of a tensor that begins at `offsets` and is `sizes` long, in every dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> Box:
-        """Return the box that is all of a tensor of `shape`."""
+        """Return the box of a full tensor of `shape`."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def num_elements(self) -> int:
-        """How many elements are in it; a scalar has one."""
+        """The number of elements in it; a scalar has one."""
         return prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """Return what both have, or None when that is nothing."""
+        """Return the box of the elements that are in both, or None when there are none."""
         starts = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(min(a, b) - start for a, b, start in zip(self._ends(), other._ends(), starts, strict=True))
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def subtract(self, hole: Box) -> list[Box]:
-        """Return disjoint boxes of what is in this one and not in `hole`: at most two a dimension."""
+        """Return disjoint boxes of the elements in this one that are not in `hole`: at most two a dimension."""
         common = self.intersect(hole)
         if common is None:
             return [self] if self.num_elements else []
@@ -65,7 +66,7 @@ class Box:
         )
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether it is a part of a tensor of `shape`."""
+        """Whether it lies inside a tensor of `shape`."""
         return len(self.offsets) == len(self.sizes) == len(shape) and all(
             offset >= 0 and size >= 0 and offset + size <= extent
             for offset, size, extent in zip(self.offsets, self.sizes, shape, strict=True)
@@ -76,39 +77,39 @@ class Box:
 
 
 class Read(NamedTuple):
-    """One copy: `target_tensor[target] = part_tensor[source]`."""
+    """One copy: `target_tensor[target] = shard[source]`."""
 
-    part: int
-    """Position of the stored part."""
+    shard: int
+    """Position among the stored shards."""
     source: Index
     target: Index
 
 
-def plan_reads(target: Box, parts: Sequence[Box]) -> list[Read] | None:
-    """Return the copies that fill `target` from stored `parts`, each element once, or None when parts leave gaps.
+def plan_reads(target: Box, shards: Sequence[Box]) -> list[Read] | None:
+    """Return the copies that fill `target` from stored `shards`, each element once, or None when they leave gaps.
 
-    Parts may overlap and come in any order.
+    Shards may overlap and come in any order.
     """
     reads = []
     missing = [target] if target.num_elements else []
-    for position, part in enumerate(parts):
+    for position, shard in enumerate(shards):
         if not missing:
             break
         rest = []
         for box in missing:
-            common = box.intersect(part)
+            common = box.intersect(shard)
             if common is not None:
-                reads.append(Read(position, common.within(part), common.within(target)))
-            rest += box.subtract(part)
+                reads.append(Read(position, common.within(shard), common.within(target)))
+            rest += box.subtract(shard)
         missing = rest
     return None if missing else reads
 
 
 def boxes_of_run(shape: Sequence[int], begin: int, end: int) -> list[Box]:
-    """Return boxes that together are the elements `begin` to `end` of a tensor whose rows lie one after the other.
+    """Return boxes of the elements `begin` to `end` of a row-major tensor: a run, as a shard of a flat buffer holds it.
 
-    They come in the order of their elements, and each is in one piece there: rows that are cut at either end, and what
-    is whole in between; at most `2 * len(shape) - 1` of them.
+    They come in the order of their elements, and each is contiguous: partial rows at either end, and full rows in
+    between; at most `2 * len(shape) - 1` boxes.
     """
     if begin >= end:
         return []
@@ -133,7 +134,7 @@ def _in_row(row: int, boxes: Sequence[Box]) -> list[Box]:
 
 
 def chunk_of(extent: int, num_chunks: int, index: int) -> tuple[int, int]:
-    """Return offset and size of a chunk of `range(extent)` as `torch.chunk` cuts it; the last ones may be empty."""
+    """Return offset and size of a chunk of `range(extent)` as `torch.chunk` makes it; the last ones may be empty."""
     step = -(-extent // num_chunks)
     offset = min(extent, index * step)
     return offset, min(extent, offset + step) - offset
@@ -142,11 +143,11 @@ def chunk_of(extent: int, num_chunks: int, index: int) -> tuple[int, int]:
 def box_at(
     shape: Sequence[int], sharded_dims: Sequence[int | None], mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> Box:
-    """Return what the rank at `coordinate` of a mesh holds of a tensor of `shape`.
+    """Return the box of a tensor of `shape` that the rank at `coordinate` of a mesh holds.
 
     Args:
-        sharded_dims: for each mesh axis the dimension of the tensor that is cut along it, or None where all ranks of
-            the axis hold the same. A dimension that two axes cut is cut by the first one first.
+        sharded_dims: for each mesh axis the dimension of the tensor that is sharded over it, or None where it is
+            replicated. A dimension over two axes is sharded over the first one first.
     """
     offsets, sizes = [0] * len(shape), list(shape)
     for dim, num_chunks, index in zip(sharded_dims, mesh_shape, coordinate, strict=True):
@@ -157,9 +158,10 @@ def box_at(
 
 
 def balance_bytes(sizes: Sequence[int], num_shares: int) -> list[int]:
-    """Return for each item who takes it, so that no one takes much more bytes than another.
+    """Return the share that takes each item, such that no share has many more bytes than another.
 
-    The largest goes first, to whoever has least so far: the same answer on every rank, without communication.
+    The largest item goes first, to the smallest share so far (longest processing time first, at most 4/3 of the
+    optimum): the same answer on every rank, without communication.
     """
     loads = [0] * num_shares
     takers = [0] * len(sizes)

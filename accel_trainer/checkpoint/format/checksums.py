@@ -3,8 +3,9 @@
 A file is hashed in blocks of 64 MiB, so that several cores can check one large file. A file of one block has the plain
 checksum of its contents; a longer one that of its blocks' digests, one after the other.
 
-The checksum is XXH3 of 128 bits: it tells damage, not forgery, and is as fast as memory. sha256, which earlier versions
-wrote, takes ten times as long on a processor without instructions for it, more than the disk.
+The checksum is XXH3 of 128 bits: it tells damage, not forgery, and is as fast as memory (29.6 GB/s on one core of an
+i7-9700K, https://xxhash.com). sha256, which earlier versions wrote, takes ten times as long on a processor without
+instructions for it, more than the disk.
 """
 
 from __future__ import annotations
@@ -24,21 +25,23 @@ import xxhash
 __all__ = ["BLOCK_BYTES", "CHECKSUM", "CHECKSUMS", "FileEntry", "HashingFile", "hash_blocks", "hash_file", "make_entry"]
 
 CHECKSUM = "xxh3-128"
-"""What is written."""
+"""The kind that is written."""
 CHECKSUMS: Mapping[str, Callable[..., Any]] = {"sha256": hashlib.sha256, CHECKSUM: xxhash.xxh3_128}
-"""What is read."""
+"""The kinds that are read."""
 
+# Part of the format. Large enough that the manifest stays small (16 digests a GiB), small enough that a 1 GiB file
+# keeps 16 threads busy.
 BLOCK_BYTES = 64 * 2**20
 # Smaller pieces are not faster, and each of them asks for the interpreter's lock, which a run that trains wants too.
 _READ_BYTES = 4 * 2**20
 _WRITE_BYTES = 16 * 2**20
 _FLUSH_BYTES = 64 * 2**20
-"""So much is written before the disk is set to work on it."""
+"""The amount of written data after which the disk is set to work on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file as it was written."""
+    """Size and checksums of a file as it was written."""
 
     num_bytes: int
     checksum: str
@@ -48,7 +51,7 @@ class FileEntry:
 
 
 class BlockHasher:
-    """Takes the bytes of a file in order."""
+    """The block checksums of a file whose bytes come in order."""
 
     def __init__(self) -> None:
         self._digests: list[bytes] = []
@@ -57,19 +60,19 @@ class BlockHasher:
         self.num_bytes = 0
 
     def update(self, data: memoryview) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         self.num_bytes += len(data)
         while len(data):
             if not self._room:
                 self._digests.append(self._current.digest())
                 self._current, self._room = CHECKSUMS[CHECKSUM](), BLOCK_BYTES
-            part = data[: self._room]
-            self._current.update(part)
-            self._room -= len(part)
-            data = data[len(part) :]
+            head = data[: self._room]
+            self._current.update(head)
+            self._room -= len(head)
+            data = data[len(head) :]
 
     def entry(self) -> FileEntry:
-        """Return the size and the checksums of what was taken."""
+        """Return size and checksums of the bytes so far."""
         return make_entry(self.num_bytes, [*self._digests, self._current.digest()])
 
 
@@ -82,10 +85,10 @@ def make_entry(num_bytes: int, digests: list[bytes], checksum: str = CHECKSUM) -
 
 
 class HashingFile(io.RawIOBase):
-    """A new file that hashes what is written to it. Not seekable; `close` makes its contents durable.
+    """A new file whose bytes are hashed while they are written. Not seekable; `close` makes its contents durable.
 
-    The entry is known after `close`. While this thread hashes and writes, another one brings to the disk what is there
-    already, so that little is left to be waited for at the end.
+    The entry is known after `close`. While this thread hashes and writes, another one brings earlier bytes to the disk,
+    so that the final fsync has little left to wait for.
     """
 
     def __init__(self, path: Path, on_chunk: Callable[[], None] = lambda: None) -> None:
@@ -130,7 +133,7 @@ class HashingFile(io.RawIOBase):
         self._on_chunk()
 
     def _flush_early(self) -> None:
-        """Set the disk to work, unless it is still at what it was given before; what went wrong there is raised."""
+        """Start to flush on a thread, unless the previous flush is still running; its error is raised here."""
         if self._flushing is not None and self._flushing.is_alive():
             return
         self._end_flush()
@@ -155,6 +158,8 @@ class HashingFile(io.RawIOBase):
         if self.closed:
             return
         try:
+            # First its error: Linux reports a failed write-back to one fsync of a descriptor only, and a later one
+            # would succeed without the data (https://wiki.postgresql.org/wiki/Fsync_Errors).
             self._end_flush()
             os.fsync(self._descriptor)
             self.entry = self._hasher.entry()
@@ -176,7 +181,7 @@ def _hash_block(path: Path, index: int, checksum: str) -> bytes:
 
 
 def hash_blocks(tasks: Iterable[tuple[Path, int]], num_threads: int, checksum: str = CHECKSUM) -> list[bytes]:
-    """Return the digest of each block, given as a path and the block's index; one thread a core is the most useful."""
+    """Return the digest of each block, given as a path and the block's index; more threads than cores do not help."""
     tasks = list(tasks)
     if num_threads < 2 or len(tasks) < 2:
         return [_hash_block(path, index, checksum) for path, index in tasks]
@@ -185,7 +190,7 @@ def hash_blocks(tasks: Iterable[tuple[Path, int]], num_threads: int, checksum: s
 
 
 def num_blocks(num_bytes: int) -> int:
-    """Return how many blocks a file of this size has; an empty file has one."""
+    """Return the number of blocks of a file of this size; an empty file has one."""
     return max(1, -(-num_bytes // BLOCK_BYTES))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from accel_trainer.errors import ConfigError, CorruptCheckpointError, Incompatib
 __all__ = ["OWN_STATE", "decode", "encode"]
 
 OWN_STATE = "own_state"
-"""With the first group of an optimizer's state: what that holds under names, and not of a parameter."""
+"""Key of an optimizer's state that belongs to no parameter; it is saved with the optimizer's first group."""
 
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -39,21 +39,28 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str = "state") -> Any:
         return {"$float": repr(value)}
     if isinstance(value, _PLAIN):
         return value
-    if isinstance(value, list):
-        return [encode(item, tensors, f"{path}.{index}") for index, item in enumerate(value)]
-    if isinstance(value, (tuple, set, frozenset)):
-        items = value if isinstance(value, tuple) else sorted(value)
-        tag = "$tuple" if isinstance(value, tuple) else "$set"
-        return {tag: [encode(item, tensors, f"{path}.{index}") for index, item in enumerate(items)]}
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: encode(item, tensors, f"{path}.{key}") for key, item in value.items()}
-        pairs = [[encode(key, tensors, path), encode(item, tensors, f"{path}.{key}")] for key, item in value.items()]
-        return {"$pairs": pairs}
+        return _encode_mapping(value, tensors, path)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return _encode_items(value, tensors, path)
     raise ConfigError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold; return "
         "numbers, strings, lists, dicts and tensors from state_dict()"
     )
+
+
+def _encode_items(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
+    # A set in the order of its items, such that equal states make equal files.
+    items = value if isinstance(value, (list, tuple)) else sorted(value)
+    encoded = [encode(item, tensors, f"{path}.{index}") for index, item in enumerate(items)]
+    return encoded if isinstance(value, list) else {"$tuple" if isinstance(value, tuple) else "$set": encoded}
+
+
+def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, Tensor], path: str) -> Any:
+    if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {key: encode(item, tensors, f"{path}.{key}") for key, item in value.items()}
+    pairs = [[encode(key, tensors, path), encode(item, tensors, f"{path}.{key}")] for key, item in value.items()]
+    return {"$pairs": pairs}
 
 
 def _put(tensor: Tensor, tensors: dict[str, Tensor], path: str) -> str:
@@ -67,7 +74,7 @@ def _put(tensor: Tensor, tensors: dict[str, Tensor], path: str) -> str:
 
 
 def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return what `encode` was given.
+    """Return the state that `encode` made JSON data and `tensors` of.
 
     Raises:
         IncompatibleCheckpointError: a tensor that the JSON names is not there.
@@ -87,17 +94,23 @@ def _decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
     if not isinstance(data, dict):
         return data
     if len(data) == 1:
-        (tag, content), *_ = data.items()
-        if tag in ("$tensor", "$array"):
-            if content not in tensors:
-                raise IncompatibleCheckpointError(f"tensor {content!r} is named in the JSON and missing in its file")
-            return tensors[content] if tag == "$tensor" else tensors[content].numpy()
-        if tag == "$float":
-            return float(content)
-        if tag == "$tuple":
-            return tuple(_decode(item, tensors) for item in content)
-        if tag == "$set":
-            return {_decode(item, tensors) for item in content}
-        if tag == "$pairs":
-            return {_decode(key, tensors): _decode(item, tensors) for key, item in content}
+        ((tag, content),) = data.items()
+        if tag in _DECODERS:
+            return _DECODERS[tag](content, tensors)
     return {key: _decode(item, tensors) for key, item in data.items()}
+
+
+def _find(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    if name not in tensors:
+        raise IncompatibleCheckpointError(f"tensor {name!r} is named in the JSON and missing in its file")
+    return tensors[name]
+
+
+_DECODERS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
+    "$tensor": _find,
+    "$array": lambda name, tensors: _find(name, tensors).numpy(),
+    "$float": lambda text, _: float(text),
+    "$tuple": lambda items, tensors: tuple(_decode(item, tensors) for item in items),
+    "$set": lambda items, tensors: {_decode(item, tensors) for item in items},
+    "$pairs": lambda pairs, tensors: {_decode(key, tensors): _decode(item, tensors) for key, item in pairs},
+}

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: every file with its size and checksum, every tensor with its place in the whole.
+"""The manifest of a checkpoint: every file with its size and checksum, every tensor with its box in the full one.
 
 `COMMITTED` beside it, written last, holds the sha256 of `manifest.json`. Needs no torch: the command line reads it.
 
-The format's version goes up by one whenever an earlier reader would not understand what is written; it refuses then.
+The format's version goes up by one whenever an earlier reader would misread a checkpoint; that reader refuses it then.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ FORMAT_VERSION = 3
 
 MANIFEST_NAME = "manifest.json"
 MARKER_NAME = "COMMITTED"
+# Parsed JSON takes several times its text: a damaged or forged length must not exhaust the memory.
 MAX_MANIFEST_BYTES = 256 * 2**20
 
 
@@ -48,16 +49,16 @@ class TensorEntry:
     dtype: str
     """As safetensors names it: "F32", "BF16"."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Of the full tensor."""
     offsets: tuple[int, ...] | None = None
-    """Where this part begins in the whole; None when the file holds all of it."""
+    """Where this shard begins in the full tensor; None when the file holds all of it."""
     sizes: tuple[int, ...] | None = None
-    """Shape of this part."""
+    """Shape of this shard."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
 
     world_size: int
     step: int | None = None
@@ -65,11 +66,11 @@ class Manifest:
     tensors: Mapping[str, Mapping[str, TensorEntry]] = field(default_factory=dict)
     """By file, then by tensor."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What the saver had to say: plain JSON."""
+    """The saver's own entries: plain JSON."""
     versions: Mapping[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
     checksum: str = CHECKSUM
-    """Which one the files have: a key of `checksums.CHECKSUMS`."""
+    """The kind of the files' checksums: a key of `checksums.CHECKSUMS`."""
 
     @property
     def has_checksums(self) -> bool:
@@ -115,7 +116,7 @@ class Manifest:
 
     @staticmethod
     def digest(text: bytes) -> bytes:
-        """Return what the marker holds for this text of a manifest."""
+        """Return the content of the marker that commits this text of a manifest."""
         return hashlib.sha256(text).hexdigest().encode() + b"\n"
 
     @classmethod

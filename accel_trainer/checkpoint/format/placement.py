@@ -1,4 +1,4 @@
-"""Which part of a tensor this rank holds, whole or sharded, and memory for one that has none yet."""
+"""This rank's shard of a tensor, plain or DTensor: its box, its local tensor, and memory for one on the meta device."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _TARGET_DEVICE = "_accel_trainer_target_device"
 
 
 def is_sharded_or_replicated(tensor: Tensor) -> bool:
-    """Whether `tensor` is laid out over a mesh sharded or replicated along each of its axes."""
+    """Whether `tensor` is a DTensor that each axis of its mesh shards evenly or replicates."""
     return isinstance(tensor, DTensor) and all(p.is_replicate() or type(p) is Shard for p in tensor.placements)
 
 
 def local_box(tensor: Tensor) -> Box:
-    """Return which part of the whole tensor this rank holds. Nothing is communicated.
+    """Return the box of the full tensor that this rank holds. Nothing is communicated.
 
     Raises:
-        ConfigError: a DTensor is laid out in another way than sharded or replicated.
+        ConfigError: a DTensor has other placements than `Shard` and `Replicate`.
     """
     if not isinstance(tensor, DTensor):
         return Box.full(tensor.shape)
@@ -49,30 +49,30 @@ def local_box(tensor: Tensor) -> Box:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of `tensor`, sharing its memory and without gradients."""
+    """Return this rank's shard of `tensor`, sharing its memory and without gradients."""
     if isinstance(tensor, DTensor):
-        with torch.no_grad():  # as it is, and not through autograd: a load asks for each tensor's
+        with torch.no_grad():  # to_local() records a node of autograd else, and a load calls it for each tensor
             tensor = tensor.to_local()
     return tensor.detach()
 
 
 def wrap_local_like(tensor: Tensor, local: Tensor) -> Tensor:
-    """Return `local`, which is this rank's part of something, laid out as `tensor` is."""
+    """Return `local`, this rank's shard, as a DTensor with the mesh and placements of `tensor` if that is one."""
     return dtensor_like(tensor, local) if isinstance(tensor, DTensor) else local
 
 
 def set_target_device(tensor: Tensor, device: torch.device) -> None:
-    """Remember on a meta tensor the device that its values belong on, for whoever loads them."""
+    """Note on a meta tensor the device that `materialize` gives it memory on."""
     setattr(tensor, _TARGET_DEVICE, device)
 
 
 def materialize(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
     """Give a meta tensor uninitialised memory in place: it stays the object that modules and optimizers hold.
 
-    A sharded one gets memory for this rank's part.
+    A DTensor gets memory for this rank's shard.
 
     Args:
-        device: None is the one that `set_target_device` named, then that of the mesh, then the CPU.
+        device: None is the one that `set_target_device` noted, then that of the mesh, then the CPU.
     """
     local = local_tensor(tensor)
     filled = torch.empty(local.shape, dtype=dtype or tensor.dtype, device=device or _default_device(tensor))
@@ -84,9 +84,9 @@ def materialize(tensor: Tensor, device: torch.device | None = None, dtype: torch
 
 
 def _default_device(tensor: Tensor) -> torch.device:
-    home = getattr(tensor, _TARGET_DEVICE, None)
-    if home is not None:
-        return torch.device(home)
+    target = getattr(tensor, _TARGET_DEVICE, None)
+    if target is not None:
+        return torch.device(target)
     if isinstance(tensor, DTensor) and tensor.device_mesh.device_type != "cpu":
         return torch.device(tensor.device_mesh.device_type, torch.get_device_module().current_device())
     return torch.device("cpu")

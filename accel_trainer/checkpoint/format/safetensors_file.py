@@ -1,8 +1,9 @@
-"""Files of tensors in the safetensors format: a header with every tensor's place, then their bytes, one by one."""
+"""Files of tensors in the safetensors format: a header with every tensor's offsets, then their bytes, one by one."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -48,13 +49,14 @@ _DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
+_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 _CHUNK_BYTES = 16 * 2**20
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # of copies in host memory: torch's allocator aligns as much, for AVX-512
 
 
 @runtime_checkable
 class LazyTensor(Protocol):
-    """A tensor that is made when it is written: nobody holds it before or after."""
+    """A tensor that is made when it is called, to be written: nobody holds it before or after."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -64,10 +66,10 @@ class LazyTensor(Protocol):
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return what safetensors calls a dtype.
+    """Return the name of a dtype in safetensors files.
 
     Raises:
-        ConfigError: it has no name for it.
+        ConfigError: the format has none.
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"tensors of {dtype} cannot be saved: the safetensors format has no such type; convert them")
@@ -75,19 +77,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype that safetensors calls `name`.
+    """Return the dtype of a name in safetensors files.
 
     Raises:
         CorruptCheckpointError: there is none.
     """
-    found = next((dtype for dtype, known in _DTYPES.items() if known == name), None)
-    if found is None:
+    if name not in _BY_NAME:
         raise CorruptCheckpointError(f"{name!r} is no type of safetensors; load another checkpoint")
-    return found
+    return _BY_NAME[name]
 
 
 def write_order(tensors: Mapping[str, Tensor | LazyTensor]) -> list[str]:
-    """Return the order in which a file has its tensors, and in which lazy ones are made.
+    """Return the order of tensors in a file, in which lazy ones are made.
 
     Large element types first, so that all are aligned without gaps, which the format forbids.
     """
@@ -95,10 +96,7 @@ def write_order(tensors: Mapping[str, Tensor | LazyTensor]) -> list[str]:
 
 
 def _num_bytes(tensor: Tensor | LazyTensor) -> int:
-    count = 1
-    for length in tensor.shape:
-        count *= int(length)
-    return count * tensor.dtype.itemsize
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def _header(tensors: Mapping[str, Tensor | LazyTensor], order: Sequence[str], metadata: Mapping[str, str]) -> bytes:
@@ -119,7 +117,7 @@ def _header(tensors: Mapping[str, Tensor | LazyTensor], order: Sequence[str], me
 
 
 def tensor_file_bytes(tensors: Mapping[str, Tensor | LazyTensor]) -> int:
-    """Return how many bytes the tensors' data takes; the header is small beside it."""
+    """Return the size of the tensors' data; the header is small beside it."""
     return sum(_num_bytes(tensor) for tensor in tensors.values())
 
 
@@ -143,8 +141,8 @@ class StagingMemory:
         for name in write_order(tensors):
             announced = tensors[name]
             source = announced if isinstance(announced, Tensor) else announced()
-            place = buffer[begin : begin + _num_bytes(announced)].view(announced.dtype)
-            copies[name] = place.reshape(tuple(announced.shape)).copy_(source.detach())
+            copy = buffer[begin : begin + _num_bytes(announced)].view(announced.dtype)
+            copies[name] = copy.reshape(tuple(announced.shape)).copy_(source.detach())
             begin += rooms[name]
         return copies
 

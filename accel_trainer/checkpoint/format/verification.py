@@ -26,7 +26,7 @@ def list_files(directory: Path) -> list[str]:
 
 
 def find_extra(directory: Path, manifest: Manifest) -> None:
-    """Refuse files that the manifest does not name, where a reader might take them; see `Manifest.reserves`.
+    """Refuse files that the manifest does not name and that a reader might take; see `Manifest.reserves`.
 
     Raises:
         CorruptCheckpointError: there is one.
@@ -41,9 +41,9 @@ def find_extra(directory: Path, manifest: Manifest) -> None:
 
 
 def warn_of_writers(directory: Path) -> None:
-    """Warn where everybody may write to a checkpoint: what fits its checksums need not be what was saved.
+    """Warn of a checkpoint that every user may write to: matching checksums do not prove that it is the saved one.
 
-    Groups are how people share a disk: what they may write to is not remarked on.
+    Group-writable ones pass: groups are how people share a disk.
     """
     for path in (directory, directory / MANIFEST_NAME):
         mode = path.stat().st_mode
@@ -58,7 +58,7 @@ def warn_of_writers(directory: Path) -> None:
 
 
 def check_files(directory: Path, manifest: Manifest, names: Iterable[str], mode: str, num_threads: int) -> None:
-    """Compare files with the manifest: that they are there and inside, how long they are, and what is in them.
+    """Compare files with the manifest: their presence inside the checkpoint, their lengths, and their contents.
 
     Args:
         mode: "full" compares contents, "size" lengths, "off" neither.

@@ -55,7 +55,7 @@ def test_a_plan_fills_exactly_what_the_parts_have(case: tuple[tuple[int, ...], B
     assert reads is not None
     filled, times = np.full(target.sizes, -1), np.zeros(target.sizes, dtype=int)
     for read in reads:
-        filled[read.target] = whole[parts[read.part].within(Box.full(shape))][read.source]
+        filled[read.target] = whole[parts[read.shard].within(Box.full(shape))][read.source]
         times[read.target] += 1
     assert np.array_equal(filled, wanted)
     assert (times == 1).all()
@@ -74,7 +74,7 @@ def test_what_one_layout_saved_fills_every_other(
         assert reads is not None
         filled = np.full(target.sizes, -1)
         for read in reads:
-            filled[read.target] = whole[parts[read.part].within(Box.full(shape))][read.source]
+            filled[read.target] = whole[parts[read.shard].within(Box.full(shape))][read.source]
         assert np.array_equal(filled, whole[target.within(Box.full(shape))])
 
 
