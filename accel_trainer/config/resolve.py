@@ -37,9 +37,6 @@ _FLAGS = {
 }
 """Flags whose names do not follow from the path."""
 
-_WITHOUT_BLOCK = ("auto", "single", "ddp", "fsdp2")
-"""Our strategies that have no use for the block; what a registered one does with it is its own."""
-
 _DEFAULT = Source(SourceKind.DEFAULT, "default")
 
 
@@ -75,7 +72,8 @@ class Resolved:
         """Return `mixed_precision=bf16 (from train.yaml:8)`, for messages."""
         source = self.source(path)
         origin = "default" if source.kind is SourceKind.DEFAULT else f"from {source.where}"
-        return f"{path}={_plain_text(self.value(path))} ({origin})"
+        text = "the DeepSpeed configuration" if path == "deepspeed" else f"{path}={_plain_text(self.value(path))}"
+        return f"{text} ({origin})"
 
     def block_places(self) -> dict[str, str]:
         """Return where each key of the DeepSpeed block came from, for messages."""
@@ -137,31 +135,33 @@ def resolve(
     Raises:
         ConfigError: everything that is wrong in any of the sources, all at once.
     """
+    environ = environ or {}
     problems: list[str] = []
-    launch_file, launch_flags = read_launch_variable(environ or {}, problems)
+    launch_file, launch_flags = read_launch_variable(environ, problems)
     layers = [
         _file_layer(file if file is not None else launch_file, problems),
-        read_environment_layer(environ or {}),
+        read_environment_layer(environ),
         _named_layer({**launch_flags, **(flags or {})}, SourceKind.CLI, flag_name),
         _named_layer(
             explicit or {}, SourceKind.PYTHON, lambda path: f"{explicit_name}({explicit_keywords.get(path, path)}=...)"
         ),
     ]
     settings = _merge(layers, problems)
-    config = build_config({path: setting.value for path, setting in settings.items()})
-    sources = {path: settings[path].source if path in settings else _DEFAULT for path in field_specs()}
-    if "deepspeed" in settings:
-        sources |= {f"{KEY_PREFIX}{name}": source for name, source in block_sources(settings["deepspeed"]).items()}
-    resolved = Resolved(config, sources)
-    problems.extend(cross_problems(config, resolved.describe))
+    resolved = Resolved(build_config({path: setting.value for path, setting in settings.items()}), _sources(settings))
+    problems.extend(cross_problems(resolved.config, resolved.describe))
     if problems:
         raise ConfigError(problem_report(problems, "the configuration"))
     notes = [note for layer in layers for note in layer.notes]
-    notes.extend(unused_notes(config, settings.keys(), resolved.describe))
-    if "deepspeed" in settings and config.strategy in _WITHOUT_BLOCK:
-        where = settings["deepspeed"].source.where
-        notes.append(f"the DeepSpeed configuration (from {where}) is not used: {resolved.describe('strategy')}")
+    notes += unused_notes(resolved.config, settings.keys(), resolved.describe)
     return dataclasses.replace(resolved, notes=tuple(notes))
+
+
+def _sources(settings: Mapping[str, Setting]) -> dict[str, Source]:
+    """Return the source of every option, and of every key of the DeepSpeed block."""
+    sources = {path: settings[path].source if path in settings else _DEFAULT for path in field_specs()}
+    if "deepspeed" in settings:
+        sources |= {f"{KEY_PREFIX}{name}": source for name, source in block_sources(settings["deepspeed"]).items()}
+    return sources
 
 
 def _merge(layers: Sequence[Layer], problems: list[str]) -> dict[str, Setting]:

@@ -1,4 +1,4 @@
-"""What a value must be: types, ranges and closed sets of every option, and the checks between options."""
+"""Types, ranges and closed sets of every option, and the checks between options."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
 from typing import Any
 
 from accel_trainer.config.schema import FieldSpec, FrozenDict, RunConfig, WrapPolicy, field_specs, get_value
 from accel_trainer.errors import did_you_mean
 
-__all__ = ["WrongValueError", "coerce", "cross_problems", "show", "unused_notes"]
+__all__ = ["UNUSED_UNDER", "WrongValueError", "coerce", "cross_problems", "show", "unused_notes"]
 
 _TRUE_WORDS = ("true", "1", "yes", "y", "t", "on")
 _FALSE_WORDS = ("false", "0", "no", "n", "f", "off")
@@ -89,7 +89,7 @@ def coerce(spec: FieldSpec, value: Any, *, lenient: bool = False, text: str | No
 
     Args:
         spec: the option.
-        value: what the source gave; never None (a null stands for "not set" everywhere).
+        value: as the source gave it; never None (a null stands for "not set" everywhere).
         lenient: take text for numbers and booleans too, as environment variables and accelerate's files need.
         text: the scalar as it stood unquoted in a file, if it did.
 
@@ -158,22 +158,25 @@ def _bool(value: Any, lenient: bool) -> bool:
 
 def _int(value: Any, lenient: bool) -> int:
     if isinstance(value, str):
-        if re.fullmatch(r"[-+]?0[0-9_]+", value):
-            decimal = value.lstrip("+-0_") or "0"
-            raise WrongValueError("a whole number", f"; a leading zero means octal to some readers: write {decimal}")
-        if lenient:
-            try:
-                value = float(value) if re.search(r"[.eE]", value) else int(value)
-            except ValueError:
-                raise WrongValueError("a whole number") from None
-        else:
-            raise WrongValueError("a whole number", " without quotes" if re.fullmatch(r"[-+]?\d+", value) else "")
+        value = _number_of_text(value, lenient)
     if not isinstance(value, bool | float) and hasattr(value, "__index__"):
         return operator.index(value)  # numpy's integers too
     # 1e8 is a float to every parser; people write it for a number of parameters.
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     raise WrongValueError("a whole number")
+
+
+def _number_of_text(text: str, lenient: bool) -> int | float:
+    if re.fullmatch(r"[-+]?0[0-9_]+", text):
+        decimal = text.lstrip("+-0_") or "0"
+        raise WrongValueError("a whole number", f"; a leading zero means octal to some readers: write {decimal}")
+    if not lenient:
+        raise WrongValueError("a whole number", " without quotes" if re.fullmatch(r"[-+]?\d+", text) else "")
+    try:
+        return float(text) if re.search(r"[.eE]", text) else int(text)
+    except ValueError:
+        raise WrongValueError("a whole number") from None
 
 
 def _float(value: Any, lenient: bool) -> float:
@@ -226,7 +229,7 @@ def _mapping(value: Any, lenient: bool) -> FrozenDict:
 
 
 def cross_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
-    """Return what contradicts between options; `describe` gives `path=value (from where)` for a dotted path."""
+    """Return the contradictions between options; `describe` gives `path=value (from where)` for a dotted path."""
     problems = []
     launch = config.launch
     if config.fsdp.replicate_per_node and config.fsdp.replicate_size > 1:
@@ -247,13 +250,17 @@ def cross_problems(config: RunConfig, describe: Callable[[str], str]) -> list[st
     return problems
 
 
-_UNUSED_UNDER = {"fsdp": ("auto", "single", "ddp", "deepspeed"), "ddp": ("single", "fsdp2", "deepspeed")}
-"""Our strategies that have no use for a section; what a registered one does with it is its own."""
+UNUSED_UNDER = {
+    "fsdp": ("auto", "single", "ddp", "deepspeed"),
+    "ddp": ("single", "fsdp2", "deepspeed"),
+    "deepspeed": ("auto", "single", "ddp", "fsdp2"),
+}
+"""Our strategies that have no use for a section; a registered one may use any."""
 
 
-def unused_notes(config: RunConfig, given: typing.Collection[str], describe: Callable[[str], str]) -> list[str]:
+def unused_notes(config: RunConfig, given: Collection[str], describe: Callable[[str], str]) -> list[str]:
     """Return remarks on options that were given and that another option leaves without effect."""
-    decisive = {name: "strategy" for name, strategies in _UNUSED_UNDER.items() if config.strategy in strategies}
+    decisive = {name: "strategy" for name, strategies in UNUSED_UNDER.items() if config.strategy in strategies}
     if config.compile.backend == "no":
         decisive["compile"] = "compile.backend"
     notes = []
@@ -261,12 +268,17 @@ def unused_notes(config: RunConfig, given: typing.Collection[str], describe: Cal
         asked = [name for name in given if name.startswith(f"{section}.") and _is_changed(config, name)]
         if asked:
             notes.append(f"{', '.join(map(describe, asked))}: not used with {describe(path)}")
-    if "fsdp" in decisive:
-        return notes
-    for path, policy in (("fsdp.wrap_classes", WrapPolicy.TRANSFORMER), ("fsdp.min_num_params", WrapPolicy.SIZE)):
-        if path in given and config.fsdp.wrap_policy is not policy and get_value(config, path):
-            notes.append(f"{describe(path)} is not used: {describe('fsdp.wrap_policy')}")
-    return notes
+    unused = {"deepspeed": "strategy"} if "deepspeed" in decisive else {}
+    if "fsdp" not in decisive:
+        unused |= dict.fromkeys(_options_of_other_policies(config), "fsdp.wrap_policy")
+    return notes + [f"{describe(path)} is not used: {describe(by)}" for path, by in unused.items() if path in given]
+
+
+def _options_of_other_policies(config: RunConfig) -> list[str]:
+    """Return the options with a value that only a wrap policy other than the one in force reads."""
+    options = {"fsdp.wrap_classes": WrapPolicy.TRANSFORMER, "fsdp.min_num_params": WrapPolicy.SIZE}
+    others = (path for path, policy in options.items() if config.fsdp.wrap_policy is not policy)
+    return [path for path in others if get_value(config, path)]
 
 
 def _is_changed(config: RunConfig, path: str) -> bool:

@@ -192,7 +192,7 @@ def _filter(hosts: Mapping[str, tuple[int, ...]], include: str, exclude: str) ->
     text = include or exclude
     if not text:
         return dict(hosts)
-    named = {part.partition(":")[0]: _named_slots(hosts, part, text) for part in text.split("@") if part}
+    named = {part.partition(":")[0]: _named_slots(hosts, part, text) for part in filter(None, text.split("@"))}
     kept = {
         name: tuple(slot for slot in slots if (slot in named.get(name, ())) == bool(include))
         for name, slots in hosts.items()

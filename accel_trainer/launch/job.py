@@ -18,6 +18,7 @@ from pathlib import Path
 
 from accel_trainer.config import Resolved, SourceKind, resolve
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
+from accel_trainer.config.validation import UNUSED_UNDER
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.flags import Options, parse_options, print_help
 from accel_trainer.launch.hosts import HostJob, agent_options, plan_hosts, run_on_hosts
@@ -47,13 +48,9 @@ _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIB
 _DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg", "/dev/dri/renderD*", "/dev/accel*", "/dev/davinci[0-9]*")
 # The strategies that a process without a group can run; asking any other one for its facts costs an import of torch.
 _WITHOUT_GROUP = ("auto", "single")
-# Which flags do nothing with which of our strategies; what a registered one does with them is its own.
-_FLAGS_OF = (
-    ("fsdp.", "--use_fsdp", ("auto", "single", "ddp", "deepspeed")),
-    ("deepspeed", "--use_deepspeed", ("auto", "single", "ddp", "fsdp2")),
-)
 
 
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _CHECKS = "accel_trainer.launch.self_check"
 
 
@@ -218,12 +215,12 @@ def refuse_nesting(environ: Mapping[str, str]) -> None:
 
 
 def _refuse_flags_without_effect(options: Options, resolved: Resolved) -> None:
-    for section, flag, strategies in _FLAGS_OF:
-        given = [path for path in options.flags if path.startswith(section)]
-        if given and resolved.config.strategy in strategies:
+    for section in ("fsdp", "deepspeed"):
+        given = [path for path in options.flags if path.partition(".")[0] == section]
+        if given and resolved.config.strategy in UNUSED_UNDER[section]:
             names = ", ".join(resolved.source(path).where for path in given)
             raise ConfigError(
-                f"{names}: without effect with {resolved.describe('strategy')}; add {flag}, or remove them"
+                f"{names}: without effect with {resolved.describe('strategy')}; add --use_{section}, or remove them"
             )
 
 
@@ -327,9 +324,8 @@ def worker_environment(
     elif num_local > 1:
         # N ranks with a full thread pool each run slower than one.
         variables.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // num_local)))
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    if meets_here and loopback in (name for _, name in socket.if_nameindex()):
-        variables.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    if meets_here and _LOOPBACK in (name for _, name in socket.if_nameindex()):
+        variables.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     return variables
 
 

@@ -1,6 +1,6 @@
 """Train from a running Python: start workers that call a function, which may be defined in a cell of a notebook.
 
-Workers are forked, so that they have what this process has: the function, and everything that it refers to.
+Workers are forked, so that they have the function of this process and everything that it refers to.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from accel_trainer.config import LaunchConfig, resolve
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.launch.job import refuse_nesting, worker_environment
-from accel_trainer.launch.torchrun import build_rendezvous, log_destination
+from accel_trainer.launch.torchrun import AGENT_LOGGERS, build_rendezvous, log_destination, worker_variables
 from accel_trainer.runtime.process import destroy_process_group
 
 __all__ = ["debug_launcher", "notebook_launcher"]
@@ -43,7 +43,6 @@ _NUMBERS = {
 }
 """Options that are checked as those of the launcher are, and the arguments that give them."""
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-_LOGGERS = ("agent.server.api", "multiprocessing.api")
 
 
 def notebook_launcher(
@@ -91,42 +90,34 @@ def notebook_launcher(
     if num_processes is None:
         num_processes = max(1, _count_devices(use_cpu or resolve(environ=outer).config.use_cpu))
     address, port = _endpoint(rdzv_endpoint, master_addr, use_port)
-    is_whole = all(isinstance(number, int) for number in (num_processes, num_nodes, node_rank))
-    if not is_whole or num_processes < 1 or num_nodes < 1 or not 0 <= node_rank < num_nodes:
-        raise ConfigError(
-            f"num_processes={num_processes!r}, num_nodes={num_nodes!r}, node_rank={node_rank!r}: expected one process "
-            "and one machine at least, and a node_rank from 0 to num_nodes - 1"
-        )
-    count = num_processes
-    settings = {**(rdzv_conf or {}), **({"rdzv_id": rdzv_id} if rdzv_id != "none" and rdzv_backend != "static" else {})}
+    _check_numbers(num_processes, num_nodes, node_rank)
+    is_static = rdzv_backend == "static"
     launch = LaunchConfig(
         num_machines=num_nodes,
         machine_rank=node_rank,
-        main_process_ip=address if num_nodes > 1 or rdzv_backend != "static" else None,
+        main_process_ip=None if is_static and num_nodes == 1 else address,
         main_process_port=port,
         rdzv_backend=rdzv_backend,
-        rdzv_conf=",".join(f"{key}={value}" for key, value in settings.items()),
+        rdzv_conf=_settings_text(rdzv_conf or {}, "none" if is_static else rdzv_id),
         max_restarts=max_restarts,
         monitor_interval_seconds=monitor_interval,
         tee="3" if log_line_prefix_template else "0",
     )
-    flags: dict[str, Any] = {"launch.num_processes": count * num_nodes}
-    flags |= {"mixed_precision": mixed_precision} if mixed_precision is not None else {}
-    flags |= {"use_cpu": True} if use_cpu else {}
+    flags = _flags(num_processes * num_nodes, mixed_precision, use_cpu)
     numbers = {path: getattr(launch, path.removeprefix("launch.")) for path in _NUMBERS}
     resolved = resolve(
         explicit={**flags, **numbers}, environ=outer, explicit_name="notebook_launcher", explicit_keywords=_NUMBERS
     )
     launch_text = json.dumps({"config_file": None, "flags": flags})
-    environment = worker_environment(os.environ, resolved, launch_text, count, num_nodes == 1)
-    if count == num_nodes == 1:
-        with _changed_environment(environment):
+    environment = worker_environment(os.environ, resolved, launch_text, num_processes, num_nodes == 1)
+    if num_processes == num_nodes == 1:
+        with worker_variables(environment):
             function(*args)
         return
-    _check_can_fork(count, resolved.config.use_cpu)
+    _check_can_fork(num_processes, resolved.config.use_cpu)
     environment["OMP_NUM_THREADS"] = "1"
-    with _changed_environment(environment), tempfile.TemporaryDirectory(prefix="accel_trainer_") as folder:
-        _run(function, args, count, launch, log_line_prefix_template, Path(folder))
+    with worker_variables(environment), tempfile.TemporaryDirectory(prefix="accel_trainer_") as folder:
+        _run(function, args, num_processes, launch, log_line_prefix_template, Path(folder))
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
@@ -137,6 +128,28 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         ProcessGroupError: a worker failed; the message has its rank and its traceback.
     """
     notebook_launcher(function, args, num_processes, use_cpu=True)
+
+
+def _check_numbers(num_processes: int, num_nodes: int, node_rank: int) -> None:
+    are_numbers = all(isinstance(number, int) for number in (num_processes, num_nodes, node_rank))
+    if not are_numbers or num_processes < 1 or num_nodes < 1 or not 0 <= node_rank < num_nodes:
+        raise ConfigError(
+            f"num_processes={num_processes!r}, num_nodes={num_nodes!r}, node_rank={node_rank!r}: expected one process "
+            "and one machine at least, and a node_rank from 0 to num_nodes - 1"
+        )
+
+
+def _flags(num_processes: int, mixed_precision: str | None, use_cpu: bool) -> dict[str, Any]:
+    """Return the options that the workers find as flags of their launcher."""
+    flags: dict[str, Any] = {"launch.num_processes": num_processes}
+    flags |= {"mixed_precision": mixed_precision} if mixed_precision is not None else {}
+    return flags | ({"use_cpu": True} if use_cpu else {})
+
+
+def _settings_text(conf: Mapping[str, Any], run_id: str) -> str:
+    """Return settings of the rendezvous as `rdzv_conf` has them; "none" is accelerate's default for no run id."""
+    settings = dict(conf) if run_id == "none" else {**conf, "rdzv_id": run_id}
+    return ",".join(f"{key}={value}" for key, value in settings.items())
 
 
 def _endpoint(endpoint: str, address: str, port: int | str | None) -> tuple[str, int | None]:
@@ -154,7 +167,7 @@ def _count_devices(use_cpu: bool) -> int:
 
 
 def _check_can_fork(num_processes: int, use_cpu: bool) -> None:
-    """Refuse what the workers would stumble over."""
+    """Refuse a process whose forks could not work: one with a group, an Accelerator or an initialized GPU."""
     if dist.is_available() and dist.is_initialized():
         raise ConfigError(
             "this process has joined a process group, which its workers would share; start from a fresh Python, and "
@@ -192,41 +205,20 @@ def _check_can_fork(num_processes: int, use_cpu: bool) -> None:
 
 
 @contextlib.contextmanager
-def _changed_environment(environment: Mapping[str, str]) -> Iterator[None]:
-    """Change what differs in this process's environment, from where workers inherit it, and put it back afterwards."""
-    before = {name: os.environ.get(name) for name in {**os.environ, **environment}}
-    changed = {name: value for name, value in before.items() if environment.get(name) != value}
-    _set_variables({name: environment.get(name) for name in changed})
-    try:
-        yield
-    finally:
-        _set_variables(changed)
-
-
-def _set_variables(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _agents_habits() -> Iterator[list[logging.LogRecord]]:
-    """Undo what the agent leaves in its process, which elsewhere ends with it: signal handlers; keep what it logs."""
+def _contained_agent() -> Iterator[list[logging.LogRecord]]:
+    """Keep the records that the agent logs, and put back the signal handlers that it replaces in this process."""
     handlers = {}
     with contextlib.suppress(ValueError):  # only the main thread has handlers
         handlers = {number: signal.getsignal(number) for name in _SIGNALS if (number := getattr(signal, name, None))}
-    loggers = [logging.getLogger(f"torch.distributed.elastic.{name}") for name in _LOGGERS]
-    propagated = [logger.propagate for logger in loggers]
+    propagated = [logger.propagate for logger in AGENT_LOGGERS]
     kept = BufferingHandler(capacity=1000)
     try:
-        for logger in loggers:
+        for logger in AGENT_LOGGERS:
             logger.addHandler(kept)
             logger.propagate = False
         yield kept.buffer
     finally:
-        for logger, value in zip(loggers, propagated, strict=True):
+        for logger, value in zip(AGENT_LOGGERS, propagated, strict=True):
             logger.removeHandler(kept)
             logger.propagate = value
         with contextlib.suppress(ValueError):
@@ -242,12 +234,12 @@ def _run(
     prefix: str | None,
     folder: Path,
 ) -> None:
-    """Start the workers and wait; raise what the first that failed has written to `folder`."""
+    """Start the workers and wait; raise the traceback that the first failed one has written to `folder`."""
 
     def work() -> None:
         _work(function, args, folder)
 
-    with _agents_habits() as logged, log_destination(launch) as logs:
+    with _contained_agent() as logged, log_destination(launch) as logs:
         spec = WorkerSpec(
             role=launch.role,
             local_world_size=num_processes,
@@ -291,7 +283,7 @@ def _how(code: int) -> str:
 
 
 def _work(function: Callable[..., Any], args: Sequence[Any], folder: Path) -> None:
-    """What a worker does: call the function, leave the job, and write down what went wrong."""
+    """Call the function in a worker, leave the job, and write the traceback of an error to `folder`."""
     for name in _SIGNALS:
         if number := getattr(signal, name, None):
             signal.signal(number, signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)

@@ -1,6 +1,6 @@
 """Start several processes on this machine with torch's elastic agent, and end with their exit code.
 
-torchrun itself ends with 1 whatever the workers said. A job that was told to stop, saved and ended with 85 must end
+torchrun itself ends with 1 whatever the code of the workers. A job that got SIGTERM, saved and ended with 85 must end
 with 85, so the agent runs in this process and the workers are watched one by one.
 """
 
@@ -33,16 +33,28 @@ from accel_trainer.launch.rendezvous import LOOPBACK, BoundRendezvous, parse_set
 from accel_trainer.runtime.launchers import DEFAULT_PORT
 from accel_trainer.runtime.process import bracket_ipv6
 
-__all__ = ["AgentJob", "build_rendezvous", "log_destination", "run_workers", "shell_code"]
+__all__ = [
+    "AGENT_LOGGERS",
+    "AgentJob",
+    "build_rendezvous",
+    "log_destination",
+    "run_workers",
+    "shell_code",
+    "worker_variables",
+]
 
 # The workers may need this long to save after a signal; torchrun kills after 30 s, in the middle of a large checkpoint.
 _GRACE_SECONDS = 120
+AGENT_LOGGERS = [
+    logging.getLogger(f"torch.distributed.elastic.{name}") for name in ("agent.server.api", "multiprocessing.api")
+]
+"""Loggers on which torch's agent reports a failing worker, which the launchers here report themselves."""
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 
 
 @dataclass(frozen=True, slots=True)
 class AgentJob:
-    """What this machine starts."""
+    """The workers of this machine, and how they meet those of others."""
 
     command: tuple[str, ...]
     """Program and arguments of every worker."""
@@ -78,7 +90,8 @@ def run_workers(job: AgentJob) -> int:
         ConfigError: the machine has fewer devices than processes, or the rendezvous cannot be opened.
     """
     _check_devices(job)
-    with _environment_of(job), log_destination(job.launch) as logs:
+    variables = {**job.environment, "TORCHELASTIC_SIGNALS_TO_HANDLE": _SIGNALS}
+    with worker_variables(variables), log_destination(job.launch) as logs:
         _quieten()
         agent = _Agent(job, logs)
         try:
@@ -189,13 +202,13 @@ class _Agent(LocalElasticAgent):
         return min(failed, key=lambda exit_: exit_.seconds) if failed else None
 
     def kill_rest(self) -> None:
-        """End what still runs, now. Each worker leads a process group that holds what it started."""
+        """End the workers that still run, now. Each leads a process group that holds the processes it started."""
         for pid in self._running().values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
 
     def report(self, first: _Exit) -> None:
-        """Say which worker failed first, and which others had ended before without an error."""
+        """Print which worker failed first, and which others had ended before without an error."""
         lines = [f"accel-trainer launch: {_how(first)}; this ended the job"]
         lines += [
             f"  rank {exit_.rank} had ended with code 0 {first.seconds - exit_.seconds:.1f} s before that"
@@ -222,7 +235,7 @@ def _grace_seconds(environ: Mapping[str, str]) -> int:
 
 
 def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
-    """Return what brings the machines of a job together.
+    """Return the rendezvous, which brings the machines of a job together.
 
     Raises:
         ConfigError: the settings contradict each other, or torch does not know the rendezvous.
@@ -266,7 +279,7 @@ def _uses_accelerator(job: AgentJob) -> bool:
 
 
 def _check_devices(job: AgentJob) -> None:
-    """Refuse before anything starts what every worker would refuse after seconds of imports."""
+    """Refuse more processes than devices before anything starts: each worker would, after seconds of imports."""
     count = torch.accelerator.device_count() if _uses_accelerator(job) else 0
     ids = job.launch.gpu_ids
     if count and ids != "all":
@@ -296,16 +309,23 @@ def _bind_to_cores(pids: Mapping[int, int]) -> None:
 
 
 @contextlib.contextmanager
-def _environment_of(job: AgentJob) -> Iterator[None]:
-    """Put the job's environment in place of this process's while the agent runs: the workers inherit it from here."""
-    before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(job.environment, TORCHELASTIC_SIGNALS_TO_HANDLE=_SIGNALS)
+def worker_variables(environment: Mapping[str, str]) -> Iterator[None]:
+    """Change the variables of this process that differ from those of its workers, which inherit them, for a while."""
+    before = {name: os.environ.get(name) for name in {**os.environ, **environment}}
+    changed = {name: value for name, value in before.items() if environment.get(name) != value}
+    _set_variables({name: environment.get(name) for name in changed})
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        _set_variables(changed)
+
+
+def _set_variables(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -331,5 +351,5 @@ def log_destination(launch: LaunchConfig) -> Iterator[DefaultLogsSpecs]:
 def _quieten() -> None:
     """Leave out the agent's own lines on a failing worker: `report` says the same in one. LOGLEVEL brings them back."""
     if "LOGLEVEL" not in os.environ:
-        for name in ("agent.server.api", "multiprocessing.api"):
-            logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+        for logger in AGENT_LOGGERS:
+            logger.setLevel(logging.CRITICAL)

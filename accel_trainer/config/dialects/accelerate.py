@@ -86,10 +86,10 @@ def translate(document: Document, content: Mapping[Key, Node], layer: Layer) -> 
     _Reader(document, content, layer).read()
 
 
-def _dialect_hint(name: str) -> str:
+def _unknown_hint(name: str) -> str:
     if name in field_specs() or name in section_names():
         return "; it is a key of accel_trainer's own files, and this one is an accelerate file: use one of the two"
-    return ""
+    return did_you_mean(name, known_keys())
 
 
 class _Reader:
@@ -134,8 +134,9 @@ class _Reader:
             if entry.value not in (None, "LOCAL_MACHINE"):
                 self.layer.wrong(entry, "LOCAL_MACHINE")
         elif name not in _SPECIAL:
-            hint = _dialect_hint(name) or did_you_mean(name, known_keys())
-            self.layer.problems.append(self.document.unknown_key_problem(Key(name, self.lines[name]), hint))
+            self.layer.problems.append(
+                self.document.unknown_key_problem(Key(name, self.lines[name]), _unknown_hint(name))
+            )
 
     def legacy(self) -> None:
         """Read the two top-level keys of old files."""
