@@ -119,7 +119,7 @@ MOVED_MODULES = {
     "trainer.checkpoint_methods": "trainer.checkpoint.methods",
     "trainer.checkpointing": "trainer.checkpoint.upstream_files",
     "trainer.deepspeed_arguments": "trainer.arguments.deepspeed_arguments",
-    "trainer.figures": "trainer.checkpoint.run_metrics",
+    "trainer.figures": "trainer.checkpoint.run_checkpoints",
     "trainer.fsdp_arguments": "trainer.arguments.fsdp_arguments",
     "trainer.gathering": "trainer.predictions",
     "trainer.layout": "trainer.model_preparation",

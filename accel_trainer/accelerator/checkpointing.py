@@ -193,6 +193,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             directory, name, number = self._checkpoints_directory(), None, configuration.iteration
         saved = self._checkpointer.save(
             SaveJob(
+                section=f"save to {output_dir or configuration.project_dir}",
                 directory=directory,
                 name=name,
                 number=number,

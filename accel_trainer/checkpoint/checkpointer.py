@@ -78,6 +78,8 @@ class CheckpointMetrics:
 class SaveJob:
     """One save: its place, its content, and the answer to a disk that fails."""
 
+    section: str
+    """The save, for messages."""
     directory: Path
     """Around the checkpoint."""
     name: str | None
@@ -101,11 +103,6 @@ class SaveJob:
     """Those that stay whatever their number, once the new one is committed."""
     in_background: bool = False
     """Return once everything is copied to host memory, and write on a thread."""
-
-    @property
-    def section(self) -> str:
-        """The save, for messages."""
-        return f"save of {self.directory / self.name}" if self.name is not None else f"save to {self.directory}"
 
 
 class Checkpointer:

@@ -46,6 +46,8 @@ class Selection:
     """None for a checkpoint of another library, which has no manifest."""
     passed_over: list[str] = field(default_factory=list)
     """Newer ones that are not good, each with the reason."""
+    is_named: bool = False
+    """Whether the user has named it, so that newer ones were not looked for."""
     seconds: dict[str, float] = field(default_factory=lambda: {"select": 0.0, "verify": 0.0})
     """Of the two phases."""
 
@@ -63,7 +65,9 @@ class Selection:
             begin: "resumed".
             facts: `verified` among them.
         """
-        return "; ".join([f"{begin} from {self.path}", *facts, *(f"passed over {line}" for line in self.passed_over)])
+        named = ", as named" if self.is_named else ""
+        passed_over = (f"passed over {line}" for line in self.passed_over)
+        return "; ".join([f"{begin} from {self.path}{named}", *facts, *passed_over])
 
 
 def open_named(path: Path, process: ProcessContext, verify: Verify, kind: CheckpointKind) -> StoredCheckpoint | None:
@@ -100,7 +104,7 @@ def select_named(
         ProcessGroupError: another rank cannot read it.
     """
     begin = time.perf_counter()
-    selection = Selection(path, open_named(path, process, verify, kind))
+    selection = Selection(path, open_named(path, process, verify, kind), is_named=True)
     flaw = _verify(selection, files, begin)
     if flaw is not None:
         raise CorruptCheckpointError(flaw)
@@ -141,7 +145,7 @@ def select_newest(
                 error = raised
         section = f"selection of a checkpoint in {directory}"
         path, passed_over = gather_or_raise(process, section, error, (choice, passed_over))[0]
-        selection = Selection(path, _open(path, process, verify, kind), passed_over, seconds)
+        selection = Selection(path, _open(path, process, verify, kind), passed_over, seconds=seconds)
         flaw = _verify(selection, files, begin)
         if flaw is None:
             return selection

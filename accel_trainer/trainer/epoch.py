@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers.optimization import GreedyLR
 from transformers.utils import logging
 
-from accel_trainer.trainer.checkpoint.resuming import current_position
 from accel_trainer.trainer.running_trainer import SteppingTrainer
 from accel_trainer.trainer.window import WindowReader
 
@@ -62,9 +61,9 @@ class EpochRun:
 
     def _window(self, num_batches: int, restore_rng_from: str | None) -> bool:
         """Train the micro-batches of one update; return whether there were any."""
-        trainer, reader = self.trainer, self.reader
-        trainer._position = current_position(trainer.callback_handler.train_dataloader)
-        with trainer._figures.resuming("data") if self.is_resumed else nullcontext():
+        trainer, reader, checkpoints = self.trainer, self.reader, self.trainer.run_checkpoints
+        checkpoints.begin_update(trainer.callback_handler.train_dataloader)
+        with checkpoints.metrics.resuming("data") if self.is_resumed else nullcontext():
             batches, num_items = trainer.get_batch_samples(reader, num_batches, trainer.args.device)
         self.is_resumed = False
         reader.begin(batches)
@@ -81,7 +80,7 @@ class EpochRun:
                 break
         reader.forget()
         if not batches:
-            trainer._position = None
+            checkpoints.cancel_update()
         return bool(batches)
 
     def _micro_batch(self, inputs: Any, num_items: Any, *, is_first: bool, is_last: bool) -> None:
@@ -127,9 +126,7 @@ class EpochRun:
             scheduler.step()
         self.model.zero_grad()
         trainer.state.global_step += 1
-        trainer._position = None
-        if trainer._note is not None:
-            trainer._note.write(trainer.state.global_step)
+        trainer.run_checkpoints.end_update(trainer.state.global_step)
         trainer.state.epoch = self.epoch + (self.step + 1) / self.steps_in_epoch
         trainer.control = handler.on_step_end(args, trainer.state, trainer.control)
         self._log_save_evaluate()

@@ -7,7 +7,6 @@ typed in ways that differ between the releases that are supported.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -16,9 +15,8 @@ from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from accel_trainer.accelerator.accelerator import Accelerator
-from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
-from accel_trainer.trainer.checkpoint.run_metrics import RunFigures, UpdateNote
+from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
 
 __all__ = ["CheckpointingTrainer", "EvaluatingTrainer", "RunningTrainer", "SteppingTrainer"]
 
@@ -54,9 +52,8 @@ class SteppingTrainer(RunningTrainer, Protocol):
     """Whether the model's loss is divided by the number of items."""
     _tr_loss: Tensor
     _globalstep_last_logged: int
-    _figures: RunFigures
-    _note: UpdateNote | None
-    _position: dict[str, Any] | None
+    run_checkpoints: RunCheckpoints
+    """Ours: of the present train()."""
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Return the next micro-batches, and the number of items to divide their losses by; None without labels."""
@@ -128,9 +125,8 @@ class CheckpointingTrainer(RunningTrainer, Protocol):
     """A Trainer that saves checkpoints and resumes from them."""
 
     hp_search_backend: Any
-    _figures: RunFigures
-    _position: dict[str, Any] | None
-    _staged: StagedDirectory | None
+    run_checkpoints: RunCheckpoints
+    """Ours: of the present train()."""
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the number of samples in an update, over all ranks."""
@@ -152,9 +148,3 @@ class CheckpointingTrainer(RunningTrainer, Protocol):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None: ...
 
     def _get_output_dir(self, trial: Any) -> str: ...
-
-    def _own(self, directory: Path) -> None: ...
-
-    def _disown(self) -> None: ...
-
-    def _note_saved(self, run_dir: Path) -> None: ...

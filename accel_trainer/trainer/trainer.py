@@ -32,7 +32,7 @@ from accel_trainer.trainer.batch_size_search import (
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.best_model import keeping_best
 from accel_trainer.trainer.checkpoint.methods import CheckpointMethods
-from accel_trainer.trainer.checkpoint.run_metrics import RunFigures
+from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
 from accel_trainer.trainer.epoch import EpochRun
 from accel_trainer.trainer.evaluation import run_evaluation
 from accel_trainer.trainer.inputs import ColumnFilter, ShiftingLabelSmoother, check_dataset, load_model, shifts_labels
@@ -84,10 +84,10 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
                 f"args is a {type(args).__module__}.{type(args).__name__}, and this Trainer runs on what "
                 "accel_trainer.TrainingArguments resolves; build that one, its fields are the same"
             )
-        self._figures = RunFigures()
         self._loss_normalization = LossNormalization()
         self._preparation = ModelPreparation()
         super().__init__(load_model(model, args), args, *rest, **kwargs)
+        self.run_checkpoints = RunCheckpoints(self.accelerator.process)
         if shifts_labels(self.model):
             self._loss_shifts_labels = True
             if self.label_smoother is not None:
@@ -244,8 +244,8 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
         epochs_trained: int,
         steps_trained_in_current_epoch: int,
     ) -> None:
-        if self._figures.begun_at is None:
-            self._figures.begun_at = self.state.global_step
+        if self.run_checkpoints.metrics.begun_at is None:
+            self.run_checkpoints.metrics.begun_at = self.state.global_step
         is_resumed = epoch == epochs_trained and resume_from_checkpoint is not None
         trained = steps_trained_in_current_epoch if is_resumed and not self.args.ignore_data_skip else 0
         if trained and not self._loader_has_position:

@@ -40,8 +40,7 @@ EXCUSED = {
 }
 
 OWN_METHODS = {
-    "arguments_class", "_resuming", "_own", "_disown", "_note_saved", "_end_note", "_load_weights",
-    "_load_training_state",
+    "arguments_class", "_resuming", "_restores_random_streams", "_load_weights", "_load_training_state",
 }  # fmt: skip
 
 PAIRS = [

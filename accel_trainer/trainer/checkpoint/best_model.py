@@ -11,8 +11,8 @@ from accel_trainer import logging
 from accel_trainer.checkpoint.commit.retention import retire
 from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError
 from accel_trainer.runtime.shared_errors import gather_or_raise
-from accel_trainer.trainer.checkpoint.resuming import PREFIX, open_named
-from accel_trainer.trainer.running_trainer import RunningTrainer
+from accel_trainer.trainer.checkpoint.resuming import PREFIX
+from accel_trainer.trainer.running_trainer import CheckpointingTrainer
 
 __all__ = ["keeping_best", "verify_best"]
 
@@ -22,7 +22,7 @@ _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)[^/]*|pytorch_model_f
 
 
 @contextmanager
-def keeping_best(trainer: RunningTrainer) -> Iterator[None]:
+def keeping_best(trainer: CheckpointingTrainer) -> Iterator[None]:
     """Agree on the best checkpoint and, with `save_total_limit=1`, keep it alone; the block ends a run. Collective.
 
     Upstream does that without looking into it: it would remove the last good checkpoint beside a best one that is
@@ -48,10 +48,10 @@ def keeping_best(trainer: RunningTrainer) -> Iterator[None]:
         args.save_total_limit = limit
 
 
-def _retire_others(trainer: RunningTrainer, best: Path) -> None:
+def _retire_others(trainer: CheckpointingTrainer, best: Path) -> None:
     flaw: str | None = None
     try:
-        stored = open_named(best, trainer.accelerator.process)
+        stored = trainer.run_checkpoints.checkpointer.open_named(best)
         flaw = None if stored is None else stored.find_flaw_together()
     except (CorruptCheckpointError, CheckpointNotFoundError) as error:
         flaw = str(error)
@@ -61,7 +61,7 @@ def _retire_others(trainer: RunningTrainer, best: Path) -> None:
         retire(best.parent, 1, [best], prefix=PREFIX)
 
 
-def verify_best(trainer: RunningTrainer, best: Path) -> None:
+def verify_best(trainer: CheckpointingTrainer, best: Path) -> None:
     """Verify the weights of the best checkpoint before they are loaded. Collective; one without manifest passes.
 
     Raises:
@@ -69,7 +69,7 @@ def verify_best(trainer: RunningTrainer, best: Path) -> None:
         ProcessGroupError: another rank cannot read them.
     """
     try:
-        stored = open_named(best, trainer.accelerator.process)
+        stored = trainer.run_checkpoints.checkpointer.open_named(best)
         if stored is not None:
             stored.verify_together(name for name in stored.manifest.files if _WEIGHTS.fullmatch(name))
     except (CorruptCheckpointError, CheckpointNotFoundError) as error:

@@ -12,14 +12,10 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.commit.lock import LOCK_NAME, DirectoryLock
-from accel_trainer.checkpoint.commit.rename import sweep
-from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.best_model import verify_best
 from accel_trainer.trainer.checkpoint.publishing import SaveSkippedError, save_checkpoint
-from accel_trainer.trainer.checkpoint.resuming import Resumption, select_checkpoint
-from accel_trainer.trainer.checkpoint.run_metrics import RunFigures, UpdateNote
+from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
 
 __all__ = ["CheckpointMethods"]
 
@@ -37,37 +33,26 @@ class CheckpointMethods(_Upstream):
     """Saving and resuming, for the Trainer to inherit. Methods from `set_initial_training_values` on are upstream's."""
 
     if TYPE_CHECKING:
-        _figures: RunFigures
         is_sharded: bool
         args: Any
         control: Any
         state: Any
 
-    _resumption: Resumption | None = None
-    """Where the present train() goes on from."""
-    _lock: DirectoryLock | None = None
-    _staged: StagedDirectory | None = None
-    """The directory that a save is writing."""
-    _position: dict[str, Any] | None = None
-    """While an update is under way: where the data stood before its batches were read."""
-    _note: UpdateNote | None = None
-    """Where rank 0 notes the updates after the first checkpoint."""
+    run_checkpoints: RunCheckpoints
+    """Of the present train(), or of the last one."""
 
     @contextmanager
     def _resuming(self, given: Any) -> Iterator[str | None]:
         """Choose and verify a checkpoint for one train(), and return its path. Collective."""
-        self._figures = RunFigures()
-        self._position = None
+        self.run_checkpoints = checkpoints = RunCheckpoints(self.accelerator.process)
         if given is not None and given is not False:
-            self._resumption = select_checkpoint(given, self, self._figures)
+            checkpoints.select(given, Path(self.args.output_dir), is_sharded=self.is_sharded)
         is_over = False
         try:
-            yield None if self._resumption is None else str(self._resumption.path)
+            yield None if checkpoints.resumption is None else str(checkpoints.resumption.path)
             is_over = True
         finally:
-            self._end_note(is_over)
-            self._resumption = None
-            self._disown()
+            checkpoints.close(is_over=is_over)
 
     @property
     def checkpoint_metrics(self) -> dict[str, float]:
@@ -77,7 +62,7 @@ class CheckpointMethods(_Upstream):
         that commits), `resume/select_s`, `resume/verify_s`, `resume/load_s`, `resume/data_s`, `lost_steps` (updates
         that an earlier run is known to have done already) and, at the end, `goodput` (share of the time in new ones).
         """
-        return dict(self._figures.values)
+        return dict(self.run_checkpoints.metrics.values)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; see upstream. The first log of training after a save or a resume has the figures of it, too.
@@ -85,51 +70,21 @@ class CheckpointMethods(_Upstream):
         Callbacks and trackers see them; `state.log_history` does not keep them: it is saved, and that of a resumed run
         is that of an uninterrupted one.
         """
-        figures: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if "loss" in logs:
-            figures = self._figures.take()
+            metrics = self.run_checkpoints.metrics.take()
         elif "train_runtime" in logs:
-            figures = self._figures.finish(self.state.global_step)
-        logs.update(figures)
+            metrics = self.run_checkpoints.metrics.finish(self.state.global_step)
+        logs.update(metrics)
         super().log(logs, start_time)
-        for name in figures:
+        for name in metrics:
             self.state.log_history[-1].pop(name, None)
-
-    def _note_saved(self, run_dir: Path) -> None:
-        """Take note of updates from the first checkpoint on."""
-        if self._note is not None and self._note.path.parent != run_dir:
-            self._end_note(is_over=True)  # of an earlier trial
-        if self._note is not None:
-            self._note.saved = self.state.global_step
-        elif self.is_world_process_zero():
-            self._note = UpdateNote.begin(run_dir, self.state.global_step)
-
-    def _end_note(self, is_over: bool) -> None:
-        note, self._note = self._note, None
-        if note is not None:
-            note.close(is_over=is_over)
-        resumption = self._resumption
-        if is_over and resumption is not None and resumption.noted_update is not None and self.is_world_process_zero():
-            UpdateNote.remove(resumption.path.parent)
 
     @property
     def _loader_has_position(self) -> bool:
         """Whether the training loader begins where the checkpoint was written, by samples."""
-        return self._resumption is not None and self._resumption.epoch is not None
-
-    def _own(self, directory: Path) -> None:
-        """Lock a run's directory until train() ends, and remove what dead runs left in it."""
-        if self._lock is not None and self._lock.path.parent == directory.absolute():
-            return
-        self._disown()
-        self._lock = DirectoryLock.take(directory / LOCK_NAME)
-        sweep(directory)
-
-    def _disown(self) -> None:
-        """Give the lock back, if this rank has it."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        resumption = self.run_checkpoints.resumption
+        return resumption is not None and resumption.epoch is not None
 
     # --- resuming --------------------------------------------------------------------------------------------------
 
@@ -140,9 +95,9 @@ class CheckpointMethods(_Upstream):
             IncompatibleCheckpointError: the data is other than that of the checkpoint.
         """
         values: Any = super().set_initial_training_values(args, dataloader)
-        if self._resumption is not None:
+        if self.run_checkpoints.resumption is not None:
             self._steps_in_epoch = values[5]
-            values = self._resumption.take_position(self, dataloader, values)
+            values = self.run_checkpoints.resumption.take_position(self.args, dataloader, values)
         return values
 
     def _init_training_state(
@@ -156,25 +111,33 @@ class CheckpointMethods(_Upstream):
         trained: tuple[int, int] = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
-        if self._resumption is None:
+        resumption, step = self.run_checkpoints.resumption, self.state.global_step
+        if resumption is None:
             return trained
-        lost = self._resumption.lost_steps(self.state.global_step)
+        lost = resumption.lost_steps(step)
         if lost is not None:
-            self._figures.add_loss(lost)
+            self.run_checkpoints.metrics.record("lost_steps", float(lost))
         if self.is_world_process_zero():
-            upstream_logger.info(self._resumption.describe(self))
-        if self._resumption.epoch is None:
-            self._resumption.check_by_updates(self, trained[0] + trained[1] / self._steps_in_epoch)
-            return trained
-        return self._resumption.epoch, self._steps_in_epoch - self._resumption.steps_left
+            upstream_logger.info(resumption.describe(self.args, step, self.accelerator.num_processes))
+        if resumption.epoch is not None:
+            return resumption.epoch, self._steps_in_epoch - resumption.steps_left
+        if not self.args.ignore_data_skip:
+            resumption.check_by_updates(self.state, trained[0] + trained[1] / self._steps_in_epoch)
+        return trained
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with self._figures.resuming("load"):
-            if checkpoint is None or self._resumption is None or self._resumption.restores_random_streams(self):
+        with self.run_checkpoints.metrics.resuming("load"):
+            if self._restores_random_streams(checkpoint):
                 super()._load_rng_state(checkpoint)
 
+    def _restores_random_streams(self, checkpoint: str | None) -> bool:
+        resumption = self.run_checkpoints.resumption
+        if checkpoint is None or resumption is None:
+            return True
+        return resumption.restores_random_streams(self.accelerator.process, self.args.seed, self.state.global_step)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with self._figures.resuming("load"):
+        with self.run_checkpoints.metrics.resuming("load"):
             self._load_weights(resume_from_checkpoint, model)
 
     def _load_weights(self, resume_from_checkpoint: str, model: nn.Module | None) -> None:
@@ -196,7 +159,7 @@ class CheckpointMethods(_Upstream):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            with self._figures.resuming("load"):
+            with self.run_checkpoints.metrics.resuming("load"):
                 self._load_training_state(checkpoint)
 
     def _load_training_state(self, checkpoint: str) -> None:

@@ -36,6 +36,7 @@ from accel_trainer.config import StateDictType
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.strategies.api import CheckpointIO
+from accel_trainer.trainer.checkpoint.resuming import TRAINER_STATE_NAME
 from accel_trainer.trainer.running_trainer import CheckpointingTrainer
 
 __all__ = [
@@ -60,7 +61,6 @@ PLAIN_OPTIMIZER_NAME = "optimizer.pt"
 PARTS_PREFIX = "optimizer"
 PARTS_NAME = f"{PARTS_PREFIX}.json"
 _OPTIMIZER_NAMES = (FULL_OPTIMIZER_NAME, SHARDED_OPTIMIZER_NAME, PLAIN_OPTIMIZER_NAME, PARTS_NAME)
-TRAINER_STATE_NAME = "trainer_state.json"
 SCHEDULER_NAME = "scheduler.pt"
 ENGINE_STATE_PATTERN = "global_step*"
 
@@ -72,7 +72,7 @@ def _io(trainer: CheckpointingTrainer) -> CheckpointIO:
 
 def _staged(trainer: CheckpointingTrainer, directory: Path) -> StagedDirectory | None:
     """Return the checkpoint that is being written, where `directory` is it."""
-    staged: StagedDirectory | None = trainer._staged
+    staged = trainer.run_checkpoints.staged
     return staged if staged is not None and staged.path == directory else None
 
 

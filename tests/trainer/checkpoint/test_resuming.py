@@ -235,7 +235,7 @@ def test_r8_a_checkpoint_without_random_streams_is_an_error(tmp_path: Path) -> N
 def chosen(output_dir: str, strategy: str, **build: Any) -> dict[str, Any]:
     trainer = build_trainer(output_dir, strategy=strategy, **build)
     trainer.train(resume_from_checkpoint=True)
-    begun_at, lost = trainer._figures.begun_at, trainer.checkpoint_metrics["lost_steps"]
+    begun_at, lost = trainer.run_checkpoints.metrics.begun_at, trainer.checkpoint_metrics["lost_steps"]
     return {**summary(trainer), "begun_at": begun_at, "reached": begun_at + lost}
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from accel_trainer.trainer.checkpoint import run_metrics as figures
-from accel_trainer.trainer.checkpoint.run_metrics import RunFigures
+from accel_trainer.checkpoint import checkpointer
+from accel_trainer.trainer.checkpoint import run_checkpoints
+from accel_trainer.trainer.checkpoint.run_checkpoints import RunMetrics
 from tests.trainer_jobs import build_trainer, summary
 
 CKPT = {"ckpt/stall_s", "ckpt/duration_s", "ckpt/bytes"}
@@ -83,19 +84,21 @@ def test_r18_figures_are_logged_once_and_kept_out_of_the_history(run_dir: Path):
 
 def test_goodput_is_the_share_of_the_time_in_new_updates(monkeypatch):
     now = iter([100.0, 101.0, 104.0, 110.0, 200.0, 201.0])
-    monkeypatch.setattr(figures, "time", SimpleNamespace(perf_counter=lambda: next(now)))
-    run = RunFigures()
+    for module in (checkpointer, run_checkpoints):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    run = RunMetrics()
     with run.resuming("load"):
         pass
-    run.add_save(duration=1.0, stall=2.0, num_bytes=None)
-    run.add_loss(2)
+    run.record("ckpt/duration_s", 1.0)
+    run.record_stall(2.0)
+    run.record("lost_steps", 2.0)
 
     assert run.take() == {"resume/load_s": 3.0, "ckpt/stall_s": 2.0, "ckpt/duration_s": 1.0, "lost_steps": 2.0}
     assert run.take() == {}
     # 5 of 10 seconds were no training, and 2 of 10 updates nothing new.
     run.begun_at = 20
     assert run.finish(last_update=30)["goodput"] == pytest.approx(0.4)
-    assert RunFigures().finish(last_update=10) == {}
+    assert RunMetrics().finish(last_update=10) == {}
 
 
 def flip(path: Path) -> None:

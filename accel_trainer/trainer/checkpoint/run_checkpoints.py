@@ -1,0 +1,224 @@
+"""The checkpoints of one train(): its saves, its resume, their metrics, and the note of its last update."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accel_trainer import logging
+from accel_trainer.checkpoint.checkpointer import Checkpointer, CheckpointMetrics
+from accel_trainer.checkpoint.commit.staging import StagedDirectory
+from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME
+from accel_trainer.data.loader import PreparedDataLoader
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.shared_errors import gather_or_raise
+from accel_trainer.trainer.checkpoint.resuming import PREFIX, TRAINER_CHECKPOINTS, Resumption, files_to_read
+
+__all__ = ["RunCheckpoints", "RunMetrics", "UpdateNote"]
+
+logger = logging.get_logger(__name__)
+
+NOTE_NAME = "_last_update"
+"""In a run's directory. Begins as `_lock` does: pushing the directory to a hub leaves such names out."""
+
+
+class RunMetrics(CheckpointMetrics):
+    """The metrics of one train(), each to be logged once when it is new.
+
+    `ckpt/stall_s`, `ckpt/duration_s`, `ckpt/bytes` of the last save; `resume/{select,verify,load,data}_s`;
+    `lost_steps`, where it is known; `goodput`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun_at: int | None = None
+        """The update after which this train() goes on; None until it does."""
+        self._unlogged: list[str] = []
+        self._begin = time.perf_counter()
+
+    def record(self, name: str, value: float) -> None:
+        """Set a metric, to be logged next."""
+        super().record(name, value)
+        self._unlogged.append(name)
+
+    def take(self) -> dict[str, float]:
+        """Return the metrics that are not logged yet, rounded as transformers rounds its times."""
+        unlogged, self._unlogged = self._unlogged, []
+        return {name: round(self.values[name], 4) for name in dict.fromkeys(unlogged)}
+
+    def finish(self, last_update: int) -> dict[str, float]:
+        """Return all metrics, with the share of the time that went into updates nobody had done before.
+
+        Of a run that neither saved nor resumed there are none.
+
+        Args:
+            last_update: the one that this train() ends with.
+        """
+        if self.values:
+            wall = max(time.perf_counter() - self._begin, 1e-9)
+            num_updates = last_update - (last_update if self.begun_at is None else self.begun_at)
+            again = min(self.values.get("lost_steps", 0.0) / max(num_updates, 1), 1.0)
+            self.values["goodput"] = max(wall - self.standstill_seconds, 0.0) * (1.0 - again) / wall
+            self._unlogged = list(self.values)
+        return self.take()
+
+
+class RunCheckpoints:
+    """State of a Trainer's saves and of its resume, from the beginning of one train() to its end."""
+
+    def __init__(self, process: ProcessContext) -> None:
+        self.metrics = RunMetrics()
+        self.checkpointer = Checkpointer(process, TRAINER_CHECKPOINTS, self.metrics)
+        self.resumption: Resumption | None = None
+        """The checkpoint that this train() goes on from."""
+        self.staged: StagedDirectory | None = None
+        """The directory that a save is writing."""
+        self._position: dict[str, Any] | None = None
+        self._note: UpdateNote | None = None
+
+    def select(self, given: bool | str | os.PathLike[str], run_dir: Path, *, is_sharded: bool) -> None:
+        """Choose the checkpoint to resume from, its contents verified. Collective: rank 0 decides for all.
+
+        Args:
+            given: True is the newest good one in `run_dir`: others are renamed to `_bad-...` with a warning. A path is
+                taken as it is.
+            is_sharded: rank 0 alone reads files that hold full weights.
+
+        Raises:
+            ConfigError: there is none in the directory.
+            CheckpointNotFoundError, CorruptCheckpointError: the named one is incomplete; none of several is good.
+            IncompatibleCheckpointError: a newer version wrote it.
+            ProcessGroupError: another rank cannot read it.
+        """
+        process = self.checkpointer.process
+        files = partial(files_to_read, process=process, is_sharded=is_sharded)
+        if given is True:
+            missing = ConfigError(
+                f"No valid checkpoint found in output directory ({run_dir}): it has no {PREFIX}N; train without "
+                "resume_from_checkpoint first"
+            )
+            selection = self.checkpointer.select_newest(run_dir, "full", files, missing)
+        else:
+            selection = self.checkpointer.select_named(Path(str(given)), "full", files)
+        is_own = selection.path.absolute().parent == run_dir.absolute()
+        note = UpdateNote.read(run_dir) if is_own else None
+        noted_update = gather_or_raise(process, f"load of {selection.path}", None, note)[0]
+        self.resumption = Resumption(selection, noted_update)
+        if selection.stored is None and selection.path.is_dir():
+            logger.warning(
+                "%s was not written by accel_trainer: it has no %s, so that its contents cannot be verified",
+                selection.path, MANIFEST_NAME,
+            )  # fmt: skip
+
+    def begin_update(self, loader: Any) -> None:
+        """Remember the position of the training loader, before the batches of an update are read."""
+        self._position = _position_of(loader)
+
+    def cancel_update(self) -> None:
+        """Forget that position: there were no batches."""
+        self._position = None
+
+    def end_update(self, step: int) -> None:
+        """Note an update that is complete."""
+        self._position = None
+        if self._note is not None:
+            self._note.write(step)
+
+    def position(self, loader: Any) -> dict[str, Any] | None:
+        """Return the loader's position after the last update that is complete; None of one not made by us."""
+        return self._position or _position_of(loader)
+
+    @contextmanager
+    def staging(self, staged: StagedDirectory) -> Iterator[None]:
+        """Have files that this package writes hashed on their way; others are read once for that."""
+        self.staged = staged
+        try:
+            yield
+        finally:
+            self.staged = None
+
+    def note_saved(self, run_dir: Path, step: int) -> None:
+        """Take note of updates from the first checkpoint on; on rank 0, elsewhere nothing."""
+        if self._note is not None and self._note.path.parent != run_dir:
+            self._note.close(is_over=True)  # of an earlier trial
+            self._note = None
+        if self._note is not None:
+            self._note.saved = step
+        elif self.checkpointer.process.is_main:
+            self._note = UpdateNote.begin(run_dir, step)
+
+    def close(self, *, is_over: bool) -> None:
+        """End the note and release the run's directory.
+
+        Args:
+            is_over: the run has come to its end, and nothing is left to be done again.
+        """
+        resumption, self.resumption = self.resumption, None
+        if self._note is not None:
+            self._note.close(is_over=is_over)
+            self._note = None
+        was_noted = resumption is not None and resumption.noted_update is not None
+        if is_over and resumption is not None and was_noted and self.checkpointer.process.is_main:
+            UpdateNote.remove(resumption.path.parent)
+        self.checkpointer.close()
+
+
+def _position_of(loader: Any) -> dict[str, Any] | None:
+    return loader.state_dict() if isinstance(loader, PreparedDataLoader) else None
+
+
+class UpdateNote:
+    """The number of a run's last update, in a file for the run that resumes; written over in place, and never synced.
+
+    It survives the process, and not the machine. It serves a metric only: where it cannot be written, there is none.
+    """
+
+    def __init__(self, path: Path, descriptor: int, saved: int) -> None:
+        self.path = path
+        self.saved = saved
+        """The last update of which there is a checkpoint."""
+        self._update = saved
+        self._descriptor = descriptor
+
+    @classmethod
+    def begin(cls, directory: Path, saved: int) -> UpdateNote | None:
+        """Begin to take note in a run's directory, at an update that was just saved; None where that cannot be."""
+        path = directory / NOTE_NAME
+        try:
+            note = cls(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), saved)
+        except OSError:
+            return None
+        note.write(saved)
+        return note
+
+    @staticmethod
+    def read(directory: Path) -> int | None:
+        """Return the last update that a run has noted there; None where there is no note, or none that can be read."""
+        try:
+            return int((directory / NOTE_NAME).read_bytes())
+        except (OSError, ValueError):
+            return None
+
+    @staticmethod
+    def remove(directory: Path) -> None:
+        """Remove the note of a run that has come to its end."""
+        with suppress(OSError):
+            (directory / NOTE_NAME).unlink()
+
+    def write(self, update: int) -> None:
+        """Note an update that is complete."""
+        self._update = update
+        with suppress(OSError):
+            os.pwrite(self._descriptor, b"%020d\n" % update, 0)
+
+    def close(self, *, is_over: bool) -> None:
+        """Leave the note to the run that resumes, if it has an update to do again."""
+        os.close(self._descriptor)
+        if is_over or self._update <= self.saved:
+            self.remove(self.path.parent)
