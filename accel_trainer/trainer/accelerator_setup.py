@@ -8,7 +8,8 @@ from typing import Any
 from accel_trainer.accelerator.accelerator import Accelerator
 from accel_trainer.config import Resolved
 from accel_trainer.errors import ConfigError
-from accel_trainer.trainer.arguments.deepspeed_arguments import complete_block
+from accel_trainer.trainer.arguments.deepspeed_arguments import complete_engine_config
+from accel_trainer.trainer.arguments.fsdp_arguments import check_recomputation, recomputes_activations
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
 
 __all__ = ["build_accelerator", "resolve_for_model"]
@@ -21,14 +22,11 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
         ConfigError: the arguments contradict each other, or cannot be honoured on this job.
     """
     _take_num_steps(args)
-    accelerator = Accelerator(config=complete_block(args, resolve_for_model(args, model), model))
+    accelerator = Accelerator(config=complete_engine_config(args, resolve_for_model(args, model), model))
     accelerator.gradient_state.plugin_kwargs.update(args.accelerator_config.gradient_accumulation_kwargs or {})
     shards = accelerator.strategy.capabilities.shards_parameters
-    if shards and accelerator.config.fsdp.activation_checkpointing and _recomputes(None, args):
-        raise ConfigError(
-            "activation_checkpointing is set in the arguments and in fsdp_config, and both would recompute the "
-            "same layers; keep the one in fsdp_config"
-        )
+    if shards:
+        check_recomputation(args, accelerator.resolved)
     if shards and args.save_on_each_node:
         raise ConfigError(
             "save_on_each_node is set with a sharded model, whose whole weights rank 0 alone gathers; leave it out; "
@@ -62,11 +60,10 @@ def _take_num_steps(args: TrainingArguments) -> None:
 
 
 def _recomputes(model: Any, args: TrainingArguments) -> bool:
-    """Whether activations are computed again in the backward; older versions of transformers call it otherwise."""
-    by_argument = getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None)
-    new_name = "is_activation_checkpointing"
+    """Whether activations are computed again in the backward."""
+    new_name = "is_activation_checkpointing"  # older releases have the other one, which the newest deprecates
     by_model = getattr(model, new_name if hasattr(type(model), new_name) else "is_gradient_checkpointing", False)
-    return bool(by_argument or by_model)
+    return recomputes_activations(args) or bool(by_model)
 
 
 def resolve_for_model(args: TrainingArguments, model: Any) -> Resolved:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import transformers
@@ -17,9 +17,8 @@ from accel_trainer.checkpoint.weights.into_model import WeightFiles, load_checkp
 from accel_trainer.checkpoint.weights.meta_device import init_empty_weights
 from accel_trainer.checkpoint.weights.writing import INDEX_NAME, WEIGHTS_NAME
 from accel_trainer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
+from accel_trainer.trainer.arguments.fsdp_arguments import loads_after_sharding
+from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
 
 __all__ = ["ColumnFilter", "ShiftingLabelSmoother", "check_dataset", "fill_empty", "load_model", "shifts_labels"]
 
@@ -87,8 +86,7 @@ def load_model(model: Any, args: TrainingArguments) -> nn.Module | None:
             f"the configuration of {str(model)!r} names {names or 'no architecture'}, which transformers cannot build; "
             "load the model with the class you want, and pass it"
         )
-    is_sharded = args.resolved.config.strategy == "fsdp2" and args.world_size > 1
-    if is_sharded and args.resolved.config.fsdp.cpu_ram_efficient_loading:
+    if loads_after_sharding(args, args.resolved):
         empty = _build_empty(model_class, config, Path(model))
         if empty is not None:
             return empty
@@ -139,6 +137,7 @@ def shifts_labels(model: Any) -> bool:
     Upstream asks the model's `loss_type`, which is None for GPT-2 and others that fall back to the causal loss: it then
     counts one target too many in each row, and scales loss and gradients by it.
     """
-    if isinstance(model, nn.Module) and type(model).__name__.removeprefix("FSDP") in _CAUSAL_MODELS:
+    class_name = type(model).__name__.removeprefix("FSDP")  # which torch's fully_shard puts before it
+    if isinstance(model, nn.Module) and class_name in _CAUSAL_MODELS:
         return not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return False

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from accel_trainer.plugins.deepspeed_plugin import DummyOptim, DummyScheduler
 from accel_trainer.strategies.api import TrainUnit
 from accel_trainer.trainer.accelerator_setup import resolve_for_model
-from accel_trainer.trainer.arguments.deepspeed_arguments import complete_block
+from accel_trainer.trainer.arguments.deepspeed_arguments import complete_engine_config
 from accel_trainer.trainer.inputs import fill_empty
 from accel_trainer.trainer.running_trainer import PreparingTrainer
 
@@ -96,7 +96,7 @@ class ModelPreparation:
         builds_scheduler = trainer.lr_scheduler is None and bool(describes("scheduler"))
         # Only now are the model's sizes and the number of updates known, which the configuration may leave open.
         accelerator.reconfigure(
-            complete_block(
+            complete_engine_config(
                 args,
                 resolve_for_model(args, trainer.model),
                 trainer.model,

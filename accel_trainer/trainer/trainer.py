@@ -294,7 +294,7 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
         kwargs: dict[str, Any] = {}
         if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
             kwargs["learning_rate"] = self._get_learning_rate()
-        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)  # transformers 5.17 has no such attribute
         has_items = num_items_in_batch is not None
         if is_scaled is None:
             is_scaled = (self.model_accepts_loss_kwargs and has_items) or self.compute_loss_func is not None

@@ -1,7 +1,7 @@
 """`deepspeed` of TrainingArguments: one resolved configuration, and the object in which transformers looks it up.
 
 transformers asks for that object wherever a model is built or loaded (`deepspeed.zero.Init`), and holds it by a weak
-reference: while the arguments live, models are built in pieces, and no longer than that.
+reference: models are built sharded as long as the arguments live.
 """
 
 from __future__ import annotations
@@ -9,21 +9,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from transformers import TrainingArguments
 from transformers.integrations import deepspeed as transformers_deepspeed
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from accel_trainer import logging
 from accel_trainer.config import Resolved
+from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import HfDeepSpeedConfig
 from accel_trainer.registry import load_arguments_adapter
 from accel_trainer.runtime.process import current_process
 
-if TYPE_CHECKING:
-    from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
-
-__all__ = ["complete_block", "settle_engine", "whole_models"]
+__all__ = ["complete_engine_config", "deepspeed_options", "start_engine", "unsharded_models"]
 
 logger = logging.get_logger(__name__)
 
@@ -39,23 +38,38 @@ _NUMBERS = (
 )
 
 
-def settle_engine(args: TrainingArguments) -> None:
-    """Resolve the engine's configuration against the arguments, and bring the engine up. Collective.
+def deepspeed_options(args: TrainingArguments) -> dict[str, Any]:
+    """Return the options that `deepspeed` stands for, by dotted path.
 
-    A number of the configuration goes into an argument that was left at its default. Nothing happens under a strategy
-    without a configuration of its own.
+    Raises:
+        ConfigError: `fsdp` is set, too.
+    """
+    if not args.deepspeed:
+        return {}
+    if args.fsdp:
+        raise ConfigError(
+            "fsdp and deepspeed are both set, and each of them would shard the model; leave one of them out"
+        )
+    return {"strategy": "deepspeed", "deepspeed": args.deepspeed}
+
+
+def start_engine(args: TrainingArguments, resolved: Resolved) -> None:
+    """Complete the engine's configuration from the arguments, and start the engine. Collective.
+
+    Arguments at their default take the configuration's numbers. Strategies without a configuration in a format of their
+    own have no engine to start.
 
     Raises:
         ConfigError: all conflicts of the configuration with the arguments, and all else that is wrong with it.
         MissingExtraError: the engine is not installed.
     """
-    adapter = load_arguments_adapter(args.resolved.config.strategy)
+    adapter = load_arguments_adapter(resolved.config.strategy)
     args.hf_deepspeed_config = None
     if adapter is None:
         return
     assert args.device is not None  # joins the job
-    engine = adapter.resolve_arguments(args.resolved, _given(args), current_process())
-    _take_numbers(args, engine)
+    engine = adapter.resolve_arguments(resolved, _numbers(args), current_process())
+    _fill_defaults(args, engine)
     adapter.start_engine(current_process(), engine)
     # The arguments hold it: transformers does not.
     args.hf_deepspeed_config = HfDeepSpeedConfig(engine.data)
@@ -64,8 +78,8 @@ def settle_engine(args: TrainingArguments) -> None:
 
 
 @contextmanager
-def whole_models() -> Iterator[None]:
-    """Have transformers build whole models in this block, whatever arguments live; not collective."""
+def unsharded_models() -> Iterator[None]:
+    """Have transformers build full models in this block, whatever arguments live; not collective."""
     reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
     held = None if reference is None else reference()
     unset_hf_deepspeed_config()
@@ -76,13 +90,14 @@ def whole_models() -> Iterator[None]:
             set_hf_deepspeed_config(held)
 
 
-def _given(args: TrainingArguments) -> dict[str, tuple[Any, bool]]:
+def _numbers(args: TrainingArguments) -> dict[str, tuple[Any, bool]]:
+    """Return the arguments that an engine's configuration may state as well, and whether each is at its default."""
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     return {name: (getattr(args, name), getattr(args, name) == defaults[name]) for name in _NUMBERS}
 
 
-def _take_numbers(args: TrainingArguments, engine: Any) -> None:
-    """Give arguments that were left at their default the numbers of the configuration: one truth for both."""
+def _fill_defaults(args: TrainingArguments, engine: Any) -> None:
+    """Set arguments at their default to the numbers of the configuration: conflicts were refused before."""
     params = engine.value("optimizer.params", {})
     numbers = {
         "per_device_train_batch_size": engine.micro_batch_size,
@@ -101,24 +116,24 @@ def _take_numbers(args: TrainingArguments, engine: Any) -> None:
         logger.info("taken from the DeepSpeed configuration: %s", shown)
 
 
-def complete_block(
+def complete_engine_config(
     args: TrainingArguments, resolved: Resolved, model: Any, *, num_steps: int | None = None, **given: str
 ) -> Resolved:
-    """Return the configuration of the run with an engine's own configuration complete in it.
+    """Return the configuration of a run with the engine's own one completed.
 
     Args:
-        model: whose sizes the configuration may follow.
+        model: the configuration may depend on its sizes.
         num_steps: updates of the training; None leaves out what follows from it, which evaluation does not need.
         given: `given_optimizer` and `given_scheduler`: "torch", or "dummy" for those that the configuration describes.
 
     Raises:
-        ConfigError: it contradicts the arguments, or nothing tells a value that it leaves open.
+        ConfigError: it contradicts the arguments, or leaves a value open that nothing else states.
     """
     adapter = load_arguments_adapter(resolved.config.strategy)
     if adapter is None:
         return resolved
     warmup = None if num_steps is None else args.get_warmup_steps(num_steps)
     engine = adapter.resolve_arguments(
-        resolved, _given(args), current_process(), model=model, num_steps=num_steps, num_warmup_steps=warmup, **given
+        resolved, _numbers(args), current_process(), model=model, num_steps=num_steps, num_warmup_steps=warmup, **given
     )
     return dataclasses.replace(resolved, config=dataclasses.replace(resolved.config, deepspeed=engine.data))

@@ -7,11 +7,19 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from transformers import TrainingArguments
+
 from accel_trainer import logging
 from accel_trainer.config import Resolved, SourceKind, WrapPolicy, fsdp_options, resolve
 from accel_trainer.errors import ConfigError
 
-__all__ = ["build_fsdp_dict", "resolve_arguments"]
+__all__ = [
+    "check_recomputation",
+    "fill_fsdp_fields",
+    "loads_after_sharding",
+    "recomputes_activations",
+    "resolve_arguments",
+]
 
 logger = logging.get_logger(__name__)
 
@@ -66,7 +74,7 @@ def _options_of(fsdp: bool | str | Iterable[Any]) -> dict[str, Any]:
 
 
 def _readable_again(fsdp_config: FSDPConfigSource) -> FSDPConfigSource:
-    """Turn a dict that `build_fsdp_dict` made into a whole file: `mixed_precision` has no place in a flat one."""
+    """Turn the dict of `_build_fsdp_dict` into a complete file: a flat one has no place for `mixed_precision`."""
     if isinstance(fsdp_config, str) and fsdp_config.lstrip().startswith("{"):
         try:
             fsdp_config = json.loads(fsdp_config)
@@ -80,10 +88,42 @@ def _readable_again(fsdp_config: FSDPConfigSource) -> FSDPConfigSource:
     return {"distributed_type": "FSDP", "mixed_precision": fsdp_config["mixed_precision"], "fsdp_config": rest}
 
 
-def build_fsdp_dict(resolved: Resolved) -> dict[str, Any]:
+def loads_after_sharding(args: TrainingArguments, resolved: Resolved) -> bool:
+    """Whether a model that is given by its path is built without values, and each rank loads those of its shards."""
+    config = resolved.config
+    return bool(config.strategy == "fsdp2" and args.world_size > 1 and config.fsdp.cpu_ram_efficient_loading)
+
+
+def recomputes_activations(args: TrainingArguments) -> bool:
+    """Whether activations are recomputed in the backward; transformers 5.17 has only the older name for it."""
+    return bool(getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None))
+
+
+def check_recomputation(args: TrainingArguments, resolved: Resolved) -> None:
+    """Refuse arguments and `fsdp_config` that would both recompute activations in the backward.
+
+    Raises:
+        ConfigError: both do.
+    """
+    if recomputes_activations(args) and resolved.config.fsdp.activation_checkpointing:
+        raise ConfigError(
+            "activation_checkpointing is set in the arguments and in fsdp_config, and both would recompute the "
+            "same layers; keep the one in fsdp_config"
+        )
+
+
+def fill_fsdp_fields(args: TrainingArguments, resolved: Resolved) -> None:
+    """Put the resolved options where upstream's Trainer looks for them; there is no accelerate plugin to build."""
+    if args.fsdp:
+        args.fsdp_config = _build_fsdp_dict(resolved)
+        # NO_SHARD resolves to plain data parallel, and upstream takes a true `fsdp` for a sharded model.
+        args.fsdp = resolved.config.strategy != "ddp"
+
+
+def _build_fsdp_dict(resolved: Resolved) -> dict[str, Any]:
     """Return the options in the form that upstream's Trainer looks up in `args.fsdp_config`.
 
-    `mixed_precision` is in it when a file set it: the dict then says all that the file said, and arguments that are
+    `mixed_precision` is in it when a file set it: arguments that are
     rebuilt from `to_dict()` or by `dataclasses.replace` come out the same.
     """
     fsdp = resolved.config.fsdp

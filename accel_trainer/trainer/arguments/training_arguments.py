@@ -22,14 +22,25 @@ from accel_trainer.accelerator.shared_state import PartialState, stated_timeout
 from accel_trainer.checkpoint.commit.retry import SavePolicy
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.runtime.process import hidden_variable, init_process, read_environment
-from accel_trainer.trainer.arguments.deepspeed_arguments import settle_engine, whole_models
-from accel_trainer.trainer.arguments.fsdp_arguments import build_fsdp_dict, resolve_arguments
+from accel_trainer.trainer.arguments.deepspeed_arguments import deepspeed_options, start_engine, unsharded_models
+from accel_trainer.trainer.arguments.fsdp_arguments import fill_fsdp_fields, resolve_arguments
 
 __all__ = ["Seq2SeqTrainingArguments", "TrainingArguments"]
 
 logger = logging.get_logger(__name__)
 
-_DEFAULT_TIMEOUT_SECONDS = 1800
+# Option that an argument sets. One at its default was not given: a file or the environment may decide.
+_OPTIONS = {
+    "data_seed": "data.data_seed",
+    "ddp_broadcast_buffers": "ddp.broadcast_buffers",
+    "ddp_bucket_cap_mb": "ddp.bucket_cap_mb",
+    "ddp_find_unused_parameters": "ddp.find_unused_parameters",
+    "ddp_static_graph": "ddp.static_graph",
+    "ddp_timeout": "timeout_seconds",
+    "use_cpu": "use_cpu",
+}
+_DATA_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
+"""Of `accelerator_config`."""
 
 
 @dataclass(repr=False)
@@ -81,15 +92,15 @@ class TrainingArguments(transformers.TrainingArguments):
         self.accelerator_config = _read_accelerator_config(self.accelerator_config)
         if self.eval_loss_weighting not in ("token", "batch"):
             raise ConfigError(f"eval_loss_weighting={self.eval_loss_weighting!r} is neither 'token' nor 'batch'")
-        self.save_policy  # noqa: B018  refuses what it cannot be made of
+        self.save_policy  # noqa: B018  it checks its two arguments
         self._derive_compile_options()
         self.resolved = resolve_arguments(
             self._explicit_options(), fsdp=self.fsdp, fsdp_config=self.fsdp_config, environ=environ
         )
         self.use_cpu = self.resolved.config.use_cpu
         self._take_accumulation()
-        settle_engine(self)
-        with self._as_upstream_should_see():
+        start_engine(self, self.resolved)
+        with self._hidden_from_upstream():
             super().__post_init__()
         self.mixed_precision = str(self.resolved.config.mixed_precision)
         self._apply_tf32_default()
@@ -97,7 +108,7 @@ class TrainingArguments(transformers.TrainingArguments):
 
     @property
     def save_policy(self) -> SavePolicy:
-        """What to do about a checkpoint that cannot be written.
+        """Policy for a checkpoint that cannot be written.
 
         Raises:
             ConfigError: there is no such policy.
@@ -119,39 +130,27 @@ class TrainingArguments(transformers.TrainingArguments):
             self.torch_compile_backend = "inductor"
 
     def _explicit_options(self) -> dict[str, Any]:
-        """Return what was given in Python, by dotted path; a field at its default was not given."""
-        options: dict[str, Any] = {}
-        if self.deepspeed:
-            if self.fsdp:
-                raise ConfigError(
-                    "fsdp and deepspeed are both set, and each of them would shard the model; leave one of them out"
-                )
-            options |= {"strategy": "deepspeed", "deepspeed": self.deepspeed}
+        """Return the options that were given in Python, by dotted path."""
+        options = deepspeed_options(self)
+        for item in fields(self):
+            if item.name in _OPTIONS and getattr(self, item.name) != item.default:
+                options[_OPTIONS[item.name]] = getattr(self, item.name)
         if self.fp16 or self.bf16:
             options["mixed_precision"] = "fp16" if self.fp16 else "bf16"
-        if self.use_cpu:
-            options["use_cpu"] = True
-        if self.ddp_timeout != _DEFAULT_TIMEOUT_SECONDS:
-            options["timeout_seconds"] = float(self.ddp_timeout)
         if self.torch_compile:
             options["compile.backend"] = self.torch_compile_backend
             options["compile.mode"] = self.torch_compile_mode or "default"
-        for name in ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph"):
-            if (value := getattr(self, f"ddp_{name}", None)) is not None:
-                options[f"ddp.{name}"] = value
         given, defaults = self.accelerator_config, AcceleratorConfig()
-        for name in ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking"):
+        for name in _DATA_OPTIONS:
             if getattr(given, name) != getattr(defaults, name):
                 options[f"data.{name}"] = getattr(given, name)
-        if self.data_seed is not None:
-            options["data.data_seed"] = self.data_seed
         if (given.gradient_accumulation_kwargs or {}).get("sync_each_batch") is not None:
             options["accumulation.sync_each_batch"] = given.gradient_accumulation_kwargs["sync_each_batch"]
         return options
 
     @contextlib.contextmanager
-    def _as_upstream_should_see(self) -> Iterator[None]:
-        """Hide what upstream would act on in its own way.
+    def _hidden_from_upstream(self) -> Iterator[None]:
+        """Hide the arguments that upstream would act on in its own way.
 
         A compile option would be exported as ACCELERATE_DYNAMO_* variables; the configuration carries it. A machine
         without an accelerator runs on its CPU, which has bf16, as if `use_cpu` had been given. For DeepSpeed it would
@@ -185,11 +184,7 @@ class TrainingArguments(transformers.TrainingArguments):
             self.gradient_accumulation_steps = num_steps
 
     def _process_fsdp_args(self) -> None:
-        """Put the resolved options where upstream's Trainer looks for them; there is no accelerate plugin to build."""
-        if self.fsdp:
-            self.fsdp_config = build_fsdp_dict(self.resolved)
-            # NO_SHARD resolves to plain data parallel, and upstream takes a true `fsdp` for a sharded model.
-            self.fsdp = self.resolved.config.strategy != "ddp"
+        fill_fsdp_fields(self, self.resolved)
 
     @functools.cached_property
     def _setup_devices(self) -> torch.device:
@@ -222,12 +217,12 @@ class TrainingArguments(transformers.TrainingArguments):
         return ParallelMode.DISTRIBUTED if has_group else ParallelMode.NOT_PARALLEL
 
     def whole_models(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which `from_pretrained` and `from_config` build whole models, on the ranks that call them.
+        """Context in which `from_pretrained` and `from_config` build full models, on the ranks that call them.
 
-        While arguments of ZeRO-3 live, all ranks build a model together, each a part: one that does so alone, to look
-        at what was saved for instance, would wait for the others. Elsewhere it changes nothing.
+        While arguments of ZeRO-3 live, all ranks build a model together, each its shards: one that does so alone, to
+        look at a checkpoint for instance, would wait for the others. Elsewhere it changes nothing.
         """
-        return whole_models()
+        return unsharded_models()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, tokens hidden."""
