@@ -171,7 +171,7 @@ class Checkpointer:
         with publication as staged, explain_full_disk(staged.path):
             job.write(staged)
         if background is not None:
-            publication.agree()
+            publication.vote()
         else:
             publication.commit()
         return path, publication

@@ -1,4 +1,4 @@
-"""A save that goes on while the run trains: a thread writes what was copied, and the ranks agree on how it ended."""
+"""A save that goes on while the run trains: a thread writes the staged copies, and the ranks vote on its outcome."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ logger = logging.get_logger(__name__)
 
 
 def _new_group(process: ProcessContext) -> dist.ProcessGroup | None:
-    # Without a timeout it would get gloo's 30 minutes, whatever the job waits.
+    # Without a timeout it would get gloo's default of 30 minutes, whatever the job's own is.
     return dist.new_group(backend="gloo", timeout=group_timeout()) if process.is_distributed else None
 
 
 class BackgroundSaver:
-    """Writes one staged save at a time. Every method is called by the main thread of every rank.
+    """Writes one staged save at a time, on a thread. Every method is called by the main thread of every rank.
 
-    The thread is not a daemon: the interpreter waits for it at exit.
+    The thread is not a daemon: the interpreter waits for it at exit, so that the last save of a script completes.
     """
 
     def __init__(self, process: ProcessContext) -> None:
-        """Make the groups that the ranks vote over. Collective.
+        """Make the process groups of the votes. Collective.
 
-        The thread has one of its own, since the order of collectives within a group is that of all threads together;
-        the main thread has the other, on the CPU whatever the job's backend.
+        The thread has one of its own: collectives of two threads on one group would pair up in any order. The main
+        thread has the other, on the CPU, whatever the job's backend.
         """
         self._process = process
         self._thread_group, self._main_group = (_new_group(process), _new_group(process))
@@ -49,15 +49,15 @@ class BackgroundSaver:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a save was started whose end the ranks have not agreed on; the same on all ranks."""
+        """Whether a save was started whose outcome the ranks have not voted on yet; the same on all ranks."""
         return self._thread is not None
 
     def start(self, publication: Publication, on_commit: Callable[[], None], policy: SavePolicy) -> None:
-        """Write and commit what was staged, on a thread.
+        """Write and commit a staged save on a thread.
 
         Args:
             on_commit: called by the thread once every rank knows of the commit.
-            policy: what the thread does about errors of the disk. Those that it does not raise, `wait` does not either.
+            policy: for errors of the disk. Those that the thread does not raise, `wait` does not either.
         """
         assert self._thread is None
         self._section, self._error = f"background save of {publication.target}", None
@@ -77,11 +77,11 @@ class BackgroundSaver:
                 on_commit()
         except BaseException as error:
             self._error = error
-            # Said at once: the run may end before the main thread asks.
+            # Logged at once: the run may end before the main thread waits.
             logger.error("%s failed: %s", self._section, error, main_process_only=False)
 
     def poll(self) -> None:
-        """Look whether the save in flight has ended on all ranks, and raise what went wrong. Collective while one is.
+        """Raise the error of the save in flight if it has ended on all ranks. Collective while there is one.
 
         Raises:
             ProcessGroupError: it failed on another rank.
@@ -90,7 +90,7 @@ class BackgroundSaver:
             self.wait()
 
     def _has_ended(self, thread: threading.Thread, within_s: float) -> bool:
-        """Whether the save ends on all ranks in that time. Collective."""
+        """Whether the save ends on all ranks within that time. Collective."""
         thread.join(within_s)
         ended = torch.tensor(int(not thread.is_alive()))
         if self._main_group is not None:
@@ -98,7 +98,7 @@ class BackgroundSaver:
         return bool(ended.item())
 
     def wait_for_turn(self, policy: SavePolicy) -> bool:
-        """Wait for the save in flight as long as the policy says, and return whether another one may begin. Collective.
+        """Wait for the save in flight as long as the policy allows, and return whether another may begin. Collective.
 
         Raises:
             SaveTimeoutError: it has not ended in time, and the policy is not to warn.
@@ -107,16 +107,16 @@ class BackgroundSaver:
         if self._thread is None or policy.wait_s is None or self._has_ended(self._thread, policy.wait_s):
             self.wait()
             return True
-        what = f"the {self._section} has not ended after {policy.wait_s:g} s (max_wait_s={policy.max_wait_s:g})"
+        overdue = f"the {self._section} has not ended after {policy.wait_s:g} s (max_wait_s={policy.max_wait_s:g})"
         if policy.on_save_error != "warn":
             raise SaveTimeoutError(
-                f"{what}; save less often, give it more time, or have saves skipped with on_save_error='warn'"
+                f"{overdue}; save less often, give it more time, or have saves skipped with on_save_error='warn'"
             )
-        logger.warning("%s; this save is skipped (on_save_error='warn')", what)
+        logger.warning("%s; this save is skipped (on_save_error='warn')", overdue)
         return False
 
     def wait(self) -> None:
-        """Wait for the save in flight, and raise what went wrong. Collective; nothing when there is none.
+        """Wait for the save in flight, and raise its error. Collective; nothing when there is none.
 
         Raises:
             ProcessGroupError: it failed on another rank.

@@ -1,4 +1,4 @@
-"""Room on the disk: asked for before a save begins, and named when it runs out. Durable files and directories."""
+"""Free space, checked before a save and named when it runs out, and files and directories made durable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel_trainer.errors import DiskFullError
 
 __all__ = ["check_space", "explain_full_disk", "fsync_path", "write_durably"]
 
-# Directories, journals and rounding up to blocks: what files take beyond their bytes.
+# For directories, journals and rounding up to blocks, which files take beyond their bytes.
 _MARGIN = 1.05
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -28,7 +28,7 @@ def _describe(num_bytes: float) -> str:
 
 
 def check_space(directory: Path, need_bytes: int) -> None:
-    """Refuse to begin what will not fit.
+    """Refuse a save that will not fit.
 
     Raises:
         DiskFullError: `need_bytes` and a margin of 5% are more than the filesystem of `directory` has free.
@@ -71,9 +71,10 @@ def explain_full_disk(path: Path, need_bytes: int | None = None) -> Iterator[Non
 
 
 def fsync_path(path: Path) -> None:
-    """Bring a file's contents, or a directory's names, to the disk.
+    """Bring a file's contents, or a directory's entries, to the disk.
 
-    File systems over a network often cannot do it for directories, and need not: their server keeps the names.
+    After a rename or a new file, the directory too: fsync of a file does not make its name durable (fsync(2)). File
+    systems over a network often cannot do it for directories, and need not: their server keeps the names.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

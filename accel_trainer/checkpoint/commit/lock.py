@@ -1,4 +1,4 @@
-"""One run writes to a directory at a time: a lock that a second run is refused by, and that dies with its owner."""
+"""The lock of a directory that one run writes to: it refuses a second run, and dies with its owner."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ logger = logging.get_logger(__name__)
 LOCK_NAME = "_lock"
 """In a directory of numbered checkpoints, held by the run that saves to it.
 
-Begins as `_bad-...` does: pushing a Trainer's output directory to a hub leaves such names out.
+Begins with an underscore, as `_bad-...` does: pushing a Trainer's output directory to a hub leaves such names out.
 """
 HEARTBEAT_SECONDS = 30.0
 STALE_SECONDS = 300.0
-"""A lock of another machine that has not shown a sign of life for so long is taken over."""
+"""A lock of another machine that was not touched for so long is taken over.
+
+Ten heartbeats: network disks cache times of files, NFS up to 60 s by default (acregmax in nfs(5)).
+"""
 
 _held: dict[Path, DirectoryLock] = {}
 _beating: threading.Thread | None = None
@@ -38,9 +41,9 @@ def lock_of(target: Path) -> Path:
 
 
 class DirectoryLock:
-    """A lock file, locked for the system (`flock`) and signed for network disks on which that does not hold.
+    """A lock file: `flock` within a machine, and a signature with a heartbeat for network disks without locks.
 
-    A process may take it several times, and gives it back as often.
+    A process may take it several times, and releases it as often.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -50,7 +53,7 @@ class DirectoryLock:
 
     @classmethod
     def take(cls, path: Path) -> DirectoryLock:
-        """Lock the file `path`, made if need be.
+        """Lock the file `path`, which is created if need be.
 
         Raises:
             CheckpointLockedError: another process has it; the message says which, where and since when.
@@ -100,11 +103,11 @@ class DirectoryLock:
         return self._count > 1
 
     def beat(self) -> None:
-        """Show a sign of life to other machines."""
+        """Touch the file, a sign of life for other machines."""
         os.utime(self._descriptor)
 
     def release(self) -> None:
-        """Give the lock back; the last one that does removes the file. A forked child has none to give back."""
+        """Release the lock once; the last time removes the file. A forked child has none to release."""
         if _held.get(self.path) is not self:
             return
         self._count -= 1
@@ -116,7 +119,7 @@ class DirectoryLock:
 
 
 def _forget() -> None:
-    """In a forked child: the parent's locks are not its own, and closing the copies leaves the parent's alone."""
+    """Drop a forked child's copies of its parent's locks; closing them leaves the parent's alone."""
     global _beating
     for lock in _held.values():
         os.close(lock._descriptor)
@@ -135,7 +138,7 @@ def _release_all() -> None:
 
 
 def _try_flock(descriptor: int) -> bool | None:
-    """Whether the system gave us the file; None on a filesystem without locks, where the signature alone decides."""
+    """Return whether the file could be locked; None on a filesystem without locks, where the signature decides."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -146,7 +149,7 @@ def _try_flock(descriptor: int) -> bool | None:
 
 
 def _space() -> str:
-    """What numbers of processes are to be understood in: a container has its own, often under the machine's name."""
+    """Return the namespace of process ids: a container has its own, often under the host's name."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -154,7 +157,7 @@ def _space() -> str:
 
 
 def _is_same_file(path: Path, descriptor: int) -> bool:
-    """Whether the locked file is the one that has the name now: its owner removes it when it gives the lock back."""
+    """Whether `path` still names the locked file: its owner removes it when it releases the lock."""
     try:
         named = os.stat(path)
     except FileNotFoundError:
@@ -172,7 +175,7 @@ def _owner(descriptor: int) -> dict[str, Any]:
 
 
 def _is_near(owner: dict[str, Any]) -> bool:
-    """Whether the owner's number says something here: it is of this machine and this container."""
+    """Whether the owner's process id is valid here: it is of this machine and this container."""
     return owner.get("host") == socket.gethostname() and owner.get("space", _space()) == _space()
 
 
@@ -180,7 +183,7 @@ def _is_dead(owner: dict[str, Any], descriptor: int) -> bool:
     """Whether the owner is known to be gone: no such process on this machine, or long silent on another."""
     if _is_near(owner):
         if owner.get("pid") == os.getpid():
-            return True  # of an earlier process with our number: what we hold ourselves is not asked for here
+            return True  # an earlier process with our id: locks that we hold ourselves are in `_held`
         try:
             os.kill(int(owner.get("pid", 0)), 0)
         except ProcessLookupError:
@@ -196,37 +199,38 @@ def _describe(owner: dict[str, Any]) -> str:
 
 
 def _refuse_or_remove(path: Path, descriptor: int) -> None:
-    """Somebody has the file locked: a live owner refuses us; what a dead one's orphans hold is removed."""
+    """Raise where a live owner has the file locked; remove a file that orphans of a dead owner keep locked."""
     owner = _owner(descriptor)
     if not owner:
-        # Locked and not yet signed, or just given back: look again.
+        # Locked and not yet signed, or just released: look again.
         time.sleep(0.01)
     elif _is_dead(owner, descriptor):
         logger.warning("taking over %s from %s, which is gone", path, _describe(owner))
         path.unlink(missing_ok=True)
     else:
-        raise CheckpointLockedError(
-            f"{path.parent} is written to by another run ({_describe(owner)}; {path.name}); give this run a directory "
-            "of its own, or end the other one first"
-        )
+        raise _locked(path, owner)
+
+
+def _locked(path: Path, owner: dict[str, Any]) -> CheckpointLockedError:
+    return CheckpointLockedError(
+        f"{path.parent} is written to by another run ({_describe(owner)}; {path.name}); give this run a directory "
+        "of its own, or end the other one first"
+    )
 
 
 def _check_signature(path: Path, descriptor: int, *, has_locks: bool) -> None:
-    """Nobody else is known to have the file: its signature is a dead owner's, unless locks do not reach that far."""
+    """Raise where a file that we could lock is signed by a live owner, out of the reach of locks."""
     owner = _owner(descriptor)
     if not owner:
         return
     reaches = has_locks and owner.get("host") == socket.gethostname()
     if not reaches and _shows_life(path, owner, descriptor):
-        raise CheckpointLockedError(
-            f"{path.parent} is written to by another run ({_describe(owner)}; {path.name}); give this run a directory "
-            "of its own, or end the other one first"
-        )
+        raise _locked(path, owner)
     logger.warning("taking over %s from %s, which is gone", path, _describe(owner))
 
 
 def _shows_life(path: Path, owner: dict[str, Any], descriptor: int) -> bool:
-    """Wait until the owner is known to be dead, or touches its lock: a job that is started anew, elsewhere, goes on."""
+    """Wait until the owner is known to be dead, or touches its lock: a job that restarts on another machine goes on."""
     seen = os.fstat(descriptor).st_mtime_ns
     if not _is_dead(owner, descriptor) and not _is_near(owner):
         logger.warning("waiting up to %.0f s for a sign of life of %s at %s", STALE_SECONDS, _describe(owner), path)

@@ -1,14 +1,14 @@
-"""A checkpoint directory appears under its name only when every rank has written its part, and all of it is on disk.
+"""A checkpoint directory appears under its name only when every rank has written its files, and all are on the disk.
 
 The order of a save, each step on every rank before the next:
 
-1. rank 0 makes `.tmp-NAME-XXXXXXXX` beside the target and tells its name;
+1. rank 0 makes `.tmp-NAME-XXXXXXXX` beside the target and broadcasts its name;
 2. each rank writes its files there, hashing while it writes, and brings each of them and its directory to the disk;
 3. the ranks vote: an error removes the directory, and all ranks raise;
-4. rank 0 hears what each has written; it writes manifest.json, then COMMITTED with its sha256, and brings them and the
-   directory to the disk;
-5. rank 0 renames the directory, and brings its parent to the disk;
-6. the ranks hear of it. Only then may anything that leads to the older checkpoint go.
+4. rank 0 gathers the tables of written files; it writes manifest.json, then COMMITTED with its sha256, and brings them
+   and the directory to the disk;
+5. rank 0 renames the directory, and brings its parent to the disk: a rename is durable with its directory only;
+6. the ranks vote again. Only then may retention remove an older checkpoint.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 __all__ = ["Publication"]
 
 Tables = tuple[dict[str, FileEntry], dict[str, dict[str, TensorEntry]]]
-"""Files and tensors that a rank has written."""
+"""The files and the tensors that a rank has written."""
 
 
 class Publication:
@@ -49,7 +49,7 @@ class Publication:
             ...
         publication.commit()
 
-    What the block raises is kept: it is this rank's vote in `commit`.
+    An error of the block is kept: it is this rank's vote in `vote` and `commit`.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class Publication:
         owns_name: bool = False,
         is_locked: bool = False,
     ) -> None:
-        """Say what is to be saved where; nothing happens yet.
+        """Describe the save; nothing happens yet.
 
         Args:
             step: number of the checkpoint, for its manifest.
-            each_node: every node has a disk of its own, and commits what its ranks have written; rank 0's vote decides.
-            need_bytes: what this rank is about to write; the sum is compared with the room on the disk.
-            memory: where copies of what is written are kept until `commit`; see StagedDirectory.
-            owns_name: a directory of that name is replaced whatever it holds, also files that no checkpoint wrote.
+            each_node: every node has a disk of its own, and commits the files of its ranks; rank 0's vote decides.
+            need_bytes: size of the files of this rank; the sum over the ranks is compared with the free space.
+            memory: for copies of the files until `commit`; see StagedDirectory.
+            owns_name: a directory of that name is replaced with all its files, also those that no checkpoint wrote.
             is_locked: the caller holds the lock of the directory around it; otherwise `target` has one for this save.
         """
-        self.target = Path(os.path.realpath(target))  # what a link leads to is replaced, not the link
+        self.target = Path(os.path.realpath(target))  # the target of a link is replaced, not the link
         self.process = process
         self.step = step
         self.commits = process.is_local_main if each_node else process.is_main
@@ -90,10 +90,10 @@ class Publication:
         self._error: BaseException | None = None
         self.staged: StagedDirectory | None = None
         self.num_bytes = 0
-        """Size of the checkpoint, once it is committed; of this node's part with `each_node`."""
+        """Size of the checkpoint, once it is committed; of this node's files with `each_node`."""
 
     def _ranks(self) -> range:
-        """The ranks whose files this one's directory holds."""
+        """Return the ranks that write into this rank's directory."""
         last = self._first + self.process.local_world_size if self._each_node else self.process.world_size
         return range(self._first, min(last, self.process.world_size))
 
@@ -151,7 +151,7 @@ class Publication:
         check_space(self.target.parent, need_bytes)
         (self.target.parent / name).mkdir()
 
-    def agree(self) -> None:
+    def vote(self) -> None:
         """Raise on all ranks if the block failed on one of them; nothing is left of the save then. Collective."""
         try:
             gather_or_raise(self.process, self._section, self._error)
@@ -160,17 +160,17 @@ class Publication:
             raise
 
     def commit(self, group: dist.ProcessGroup | None = None, *, keeps: bool = False) -> Path:
-        """Vote, and publish the directory under its name when all ranks have written their part. Collective.
+        """Vote, and publish the directory under its name when all ranks have written their files. Collective.
 
         Args:
             group: whose ranks vote; a group of its own where a thread calls this.
-            keeps: what is staged stays when this fails, to be committed by another call, until `abandon`.
+            keeps: the staged directory outlives a failure, to be committed by another call, until `abandon`.
 
         Returns:
             The name.
 
         Raises:
-            ProcessGroupError: another rank failed; nothing was published, and what was there before is still there.
+            ProcessGroupError: another rank failed; nothing was published, and an older checkpoint is still there.
         """
         staged = self.staged
         assert staged is not None
@@ -189,11 +189,11 @@ class Publication:
         return self.target
 
     def abandon(self) -> None:
-        """Remove what is still staged, and give the lock back. Nothing once it is committed."""
+        """Remove a staged directory that was not committed, and release the lock."""
         self._clean_up()
 
     def _clean_up(self, leftover: Path | None = None) -> None:
-        """Remove the temporary directory, or what it has replaced, and give the lock back."""
+        """Remove the temporary directory and the directory that it has replaced, and release the lock."""
         if self.commits:
             for path in (leftover, self.staged.path if self.staged is not None else None):
                 if path is not None:
@@ -214,7 +214,7 @@ class Publication:
     def _gather_tables(
         self, staged: StagedDirectory, firsts: list[int], group: dist.ProcessGroup | None
     ) -> dict[int, Tables]:
-        """Return what each rank of this directory has written, on the rank that commits it. Collective.
+        """Return the tables of each rank of this directory, on the rank that commits it. Collective.
 
         Args:
             firsts: the committing ranks. The tables of many thousand tensors go nowhere else.
@@ -224,13 +224,13 @@ class Publication:
             return {self.process.rank: own}
         tables: dict[int, Tables] = {}
         for first in firsts:
-            heard: list[Any] | None = [None] * self.process.world_size if first == self.process.rank else None
-            dist.gather_object(own if first == self._first else None, heard, dst=first, group=group)
-            tables |= {rank: table for rank, table in enumerate(heard or []) if table is not None}
+            gathered: list[Any] | None = [None] * self.process.world_size if first == self.process.rank else None
+            dist.gather_object(own if first == self._first else None, gathered, dst=first, group=group)
+            tables |= {rank: table for rank, table in enumerate(gathered or []) if table is not None}
         return tables
 
     def _publish(self, staged: StagedDirectory, tables: dict[int, Tables]) -> None:
-        """Write the manifest and the marker, and rename; ranks that commit nothing pass the same points."""
+        """Write the manifest and the marker, and rename; other ranks pass the same fault points."""
         if self.commits:
             with explain_full_disk(staged.path):
                 self._write_manifest(staged, tables)

@@ -1,4 +1,4 @@
-"""Give a complete directory its name, also where an older one has it: at no moment is there neither of them."""
+"""The rename of a complete directory to its name, also where an older one has it: one of both is always there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _UNIQUE = "-" + "[0-9a-f]" * 8
 
 
 def check_target(target: Path) -> None:
-    """Refuse to replace what is not a checkpoint: a save takes the whole directory.
+    """Refuse to replace a directory that is not a checkpoint: a save replaces all of it.
 
     Raises:
         ConfigError: `target` is a file, or a directory with files that no checkpoint wrote.
@@ -56,7 +56,7 @@ def check_target(target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step of the filesystem; False where it cannot."""
+    """Swap two names in one step of the filesystem; False where it cannot (renameat2(2): Linux, not on NFS)."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
@@ -65,7 +65,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def publish_name(staged: Path, target: Path) -> Path | None:
-    """Rename `staged` to `target`, durably; return where an older `target` went, to be removed.
+    """Rename `staged` to `target`, durably; return the new place of an older `target`, to be removed.
 
     Where the filesystem can swap two names, there is no moment without a checkpoint of that name. Elsewhere the older
     one is moved aside first, and `recover_target` brings it back after a kill in between.
@@ -106,7 +106,7 @@ def recover_target(target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory that has lost its name; what cannot be removed is warned of."""
+    """Remove a directory that has lost its name; a failure is a warning."""
     if path.exists():
         try:
             shutil.rmtree(path)
@@ -115,9 +115,9 @@ def remove_tree(path: Path) -> None:
 
 
 def sweep(directory: Path, name: str | None = None) -> None:
-    """Remove what dead runs left, of checkpoints called `name` or of all; only the owner of the lock calls it.
+    """Remove the leftovers of dead runs, of checkpoints called `name` or of all; only the owner of the lock calls it.
 
-    Of all, those are left alone that somebody is saving under a name of their own, with a lock of their own.
+    Of all, those stay that another run is saving under a name with a lock of its own.
     """
     pattern = "*" if name is None else glob.escape(name)
     for kind in (".tmp", ".trash", ".old"):
@@ -127,14 +127,14 @@ def sweep(directory: Path, name: str | None = None) -> None:
             if name is None and lock is None:
                 continue
             try:
-                _remove_remains(path, target if kind == ".old" else None)
+                _remove_leftover(path, target if kind == ".old" else None)
             finally:
                 if lock is not None:
                     lock.release()
 
 
-def _remove_remains(path: Path, target: Path | None) -> None:
-    """Remove what a dead run left, or bring it back where it is all that is left of `target`."""
+def _remove_leftover(path: Path, target: Path | None) -> None:
+    """Remove a dead run's directory, or bring it back where it is all that is left of `target`."""
     if target is not None and not target.exists():
         recover_target(target)
     else:

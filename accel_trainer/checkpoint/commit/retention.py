@@ -1,6 +1,6 @@
-"""Checkpoints with numbers in one directory: which there are, which is the newest good one, which may go.
+"""Numbered checkpoints in one directory: their list, the next number, quarantine of bad ones, removal of old ones.
 
-Needs no torch. Numbers decide, never names or times. What is not a complete checkpoint of ours is never removed.
+Needs no torch. Numbers decide, never names or times. Only complete checkpoints of ours are ever removed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def numbered_checkpoints(directory: Path, prefix: str = PREFIX) -> list[tuple[in
 def next_number(directory: Path) -> int:
     """Return the lowest number above those of all checkpoints, and of those that are being saved; the owner calls it.
 
-    Another Accelerator of the process may save in the background, and what dead runs left has been removed.
+    Another Accelerator of the process may save in the background; leftovers of dead runs have been removed.
     """
     staged = (path.name.removeprefix(f".tmp-{PREFIX}").rpartition("-")[0] for path in directory.glob(f".tmp-{PREFIX}*"))
     saving = [int(number) for number in staged if number.isascii() and number.isdecimal()]
@@ -56,7 +56,7 @@ def is_complete(path: Path) -> bool:
 
 
 def quarantine(path: Path, reason: object) -> None:
-    """Give a bad checkpoint a name under which nobody looks for one; nothing of it is removed."""
+    """Rename a bad checkpoint to `_bad-...`, where nobody looks for one; nothing of it is removed."""
     bad = path.with_name(f"_bad-{path.name}-{uuid.uuid4().hex[:8]}")
     try:
         lock = DirectoryLock.take(path.parent / LOCK_NAME)
@@ -81,7 +81,7 @@ def retire(
         step: number of the checkpoint that was just committed.
 
     Returns:
-        What was removed, or at least renamed: failing to remove it is a warning.
+        The removed ones, or at least renamed: failing to remove one is a warning.
     """
     complete = [path for _, path in numbered_checkpoints(directory, prefix) if is_complete(path)]
     removed = []

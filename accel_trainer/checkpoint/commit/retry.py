@@ -1,4 +1,4 @@
-"""What becomes of a run whose save meets an error of the disk: it ends, it goes on without the save, or it waits."""
+"""Retries of saves that meet an error of the disk: the run ends, goes on without the save, or waits for room."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ T = TypeVar("T")
 SaveErrorAction = Literal["raise", "warn", "pause"]
 
 RETRY_SECONDS = 60.0
-"""Between two attempts of a save that pauses the run."""
+"""Between two attempts of a save that pauses the run: an operator needs minutes to make room, not milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavePolicy:
-    """What to do about a save that fails for the disk's sake, and how long to wait."""
+    """The answer to a save that fails for the disk's sake, and limits on waiting."""
 
     on_save_error: SaveErrorAction = "raise"
     """"warn" goes on without the save; "pause" tries again every minute."""
     max_pause_s: float = 3600.0
     """With "pause": the error is raised after so many seconds."""
     max_wait_s: float | None = None
-    """How long a save waits for the background save before it; None until that has ended."""
+    """Longest wait of a save for the background save before it; None waits until that has ended."""
 
     def __post_init__(self) -> None:
         known = get_args(SaveErrorAction)
@@ -50,7 +50,7 @@ class SavePolicy:
 
     @property
     def wait_s(self) -> float | None:
-        """How long a save waits for the one before it until that is an error; a pause may take its time."""
+        """Longest wait of a save for the one before it; a save that pauses may take its time on top."""
         if self.max_wait_s is None:
             return None
         return self.max_wait_s + (self.max_pause_s if self.on_save_error == "pause" else 0.0)
@@ -63,9 +63,9 @@ def save_persistently(
     section: str,
     group: dist.ProcessGroup | None = None,
 ) -> T | None:
-    """Call `save` until it succeeds, as long as the policy says so. Collective, and all ranks act alike.
+    """Call `save` until it succeeds, as long as the policy allows. Collective, and all ranks act alike.
 
-    Only errors of the disk are met so: those of the system (`OSError`: full, over the quota, unreachable) and
+    The policy is for errors of the disk only: those of the system (`OSError`: full, over the quota, unreachable) and
     `DiskFullError`. Any other one is raised.
 
     Args:
@@ -100,10 +100,10 @@ def save_persistently(
 
 
 def _is_of_a_disk(error: Exception, process: ProcessContext, section: str, group: dist.ProcessGroup | None) -> bool:
-    """Whether every rank failed for its own disk's sake, or because it was told of another rank's. Collective."""
-    is_told = isinstance(error, ProcessGroupError)
+    """Whether every rank failed for its own disk's sake, or because another rank did. Collective."""
+    is_others = isinstance(error, ProcessGroupError)
     is_own = isinstance(error, OSError) and (
         isinstance(error, DiskFullError) or not isinstance(error, AccelTrainerError)
     )
-    votes = gather_or_raise(process, section, None, (is_told, is_own), group)
-    return all(told or own for told, own in votes) and any(own for _, own in votes)
+    votes = gather_or_raise(process, section, None, (is_others, is_own), group)
+    return all(others or own for others, own in votes) and any(own for _, own in votes)

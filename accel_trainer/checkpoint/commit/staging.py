@@ -1,4 +1,4 @@
-"""The directory that a save writes into: every file is hashed on its way and recorded for the manifest."""
+"""The directory that a save writes into: every file is hashed while it is written, and recorded for the manifest."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, cast
 from torch import Tensor
 
 from accel_trainer.checkpoint.commit.disk import check_space, explain_full_disk, fsync_path
+from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.checksums import FileEntry, HashingFile, hash_file
 from accel_trainer.checkpoint.format.manifest import TensorEntry, check_name
 from accel_trainer.checkpoint.format.safetensors_file import (
@@ -28,11 +29,11 @@ from accel_trainer.runtime.fault_injection import fault_point
 __all__ = ["Slices", "StagedDirectory"]
 
 Slices = Mapping[str, tuple[Sequence[int], Sequence[int]]]
-"""Shape of the whole and offsets of the part, for each tensor that is a part."""
+"""Shape of the full tensor and offsets in it, for each tensor that is a shard."""
 
 
 class StagedDirectory(os.PathLike[str]):
-    """A directory on its way to be a checkpoint; `staged / "name"` is a path in it.
+    """A directory that becomes a checkpoint when it is committed; `staged / "name"` is a path in it.
 
     Each rank has its own, over one directory (one per node with `each_node`), and writes files under names that no
     other rank uses. Files that are written by path and not adopted are adopted at the end, by the committing rank.
@@ -52,9 +53,9 @@ class StagedDirectory(os.PathLike[str]):
     ) -> None:
         self.path = path
         self.ranks = ranks
-        """Those that write into it."""
+        """The ranks that write into it."""
         self.commits = commits
-        """Whether this rank commits the directory: it writes what is the same on every rank."""
+        """Whether this rank commits the directory: it writes the files that would be the same on every rank."""
         self.step = step
         self.files: dict[str, FileEntry] = {}
         self.tensors: dict[str, dict[str, TensorEntry]] = {}
@@ -84,7 +85,7 @@ class StagedDirectory(os.PathLike[str]):
 
         Args:
             tensors: tensors, or callables with `dtype` and `shape` that return one when its turn comes.
-            slices: for tensors that are parts: shape of the whole, and where the part begins in it.
+            slices: of tensors that are shards.
 
         Raises:
             ConfigError: the name is not a plain one, or was written before; a dtype is unknown to the format.
@@ -113,7 +114,7 @@ class StagedDirectory(os.PathLike[str]):
         self.tensors[name] = entries
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write plain data: what `json.dumps` takes."""
+        """Write plain data, such as `json.dumps` takes."""
         self._claim(name)
         text = json.dumps(value).encode()
         if self._memory is not None:
@@ -142,13 +143,13 @@ class StagedDirectory(os.PathLike[str]):
                     yield cast(BinaryIO, file)
                 fault_point("save.after_shard", self.step, path)
             except Exception:
-                path.unlink(missing_ok=True)  # of no use, and it takes room
+                path.unlink(missing_ok=True)  # incomplete, and on a full disk a retry needs its room
                 raise
             assert file.entry is not None
             self.files[name] = file.entry
 
     def adopt(self, name: str) -> None:
-        """Take up a file, or a folder with all its files, that was written by path; it is read once to be hashed.
+        """Record a file, or a folder with all its files, that was written by path; it is read once to be hashed.
 
         Raises:
             CheckpointNotFoundError: it is not there.
@@ -172,7 +173,7 @@ class StagedDirectory(os.PathLike[str]):
             raise ConfigError(f"{name!r} is in {self.path.absolute()} already; each file is written once")
 
     def write_deferred(self) -> None:
-        """Write what was kept, and is not written yet. Nothing where all was written at once."""
+        """Write the copies that are not written yet, if there are any."""
         while self._deferred:
             self._deferred[0]()
             del self._deferred[0]
@@ -187,15 +188,12 @@ class StagedDirectory(os.PathLike[str]):
 
 
 def _tensor_entry(
-    name: str, tensor: Tensor | LazyTensor, part: tuple[Sequence[int], Sequence[int]] | None
+    name: str, tensor: Tensor | LazyTensor, place: tuple[Sequence[int], Sequence[int]] | None
 ) -> TensorEntry:
     dtype, sizes = dtype_name(tensor.dtype), tuple(int(length) for length in tensor.shape)
-    if part is None:
+    if place is None:
         return TensorEntry(dtype, sizes)
-    shape, offsets = (tuple(int(number) for number in numbers) for numbers in part)
-    fits = len(shape) == len(offsets) == len(sizes) and all(
-        begin >= 0 and begin + size <= length for length, begin, size in zip(shape, offsets, sizes, strict=True)
-    )
-    if not fits:
+    shape, offsets = (tuple(int(number) for number in numbers) for numbers in place)
+    if not Box(offsets, sizes).fits(shape):
         raise ConfigError(f"the part {sizes} of tensor {name!r} does not lie at {offsets} of {shape}")
     return TensorEntry(dtype, shape, offsets, sizes)
