@@ -62,7 +62,7 @@ MOVED_MODULES = {
     "data.stream": "data.iterable_reader",
     "data.streaming": "data.iterable_source",
     "deepspeed_plugin": "plugins.deepspeed_plugin",
-    "described": "accelerator.placeholders",
+    "described": "accelerator.preparing",
     "engine_plugins": "plugins.deepspeed_plugin",
     "exchange": "accelerator.gathering",
     "fsdp_plugin": "plugins.fsdp_plugin",

@@ -1,4 +1,4 @@
-"""Which optimizers hold the parameters of which models: found, and refused, before anything is laid out."""
+"""Pairs of optimizers and the models whose parameters they hold, checked before a model is prepared."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = ["Pairing", "pair"]
 
 @dataclass(slots=True, eq=False)
 class _Holder:
-    """A model that is to be laid out, or is already, with its parameters by the id of what stands for them."""
+    """A model, prepared or about to be, with its parameters by the id of every tensor that stands for one."""
 
     model: nn.Module
     known: dict[int, nn.Parameter]
-    prepared: PreparedUnit | None
+    prepared: PreparedUnit | None = None
     optimizers: list[Optimizer] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Pairing:
-    """Where each new optimizer goes."""
+    """The model of each new optimizer."""
 
     by_model: dict[int, list[Optimizer]]
-    """By the id of a model that is to be laid out."""
-    later: list[tuple[PreparedUnit, Optimizer]]
-    """To be bound to units that are laid out already."""
+    """Optimizers by the id of a model that is to be prepared."""
+    to_bind: list[tuple[PreparedUnit, Optimizer]]
+    """Optimizers of models that are prepared already."""
 
 
 def pair(
@@ -45,9 +45,9 @@ def pair(
     """Find the models of each optimizer by its parameters.
 
     Args:
-        models: those that are to be laid out.
+        models: those that are to be prepared.
         optimizers: new ones, in any order.
-        prepared: the units that are laid out already and stay.
+        prepared: the units that are prepared already and stay.
 
     Raises:
         ConfigError: an optimizer's parameters are of no model, or in another optimizer, their model was prepared for
@@ -55,43 +55,41 @@ def pair(
     """
     if not optimizers:
         return Pairing({id(model): [] for model in models}, [])
-    holders = [_Holder(model, {id(p): p for p in model.parameters()}, None) for model in models]
-    holders += [
-        _Holder(unit.unit.module, unit.unit.known_parameters(), unit, list(unit.unit.optimizers)) for unit in prepared
-    ]
-    later: list[tuple[PreparedUnit, Optimizer]] = []
+    new = [_Holder(model, {id(p): p for p in model.parameters()}) for model in models]
+    old = [_Holder(each.unit.module, each.unit.known_parameters(), each, [*each.unit.optimizers]) for each in prepared]
+    to_bind: list[tuple[PreparedUnit, Optimizer]] = []
     for optimizer in optimizers:
-        for holder in _holders_of(optimizer, holders):
+        for holder in _holders_of(optimizer, new + old):
             holder.optimizers.append(optimizer)
             if holder.prepared is not None:
                 _require_training(holder.prepared, optimizer)
-                later.append((holder.prepared, optimizer))
-    for holder in holders:
+                to_bind.append((holder.prepared, optimizer))
+    for holder in new + old:
         check_disjoint(holder.optimizers, holder.known)
     if not capabilities.joint_optimizers:
-        _require_pairs(holders)
-    return Pairing({id(holder.model): holder.optimizers for holder in holders if holder.prepared is None}, later)
+        _require_pairs(new + old)
+    return Pairing({id(holder.model): holder.optimizers for holder in new}, to_bind)
 
 
 def _holders_of(optimizer: Optimizer, holders: list[_Holder]) -> list[_Holder]:
-    """Return the models that an optimizer's parameters are of, in the order of `holders`."""
+    """Return the models of an optimizer's parameters, in the order of `holders`."""
     name, parameters = type(optimizer).__name__, parameters_of(optimizer)
     if not parameters and len(holders) == 1:
         return holders
     found: set[int] = set()
-    foreign = 0
+    others = 0
     for parameter in parameters:
         owner = next((index for index, holder in enumerate(holders) if id(parameter) in holder.known), None)
-        foreign += owner is None
+        others += owner is None
         found.update(() if owner is None else (owner,))
     if not found:
         raise ConfigError(
             f"{name} was prepared without its model; pass both to one prepare() call, or prepare the model first"
         )
-    if foreign:
+    if others:
         known = ", ".join(type(holder.model).__name__ for holder in holders)
         raise ConfigError(
-            f"{foreign} of {len(parameters)} parameters of {name} belong to no prepared model ({known} are); pass the "
+            f"{others} of {len(parameters)} parameters of {name} belong to no prepared model ({known} are); pass the "
             "model that they are of to the same prepare() call, or build the optimizer without them"
         )
     return [holders[index] for index in sorted(found)]

@@ -1,9 +1,10 @@
-"""The part of the Accelerator that lays out models, and wraps what steps them and what feeds them."""
+"""Methods of the Accelerator that shard or wrap models, and wrap their optimizers, schedules and data loaders."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,26 +15,38 @@ from torch.utils.data import DataLoader
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
 from accel_trainer.accelerator.accumulation import AccumulationWindow, PreparedUnit
-from accel_trainer.accelerator.pairing import pair
-from accel_trainer.accelerator.placeholders import (
-    NO_HINTS,
-    JobHints,
-    is_optimizer,
-    real_optimizer,
-    schedules_of,
-    stand_ins,
-)
+from accel_trainer.accelerator.pairing import Pairing, pair
 from accel_trainer.accelerator.settings import AcceleratorSettings
 from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader
 from accel_trainer.data.loader import skip_first_batches as skip_loader_batches
 from accel_trainer.errors import ConfigError
-from accel_trainer.plugins.deepspeed_plugin import DummyScheduler
+from accel_trainer.plugins.deepspeed_plugin import DummyOptim, DummyScheduler
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.fault_injection import hook_forward_faults
 from accel_trainer.runtime.rng import seed_own_streams, synchronize_rng
 from accel_trainer.strategies.api import TrainJob
+from accel_trainer.strategies.optimizer_placeholder import OptimizerPlaceholder
 
 __all__ = ["AcceleratorPreparing"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """How the models of one call are to be prepared."""
+
+    placements: Mapping[int, bool] = field(default_factory=dict)
+    """Whether a model is moved to the device, by its id."""
+    evaluation_only: bool = False
+    micro_batch_size: int | None = None
+    """Rows of one batch on one rank; None where no loader is prepared with the models."""
+    schedules: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Numbers for the schedule of an engine's configuration, by the id of the optimizer that is scheduled."""
+
+
+def _of_kind(objects: Iterable[Any], kind: type[T]) -> list[T]:
+    return [item for item in objects if isinstance(item, kind)]
 
 
 class AcceleratorPreparing(AcceleratorSettings):
@@ -42,7 +55,7 @@ class AcceleratorPreparing(AcceleratorSettings):
     _data_seed: int | None = None
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Lay out models, optimizers, schedulers and loaders for this job; return them in the order they came.
+        """Prepare models, optimizers, schedulers and loaders for this job; return them in the order they came.
 
         A model may have several optimizers, and an optimizer the parameters of several models; they find each other
         by the parameters. Collective: every rank calls it with the same objects. Other objects come back as they are,
@@ -52,44 +65,42 @@ class AcceleratorPreparing(AcceleratorSettings):
             device_placement: one flag per object; false leaves a model or a loader's batches where they are.
 
         Raises:
-            ConfigError: an object cannot be laid out as configured; nothing has been changed then.
+            ConfigError: an object cannot be prepared as configured; nothing has been changed then.
         """
-        placements = list(device_placement) if device_placement is not None else [self.device_placement] * len(objects)
-        if len(placements) != len(objects):
-            raise ConfigError(
-                f"device_placement has {len(placements)} flags for {len(objects)} objects; give one for each"
-            )
-        places = {id(item): place for item, place in zip(objects, placements, strict=True)}
-        loaders = [item for item in objects if isinstance(item, DataLoader)]
-        described = stand_ins(objects, self.strategy)
-        optimizers = {id(item): self._own(described.get(id(item), item)) for item in objects if is_optimizer(item)}
-        schedules = schedules_of(objects)
-        hints = JobHints(
-            rows=self._micro_batch_size(loaders),
-            schedules={id(optimizers.get(id(s.optimizer), s.optimizer)): s.numbers for s in schedules},
+        flags = list(device_placement) if device_placement is not None else [self.device_placement] * len(objects)
+        if len(flags) != len(objects):
+            raise ConfigError(f"device_placement has {len(flags)} flags for {len(objects)} objects; give one for each")
+        placements = {id(item): flag for item, flag in zip(objects, flags, strict=True)}
+        placeholders = self._build_placeholders(objects)
+        given = [*_of_kind(objects, Optimizer), *_of_kind(objects, DummyOptim)]
+        optimizers = {id(item): self._unwrap(placeholders.get(id(item), item)) for item in given}
+        dummies = _of_kind(objects, DummyScheduler)
+        # Before a model is prepared: an error in a loader leaves everything as it was.
+        loaders = {id(item): self._build_loader(item, placements[id(item)]) for item in _of_kind(objects, DataLoader)}
+        request = _Request(
+            placements,
+            micro_batch_size=self._micro_batch_size(_of_kind(objects, DataLoader)),
+            schedules={id(optimizers.get(id(each.optimizer), each.optimizer)): each.numbers for each in dummies},
         )
         results: dict[int, Any] = {}
-        # What is wrong with a loader is found before a model is laid out.
-        share_outs = {id(item): self._share_out(item, places[id(item)]) for item in loaders}
-        models = [item for item in objects if isinstance(item, nn.Module)]
-        results |= self._lay_out(models, list(optimizers.values()), places, hints=hints)
+        results |= self._prepare_models(_of_kind(objects, nn.Module), list(optimizers.values()), request)
         results |= {key: self._prepared.add_optimizer(optimizer) for key, optimizer in optimizers.items()}
-        results |= {id(schedule): self._prepare_described(schedule, results) for schedule in schedules}
-        results |= {key: self._prepared.add_data_loader(loader) for key, loader in share_outs.items()}
-        results |= {id(item): self.prepare_scheduler(item) for item in objects if isinstance(item, LRScheduler)}
+        results |= {id(dummy): self._build_scheduler(dummy, results) for dummy in dummies}
+        results |= {key: self._prepared.add_data_loader(loader) for key, loader in loaders.items()}
+        results |= {id(item): self.prepare_scheduler(item) for item in _of_kind(objects, LRScheduler)}
         prepared = tuple(results.get(id(item), item) for item in objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Lay out one model. Collective. An optimizer prepared afterwards is bound to it.
+        """Prepare one model. Collective. An optimizer prepared afterwards is bound to it.
 
         Args:
-            evaluation_mode: no gradients are needed, so a strategy may leave out what exchanges them.
+            evaluation_mode: no gradients are needed, so a strategy may leave out their exchange.
         """
         place = self.device_placement if device_placement is None else device_placement
-        return self._lay_out([model], [], {id(model): place}, evaluation_mode)[id(model)]
+        return self._prepare_models([model], [], _Request({id(model): place}, evaluation_mode))[id(model)]
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Wrap an optimizer whose models are prepared.
@@ -97,14 +108,9 @@ class AcceleratorPreparing(AcceleratorSettings):
         Raises:
             ConfigError: it has parameters of no prepared model, or of another optimizer.
         """
-        optimizer = self._own(optimizer)
-        self._lay_out([], [optimizer], {})
+        optimizer = self._unwrap(optimizer)
+        self._prepare_models([], [optimizer], _Request())
         return self._prepared.add_optimizer(optimizer)
-
-    def _own(self, optimizer: Optimizer) -> Optimizer:
-        """Return what another Accelerator, or this one before `free_memory`, has wrapped: its windows are not ours."""
-        is_foreign = isinstance(optimizer, AcceleratedOptimizer) and optimizer not in self._prepared.optimizers
-        return optimizer.optimizer if is_foreign else optimizer  # type: ignore[attr-defined]
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Wrap a scheduler so that it steps once per step of its optimizer."""
@@ -114,40 +120,64 @@ class AcceleratorPreparing(AcceleratorSettings):
             scheduler = scheduler.scheduler
         return self._prepared.add_scheduler(AcceleratedScheduler(scheduler, (), self.step_scheduler_with_optimizer))
 
-    def _prepare_described(self, schedule: DummyScheduler, results: Mapping[int, Any]) -> AcceleratedScheduler:
-        """Return the schedule that a stand-in stands for: the engine's, or one that its callable builds."""
-        wrapped = results.get(id(schedule.optimizer)) or self._prepared.add_optimizer(schedule.optimizer)
-        if schedule.lr_scheduler_callable is not None:
-            real = schedule.lr_scheduler_callable(real_optimizer(wrapped.optimizer))
+    def _unwrap(self, optimizer: Any) -> Any:
+        """Return the bare optimizer of another Accelerator's wrapper, or of one before `free_memory`."""
+        is_stale = isinstance(optimizer, AcceleratedOptimizer) and optimizer not in self._prepared.optimizers
+        return optimizer.optimizer if is_stale else optimizer
+
+    def _build_placeholders(self, objects: Iterable[Any]) -> dict[int, OptimizerPlaceholder]:
+        """Return, by the id of each DummyOptim, the optimizer that takes its place.
+
+        Raises:
+            ConfigError: the strategy has no configuration of its own that could describe one.
+        """
+        dummies = [item for item in objects if isinstance(item, DummyOptim | DummyScheduler)]
+        if dummies and not self.strategy.capabilities.describes_optimizers:
+            raise ConfigError(
+                f"{type(dummies[0]).__name__} stands for what a DeepSpeed configuration describes, and this run uses "
+                f"strategy {self.strategy.name!r}; pass a torch optimizer and scheduler, or use strategy 'deepspeed'"
+            )
+        optimizers = _of_kind(dummies, DummyOptim)
+        return {id(item): OptimizerPlaceholder(item.param_groups, item.params, item.numbers) for item in optimizers}
+
+    def _build_scheduler(self, dummy: DummyScheduler, results: Mapping[int, Any]) -> AcceleratedScheduler:
+        """Return the schedule of the engine's configuration, or the one that the dummy's callable builds."""
+        wrapped = results.get(id(dummy.optimizer)) or self._prepared.add_optimizer(dummy.optimizer)
+        if dummy.lr_scheduler_callable is None:
+            scheduler = self._prepared.get(wrapped).unit.take_scheduler()
         else:
-            real = self._prepared.get(wrapped).unit.take_scheduler()
-        return self._prepared.add_scheduler(AcceleratedScheduler(real, [wrapped], self.step_scheduler_with_optimizer))
+            inner = wrapped.optimizer
+            real = inner.real if isinstance(inner, OptimizerPlaceholder) else None
+            scheduler = dummy.lr_scheduler_callable(real or inner)
+        return self._prepared.add_scheduler(
+            AcceleratedScheduler(scheduler, [wrapped], self.step_scheduler_with_optimizer)
+        )
 
     def prepare_data_loader(self, data_loader: DataLoader, device_placement: bool | None = None) -> PreparedDataLoader:
         """Return a loader that yields this rank's share, on this rank's device. Collective for the first loader."""
         return self._prepared.add_data_loader(
-            self._share_out(data_loader, self.device_placement if device_placement is None else device_placement)
+            self._build_loader(data_loader, self.device_placement if device_placement is None else device_placement)
         )
 
-    def _share_out(self, data_loader: DataLoader, place: bool) -> PreparedDataLoader:
+    def _build_loader(self, data_loader: DataLoader, place: bool) -> PreparedDataLoader:
         return prepare_data_loader(
             data_loader,
             process=self.process,
             config=self.config.data,
             device=self.process.device if place else None,
-            seed=self._agreed_data_seed(),
-            on_begin=self._begin_pass,
+            seed=self._shuffle_seed(),
+            on_begin=self._begin_iteration,
             on_end=self.gradient_state.end,
         )
 
-    def _begin_pass(self, loader: PreparedDataLoader) -> None:
-        """A pass over a loader begins; collective with `rng_types`."""
+    def _begin_iteration(self, loader: PreparedDataLoader) -> None:
+        """Begin an iteration of a loader. Collective with `rng_types`."""
         seed_own_streams(self.process)
         if self.rng_types:
             synchronize_rng(self.rng_types, self.process)
         self.gradient_state.begin(loader)
 
-    def _agreed_data_seed(self) -> int:
+    def _shuffle_seed(self) -> int:
         """Return the seed of shuffling: configured, else rank 0's torch seed, so that all ranks draw the same order."""
         if self.config.data.data_seed is not None:
             return self.config.data.data_seed
@@ -161,7 +191,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         return any(len({str(device) for device in spread.values()}) > 1 for spread in maps if spread)
 
     def _check_device_map(self, model: nn.Module, is_placed: bool) -> None:
-        """Refuse to train on one device, or in replicas, what was spread over several."""
+        """Refuse a model that is spread over several devices, to train on one or in replicas."""
         if self.verify_device_map(model) and (is_placed or self.process.is_distributed):
             raise ConfigError(
                 f"{type(model).__name__} was loaded with a device_map that spreads it over several devices, and every "
@@ -173,38 +203,34 @@ class AcceleratorPreparing(AcceleratorSettings):
         """Return a loader over the same data that begins after `num_batches` batches of this rank."""
         return skip_loader_batches(dataloader, num_batches)
 
-    def _lay_out(
-        self,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        places: dict[int, bool],
-        evaluation_mode: bool = False,
-        hints: JobHints = NO_HINTS,
+    def _prepare_models(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], request: _Request
     ) -> dict[int, nn.Module]:
-        """Lay out what is not yet, once all of it has been checked; return what to call, by the id of each model."""
+        """Prepare models that are not yet, once all of them are checked; return the models to call, by id."""
         found = {id(model): self._prepared.find(model) for model in models}
-        new = {id(m): m for m in models if _needs_layout(found[id(m)], evaluation_mode)}
-        replaced = [known for key, known in found.items() if key in new and known is not None]
-        staying = [known for known in self._prepared.units if known not in replaced]
-        unbound = {
-            id(o): o for o in optimizers if not isinstance(o, AcceleratedOptimizer) and not self._prepared.units_of(o)
-        }
-        pairing = pair(list(new.values()), list(unbound.values()), staying, self.strategy.capabilities)
-        jobs = {
-            key: self._job(model, pairing.by_model[key], places[key], evaluation_mode, hints)
-            for key, model in new.items()
-        }
+        new = {id(m): m for m in models if _needs_preparing(found[id(m)], request)}
+        replaced = [unit for key, unit in found.items() if key in new and unit is not None]
+        pairing = self._pair(list(new.values()), optimizers, replaced)
+        jobs = {key: self._build_job(model, pairing.by_model[key], request) for key, model in new.items()}
         for job in jobs.values():
             self._check_device_map(job.model, job.device_placement)
             self.strategy.check(job, self.precision, self.process)
-        # Before anything is laid out: a unit may find only now that it cannot take the optimizer.
-        for known, optimizer in pairing.later:
-            known.unit.bind_optimizer(optimizer)
+        # Before a model is prepared: a unit may find only now that it cannot take the optimizer.
+        for prepared, optimizer in pairing.to_bind:
+            prepared.unit.bind_optimizer(optimizer)
         self._prepared.drop(replaced)
-        called = {id(model): _called(model, found[id(model)]) for model in models}
-        for key, job in jobs.items():
-            called[key] = self._lay_out_one(job)
+        called = {id(model): _wrapper_of(model, found[id(model)]) for model in models}
+        called |= {key: self._prepare_job(job) for key, job in jobs.items()}
         return called
+
+    def _pair(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], replaced: Sequence[PreparedUnit]
+    ) -> Pairing:
+        """Find the models of the optimizers that are not bound yet; each optimizer counts once."""
+        bare = {id(o): o for o in optimizers if not isinstance(o, AcceleratedOptimizer)}
+        unbound = [optimizer for optimizer in bare.values() if not self._prepared.units_of(optimizer)]
+        staying = [prepared for prepared in self._prepared.units if prepared not in replaced]
+        return pair(models, unbound, staying, self.strategy.capabilities)
 
     def _micro_batch_size(self, loaders: Sequence[DataLoader]) -> int | None:
         """Return the rows that one rank takes at a time, the fewest of several loaders; None where nothing tells."""
@@ -212,30 +238,24 @@ class AcceleratorPreparing(AcceleratorSettings):
         ranks = self.process.world_size if self.config.data.split_batches else 1
         return max(1, min(sizes) // ranks) if sizes else None
 
-    def _job(
-        self,
-        model: nn.Module,
-        optimizers: list[Optimizer],
-        place: bool,
-        evaluation_mode: bool,
-        hints: JobHints,
-    ) -> TrainJob:
+    def _build_job(self, model: nn.Module, optimizers: list[Optimizer], request: _Request) -> TrainJob:
         return TrainJob(
             model=model,
             optimizers=optimizers,
             resolved=self._engine_plugins.edited(self.resolved),
-            device_placement=place,
-            evaluation_only=evaluation_mode,
+            device_placement=request.placements[id(model)],
+            evaluation_only=request.evaluation_only,
             wrap_policy=self._options.wrap_policy,
             loss_scale=self._loss_scale,
             ddp_options=self._options.ddp_options,
             comm_hook=self._options.comm_hook,
             compile_options=self._options.compile_options,
-            schedule=next((hints.schedules[id(own)] for own in optimizers if id(own) in hints.schedules), None),
-            micro_batch_size=hints.rows,
+            schedule=next((request.schedules[id(own)] for own in optimizers if id(own) in request.schedules), None),
+            micro_batch_size=request.micro_batch_size,
         )
 
-    def _lay_out_one(self, job: TrainJob) -> nn.Module:
+    def _prepare_job(self, job: TrainJob) -> nn.Module:
+        """Have the strategy prepare a model; return the model to call. Collective."""
         unit = self.strategy.prepare(job, self.precision, self.process)
         accumulation = self.config.accumulation
         window = AccumulationWindow(
@@ -251,10 +271,10 @@ class AcceleratorPreparing(AcceleratorSettings):
         return unit.model
 
 
-def _needs_layout(found: PreparedUnit | None, evaluation_mode: bool) -> bool:
-    return found is None or (found.evaluation_only and not evaluation_mode)
+def _needs_preparing(found: PreparedUnit | None, request: _Request) -> bool:
+    return found is None or (found.evaluation_only and not request.evaluation_only)
 
 
-def _called(model: nn.Module, found: PreparedUnit | None) -> nn.Module:
-    """Return what to call in a model's place: its wrapper, or what was made of that."""
+def _wrapper_of(model: nn.Module, found: PreparedUnit | None) -> nn.Module:
+    """Return the wrapper of the user's own model; a wrapper, compiled or not, is returned as it is."""
     return found.unit.model if found is not None and model is found.unit.module else model

@@ -1,4 +1,4 @@
-"""A stand-in for an optimizer that an engine builds itself, from its own configuration."""
+"""A placeholder for the optimizer that an engine builds itself, from its own configuration."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch.optim import Optimizer
 
 from accel_trainer.errors import ConfigError
 
-__all__ = ["DescribedOptimizer"]
+__all__ = ["OptimizerPlaceholder"]
 
 
-class DescribedOptimizer(Optimizer):
-    """Holds the parameters for an optimizer to come; once there, it shows the groups and the state of the real one.
+class OptimizerPlaceholder(Optimizer):
+    """Holds the parameters for the engine's optimizer; once that is built, it shows its groups and state.
 
     Attributes:
-        numbers: what the user gave for it, by name: it fills what the engine's configuration leaves open.
+        numbers: hyperparameters by name, for those that the engine's configuration leaves open.
         given: the parameters or groups as they were given.
-        real: the engine's optimizer; None before layout.
+        real: the engine's optimizer; None before the model is prepared.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class DescribedOptimizer(Optimizer):
     # Asked anew each time: an optimizer that loads a state has other groups afterwards.
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of the engine's optimizer, once it is there."""
+        """Groups of the engine's optimizer, once it is built."""
         return self._groups if self.real is None else self.real.param_groups
 
     @param_groups.setter
@@ -44,7 +44,7 @@ class DescribedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """State of the engine's optimizer, once it is there."""
+        """State of the engine's optimizer, once it is built."""
         return self._state if self.real is None else self.real.state
 
     @state.setter
@@ -63,7 +63,7 @@ class DescribedOptimizer(Optimizer):
         """Refuse: the engine steps.
 
         Raises:
-            ConfigError: always; what `prepare` returned steps through the engine.
+            ConfigError: always; the optimizer that `prepare` returned steps through the engine.
         """
         raise ConfigError(
             "step() was called on the stand-in for the engine's optimizer; call it on the optimizer that prepare() "

@@ -29,7 +29,7 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states
 from accel_trainer.strategies.compile import apply_compile
-from accel_trainer.strategies.optimizer_placeholder import DescribedOptimizer
+from accel_trainer.strategies.optimizer_placeholder import OptimizerPlaceholder
 from accel_trainer.strategies.single import check_optimizers, place, require_values
 from accel_trainer.tree import map_leaves
 
@@ -107,19 +107,19 @@ class DeepSpeedStrategy(BaseStrategy):
             return _whole_unit(job, precision, process)
         optimizer = job.optimizers[0] if job.optimizers else None
         groups = _group_names(job.model, optimizer)
-        described = optimizer if isinstance(optimizer, DescribedOptimizer) else None
+        placeholder = optimizer if isinstance(optimizer, OptimizerPlaceholder) else None
         if config.precision not in _DTYPES and process.device.type == "cpu" and _parameters_on_disk(config):
             # DeepSpeed 0.19.8 would keep them there in bf16; so called, it asks its configuration for the type.
             deepspeed.zero.Init(module=job.model, config_dict_or_path=config.data)
         with _numbers_sent(job.model):
             engine, *_ = deepspeed.initialize(
                 model=job.model,
-                optimizer=optimizer if described is None else None,
-                model_parameters=None if described is None else described.given,
+                optimizer=optimizer if placeholder is None else None,
+                model_parameters=None if placeholder is None else placeholder.given,
                 config=config.data,
             )
-        if described is not None:
-            described.adopt(engine.basic_optimizer)
+        if placeholder is not None:
+            placeholder.adopt(engine.basic_optimizer)
         hooks = _cast_around(job.model, config, job.config)
         apply_compile(job.model, job.config.compile, job.compile_options)
         return DeepSpeedUnit(engine, job.optimizers, groups, hooks)
@@ -151,7 +151,7 @@ def _numbers_sent(model: nn.Module) -> Iterator[None]:
 def _resolve_job(job: TrainJob, process: ProcessContext) -> EngineConfig:
     """Return the engine's configuration for a job, with nothing left open."""
     known: dict[str, Any] = {"given_optimizer": "torch" if job.optimizers else "none"}
-    if job.optimizers and isinstance(job.optimizers[0], DescribedOptimizer):
+    if job.optimizers and isinstance(job.optimizers[0], OptimizerPlaceholder):
         known["given_optimizer"] = "dummy"
         known["optimizer"] = _facts(job.optimizers[0].numbers, "DummyOptim")
     if job.schedule is not None:
