@@ -57,7 +57,7 @@ MOVED_MODULES = {
     "config.settings": "config.layer",
     "config.sources": "config.resolve",
     "config.yaml_reader": "config.readers.yaml_reader",
-    "data.build": "data.source_choice",
+    "data.build": "data.loader",
     "data.sources": "data.index_source",
     "data.stream": "data.iterable_reader",
     "data.streaming": "data.iterable_source",

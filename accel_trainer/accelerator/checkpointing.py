@@ -25,7 +25,7 @@ from accel_trainer.checkpoint.reader import check_verify
 from accel_trainer.checkpoint.selection import CheckpointKind, Selection
 from accel_trainer.checkpoint.train_state import TrainState, files_to_read, load_train_state, save_train_state
 from accel_trainer.checkpoint.weights.writing import save_weights
-from accel_trainer.data.loader import SavedPosition
+from accel_trainer.data.loader import LoaderCheckpoint
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError
 from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 
@@ -135,7 +135,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             has_optimizer=[bool(prepared.unit.optimizers) for prepared in self._prepared.units],
             has_weights=[True] * len(self._prepared.units),
             schedulers=self._prepared.schedulers,
-            loaders=[SavedPosition(loader) for loader in self._prepared.dataloaders],
+            loaders=[LoaderCheckpoint(loader) for loader in self._prepared.dataloaders],
             objects=self._registered.objects,
             scaler=self.scaler,
             windows=OpenWindows(

@@ -2,12 +2,11 @@
 
 from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
 from accel_trainer.data.metrics import drop_padding, keep_valid, trim_gathered
-from accel_trainer.data.plan import BatchRows, DataPlan
+from accel_trainer.data.plan import BatchRows
 from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler
 
 __all__ = [
     "BatchRows",
-    "DataPlan",
     "PreparedDataLoader",
     "SeedableRandomSampler",
     "ShardedBatchSampler",

@@ -1,7 +1,7 @@
 """Reading streams: what runs where an iterable dataset is iterated, in the workers or in the main process.
 
 A stream can be read once per rank, each rank keeping its slice of every global batch (`SlicedStream`), or it offers
-shards of its own and each rank reads its part of them (`OwnShards`). Both say how many rows of a batch are valid.
+shards of its own and each rank reads its part of them (`ShardedStream`). Both say how many rows of a batch are valid.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from accel_trainer.data.plan import BatchRows, seed_for_epoch
 from accel_trainer.data.randomness import PrivateStreams
 
 __all__ = [
-    "OwnShards",
-    "SliceCollate",
+    "ShardedStream",
     "SlicedStream",
     "Step",
+    "StepCollate",
     "StreamRule",
-    "keeps_own_state",
+    "can_resume_itself",
+    "is_sharded_by_rank",
+    "num_shards_of",
     "open_pipe",
-    "reads_own_part",
     "set_dataset_epoch",
-    "shards_of",
 ]
 
 
@@ -211,7 +211,7 @@ class SlicedStream(_EpochStream):
         return self._open()
 
 
-class SliceCollate:
+class StepCollate:
     """Collate the samples of a step with the user's function."""
 
     def __init__(self, collate: Callable[[Any], Any], is_all: bool, is_single: bool) -> None:
@@ -237,7 +237,7 @@ class SliceCollate:
         return self.collate(samples[0] if self.is_single else samples)
 
 
-class OwnShards(_EpochStream):
+class ShardedStream(_EpochStream):
     """This rank's own part of a stream, one list of samples for each step."""
 
     def __init__(self, dataset: Any, rule: StreamRule, seed: int) -> None:
@@ -256,17 +256,17 @@ class OwnShards(_EpochStream):
 
 
 # Steps of `datasets` that sharding changes: other samples are taken, skipped or interleaved then, or all in each part.
-_WHOLE_ONLY = ("Cycling", "HorizontallyConcatenated", "RandomlyCycling", "Skip", "Step", "Take")
+_UNSHARDABLE = ("Cycling", "HorizontallyConcatenated", "RandomlyCycling", "Skip", "Step", "Take")
 
 
-def shards_of(dataset: Any) -> int:
+def num_shards_of(dataset: Any) -> int:
     """Return how many shards a stream offers through `num_shards` and `shard(num_shards, index)`, or 0.
 
     Also 0 where the shards of `datasets` together are not what the stream yields: after `take`, for one.
     """
     count = getattr(dataset, "num_shards", 0)
     for node in _nodes_of(dataset):
-        if type(node).__name__.startswith(_WHOLE_ONLY) or getattr(node, "drop_last_batch", False):
+        if type(node).__name__.startswith(_UNSHARDABLE) or getattr(node, "drop_last_batch", False):
             return 0
     return count if isinstance(count, int) and callable(getattr(dataset, "shard", None)) else 0
 
@@ -281,7 +281,7 @@ def _nodes_of(dataset: Any) -> Iterator[Any]:
             waiting += [*getattr(node, "ex_iterables", ()), getattr(node, "ex_iterable", None)]
 
 
-def reads_own_part(dataset: Any) -> bool:
+def is_sharded_by_rank(dataset: Any) -> bool:
     """Return whether a stream yields this rank's samples only, so that cutting it again would lose data.
 
     It says so itself (`is_sharded_by_rank = True`), `datasets.distributed.split_dataset_by_node` made it or a stream
@@ -318,7 +318,7 @@ def _sharding_filters(dataset: Any) -> list[Any]:
     return [pipe for pipe in get_all_graph_pipes(traverse_dps(dataset)) if hasattr(pipe, "apply_sharding")]
 
 
-def keeps_own_state(dataset: Any) -> bool:
+def can_resume_itself(dataset: Any) -> bool:
     """Return whether a stream can go on exactly where its `state_dict()` was taken.
 
     `datasets` loses what its shuffle buffers hold; such a stream is read from its beginning instead.

@@ -10,24 +10,107 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accel_trainer.data.index_source import begin_silently, check_length, is_at_end, length_of
-from accel_trainer.data.iterable_reader import OwnShards, SlicedStream, Step, keeps_own_state, set_dataset_epoch
+from accel_trainer.config.schema import DataConfig
+from accel_trainer.data.iterable_reader import (
+    ShardedStream,
+    SlicedStream,
+    Step,
+    StepCollate,
+    StreamRule,
+    can_resume_itself,
+    is_sharded_by_rank,
+    num_shards_of,
+    set_dataset_epoch,
+)
 from accel_trainer.data.plan import BatchRows, mix_seed
-from accel_trainer.data.position import Pass, Place, Position
+from accel_trainer.data.position import Position, Progress
 from accel_trainer.data.sampler import Clock
-from accel_trainer.errors import IncompatibleCheckpointError
+from accel_trainer.data.source import begin_silently, check_length, length_of
+from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.collectives import all_gather_integers, broadcast_object
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import stream_index
 from accel_trainer.runtime.torch_private import LOADER_AT_REST
 
-__all__ = ["ShardSource", "SliceSource"]
+__all__ = ["ShardSource", "SliceSource", "build_stream_source"]
+
+
+def build_stream_source(
+    loader: DataLoader[Any], *, process: ProcessContext, config: DataConfig, seed: int, shards: int, shard: int | None
+) -> SliceSource | ShardSource:
+    """Return the source of a loader over an iterable dataset.
+
+    Each rank reads shards of its own where the stream is sharded by rank already, or has enough shards and its order
+    may depend on the number of ranks: not in a loader that resumes by itself. Other streams are read by every rank.
+
+    Args:
+        shard: the shard whose batches are read; None reads those of all.
+
+    Raises:
+        ConfigError: the batch size cannot be split, or the stream yields one rank's samples where all are read.
+    """
+    dataset: Any = loader.dataset
+    is_sharded = is_sharded_by_rank(dataset)
+    if shard is None and is_sharded:
+        raise ConfigError(
+            f"dispatch_batches=True has rank 0 read for all ranks, and this {type(dataset).__name__} yields the "
+            "part of one rank; leave dispatch_batches off, or give the loader the whole stream"
+        )
+    rule = _stream_rule(loader, config, shards, shard)
+    worker_seed = seed if loader.generator is None else loader.generator.initial_seed()
+    is_resumable = config.use_stateful_dataloader
+    if shard is not None and 1 < shards == process.world_size:
+        if not is_sharded and not is_resumable and num_shards_of(dataset) >= shards:
+            dataset, is_sharded = dataset.shard(num_shards=shards, index=shard), True
+        if is_sharded:
+            own = ShardedStream(dataset, rule, seed)
+            return ShardSource(_reader(loader, own, in_order=loader.in_order), own, worker_seed, process)
+    stream = SlicedStream(
+        dataset,
+        rule,
+        seed,
+        draws_alike=shards > 1 or is_resumable,
+        keeps_state=is_resumable and loader.num_workers == 0 and can_resume_itself(dataset),
+    )
+    # Every rank must meet the same steps in the same order, whichever worker is ready first.
+    return SliceSource(_reader(loader, stream, in_order=loader.in_order or shards > 1), stream, worker_seed)
+
+
+def _stream_rule(loader: DataLoader[Any], config: DataConfig, shards: int, shard: int | None) -> StreamRule:
+    batch_size = loader.batch_size or 1
+    splits = config.split_batches and loader.batch_size is not None
+    if splits and batch_size % shards != 0:
+        raise ConfigError(
+            f"split_batches=True cuts each batch over {shards} processes, and batch_size={batch_size} is not a "
+            f"multiple of {shards}; choose such a batch size, or split_batches=False"
+        )
+    per_shard = batch_size // shards if splits else batch_size
+    return StreamRule(shards, shard, per_shard, even=config.even_batches, drop_last=loader.drop_last)
+
+
+def _reader(loader: DataLoader[Any], stream: SlicedStream | ShardedStream, *, in_order: bool) -> DataLoader[Any]:
+    """Return the user's loader, of the same class and with the same settings, over a stream of steps."""
+    if loader.num_workers > 0:
+        stream.share()
+    is_all, is_single = stream.rule.shard is None, loader.batch_size is None
+    reader = type(loader).__new__(type(loader))
+    reader.__dict__.update(
+        loader.__dict__,
+        dataset=stream,
+        batch_size=None,
+        batch_sampler=None,
+        drop_last=False,
+        collate_fn=StepCollate(loader.collate_fn, is_all, is_single),
+        in_order=in_order,
+        **LOADER_AT_REST,
+    )
+    return reader
 
 
 class _StreamSource:
     """What sources over iterable datasets share: a reader, which is the user's loader over a stream of steps."""
 
-    def __init__(self, reader: DataLoader[Any], stream: SlicedStream | OwnShards, seed: int) -> None:
+    def __init__(self, reader: DataLoader[Any], stream: SlicedStream | ShardedStream, seed: int) -> None:
         self._start = 0
         self._reader = reader
         self._stream = stream
@@ -96,24 +179,15 @@ class _StreamSource:
         """Into how many parts reading cuts the stream, where its order depends on that."""
         return max(1, self._reader.num_workers)
 
-    def position(self, epoch: int, progress: Pass | None) -> Position:
+    def position(self, epoch: int, progress: Progress | None) -> Position:
         """Return where a pass stands, with the dataset's own state where it was asked for one."""
-        origin = self.loaded
-        place = Place() if origin is None else Place(origin.samples, origin.steps)
-        state = None if origin is None else origin.dataset_state
-        if progress is not None:
-            place = Place(progress.start.samples + progress.num_samples, progress.start.steps + progress.taken)
-            state = progress.dataset_state
-        return Position(
-            epoch=epoch,
-            samples=place.samples,
-            steps=place.steps,
-            is_complete=origin.is_complete if progress is None and origin else is_at_end(progress),
+        return Position.at(
+            progress or self.loaded,
+            epoch,
             seed=self._stream.seed,
             dataset_length=length_of(self._stream.dataset),
             global_batch=self.total_batch_size,
             readers=self.readers,
-            dataset_state=state,
         )
 
     def resume(self, position: Position) -> None:
@@ -146,8 +220,7 @@ class _StreamSource:
     @property
     def loaded(self) -> Position | None:
         """The position that the next pass will begin at, if it came from `resume`."""
-        resumed = self._resumed
-        return resumed if resumed is not None and resumed.epoch == self.epoch else None
+        return self._resumed if self._resumed is not None and self._resumed.epoch == self.epoch else None
 
     def forget(self) -> None:
         """Leave out the position that came from `resume`."""
@@ -158,12 +231,12 @@ class _StreamSource:
         reader.__dict__.update(LOADER_AT_REST)
         return {**self.__dict__, "_reader": reader}
 
-    def _begin(self, progress: Pass, shard: int) -> Iterator[Any]:
+    def _begin(self, progress: Progress, shard: int) -> Iterator[Any]:
         self._stream.begin_epoch(progress.epoch)
         if self._reader.num_workers > 0:
             seed = mix_seed(self._seed, progress.epoch, stream_index(shard))
             self._reader.generator = torch.Generator().manual_seed(seed)
-        elif progress.start.steps:
+        elif progress.start[1]:
             return begin_silently(self._reader, self._reader.__iter__)
         return iter(self._reader)
 
@@ -177,14 +250,14 @@ class SliceSource(_StreamSource):
     def _can_begin_anywhere(self) -> bool:
         return self._reader.num_workers == 0
 
-    def rounds(self, loader: Any, progress: Pass) -> Iterator[tuple[Any, BatchRows]]:
+    def rounds(self, loader: Any, progress: Progress) -> Iterator[tuple[Any, BatchRows]]:
         """Yield the batch (or, for a rule without a shard, the batches of all shards) of each step, and its rows."""
         full = self._full_rows
         for item in self._steps(progress):
             is_told = type(item) is Step
             yield (item.content, item.rows or full) if is_told else (item, full)
 
-    def read(self, loader: Any, progress: Pass) -> Iterator[Any]:
+    def read(self, loader: Any, progress: Progress) -> Iterator[Any]:
         """Yield this shard's slices."""
         full = self._full_rows
         for item in self._steps(progress):
@@ -193,7 +266,7 @@ class SliceSource(_StreamSource):
                 item, rows = item.content, item.rows
             if rows is not progress.rows:
                 progress.change(rows)
-            progress.taken += 1
+            progress.num_yielded += 1
             yield item
 
     @property
@@ -201,17 +274,17 @@ class SliceSource(_StreamSource):
         """What a step holds of which nothing is told."""
         return self._stream.rule.rows(self._stream.rule.per_round)
 
-    def _steps(self, progress: Pass) -> Iterator[Any]:
+    def _steps(self, progress: Progress) -> Iterator[Any]:
         """Yield the steps of a pass, those of which something is told as `Step`, of others the batch."""
         stream, origin, skip = self._stream, self.loaded, self.start
-        progress.start = Place(skip * stream.rule.per_round, skip)
+        progress.start = skip * stream.rule.per_round, skip
         stream.begin_at(0, None)
         if origin is not None:
-            progress.start, progress.dataset_state = Place(origin.samples, origin.steps), origin.dataset_state
+            progress.start, progress.dataset_state = (origin.samples, origin.steps), origin.dataset_state
             if origin.is_complete:
                 return iter(())
             if self._can_begin_anywhere:
-                stream.begin_at(origin.samples, origin.dataset_state if keeps_own_state(stream.dataset) else None)
+                stream.begin_at(origin.samples, origin.dataset_state if can_resume_itself(stream.dataset) else None)
             else:
                 skip = origin.steps
         stream.skip(skip)
@@ -222,7 +295,7 @@ class SliceSource(_StreamSource):
         return _with_state(items, progress) if stream.keeps_state else items
 
 
-def _with_state(items: Iterator[Any], progress: Pass) -> Iterator[Any]:
+def _with_state(items: Iterator[Any], progress: Progress) -> Iterator[Any]:
     for item in items:
         progress.dataset_state = item.dataset_state
         yield item
@@ -267,9 +340,9 @@ class ShardSource(_StreamSource):
     """
 
     has_exact_length = False
-    _stream: OwnShards
+    _stream: ShardedStream
 
-    def __init__(self, reader: DataLoader[Any], stream: OwnShards, seed: int, process: ProcessContext) -> None:
+    def __init__(self, reader: DataLoader[Any], stream: ShardedStream, seed: int, process: ProcessContext) -> None:
         super().__init__(reader, stream, seed)
         self._process = process
 
@@ -278,7 +351,7 @@ class ShardSource(_StreamSource):
         """Into how many parts reading cuts the stream: ranks times workers."""
         return super().readers * self._process.world_size
 
-    def read(self, loader: Any, progress: Pass) -> Iterator[Any]:
+    def read(self, loader: Any, progress: Progress) -> Iterator[Any]:
         """Yield this rank's batches, and its last one again, without valid rows, while other ranks have more.
 
         Collective at every step.
@@ -286,7 +359,7 @@ class ShardSource(_StreamSource):
         drop_last = self._stream.rule.drop_last
         origin = self.loaded
         skip = self.start if origin is None else origin.steps
-        progress.start = Place(skip * self._stream.rule.per_round if origin is None else origin.samples, skip)
+        progress.start = skip * self._stream.rule.per_round if origin is None else origin.samples, skip
         if origin is not None and origin.is_complete:
             return
         steps = islice(self._begin(progress, self._process.rank), skip, None)
@@ -308,7 +381,7 @@ class ShardSource(_StreamSource):
                 following = next(steps, None) if current is not None else None
                 pending = self._announce(current, following, spare)
             progress.change(BatchRows(rows, sizes, is_last=not goes_on))
-            progress.taken += 1
+            progress.num_yielded += 1
             yield present.content
             if not goes_on:
                 return

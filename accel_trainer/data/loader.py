@@ -1,27 +1,28 @@
-"""The prepared data loader: the user's loader, reading this shard's part, and knowing what every step holds."""
+"""The prepared data loader: the user's loader, which yields this shard's batches and knows the rows of every step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel_trainer.config.schema import DataConfig
-from accel_trainer.data.index_source import Source
+from accel_trainer.data.index_source import build_index_source
+from accel_trainer.data.iterable_source import build_stream_source
 from accel_trainer.data.plan import BatchRows
-from accel_trainer.data.position import Pass, Position
-from accel_trainer.data.source_choice import build_source
+from accel_trainer.data.position import Position, Progress
+from accel_trainer.data.source import RoundSource, Source, read_for_all
 from accel_trainer.errors import ConfigError
 from accel_trainer.logging import get_logger
 from accel_trainer.runtime.collectives import send_to_device
 from accel_trainer.runtime.fault_injection import with_fault_point
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.torch_private import LOADER_AT_REST
+from accel_trainer.runtime.torch_private import LOADER_AT_REST, LOADER_ITERATOR, is_loader_iterator
 
-__all__ = ["PreparedDataLoader", "SavedPosition", "prepare_data_loader", "skip_first_batches"]
+__all__ = ["LoaderCheckpoint", "PreparedDataLoader", "prepare_data_loader", "skip_first_batches"]
 
 logger = get_logger(__name__)
 
@@ -33,13 +34,13 @@ class _Bookmark:
     """The pass begun last over a loader or over one that `skip_first_batches` made of it, until it is complete."""
 
     def __init__(self) -> None:
-        self.current: Pass | None = None
+        self.current: Progress | None = None
         self.is_open = False
         self.noted: Position | None = None
-        """A place within an epoch that was loaded, and which nobody has gone to yet."""
+        """A loaded position within an epoch, at which no pass has begun yet."""
 
-    def begin(self, current: Pass) -> None:
-        """A pass begins."""
+    def begin(self, current: Progress) -> None:
+        """Take a pass that begins."""
         self.current, self.is_open = current, True
         if self.noted is not None:
             noted, self.noted = self.noted, None
@@ -51,29 +52,31 @@ class _Bookmark:
                     "DataLoaderConfiguration(use_stateful_dataloader=True)"
                 )
 
-    def end(self, current: Pass, is_complete: bool) -> None:
-        """A pass ends. One that is left early keeps its place until another begins."""
+    def end(self, current: Progress, is_complete: bool) -> None:
+        """Drop a pass that ends. One that is left early keeps its position until another begins."""
         if current is self.current:
             self.is_open = False
             if is_complete:
                 self.current = None
 
     def forget(self) -> None:
-        """Another place has been chosen."""
+        """Drop everything: another position has been chosen."""
         self.current, self.is_open, self.noted = None, False, None
 
 
 class PreparedDataLoader(DataLoader[Any]):
-    """A `DataLoader` that reads one shard's part of its dataset; made by `prepare_data_loader`.
+    """A `DataLoader` that yields the batches of one shard; made by `prepare_data_loader`.
 
     It has every setting of the loader it was made from, and is an instance of that loader's class. A pass that runs to
     its end moves `epoch` on by one; a pass that is left early does not, and the next one begins where it began.
 
-    `state_dict` tells how many samples of the epoch loops have been given, over all shards; `load_state_dict` lets the
-    next pass begin after them, on any number of shards.
+    `state_dict` counts the samples of the epoch that loops have been given, over all shards; with `load_state_dict` the
+    next pass begins after them, on any number of shards.
     """
 
     _source: Source
+    _dispatch: ProcessContext | None = None
+    """The ranks for which rank 0 reads; None where each rank reads for itself."""
     _bookmark: _Bookmark
     _resumes: bool
     _device: torch.device | None
@@ -81,11 +84,11 @@ class PreparedDataLoader(DataLoader[Any]):
     _config: DataConfig
     _on_begin: tuple[Hook, ...]
     _on_end: tuple[Hook, ...]
-    _passes: list[Pass]
+    _passes: list[Progress]
 
     @property
     def rows(self) -> BatchRows | None:
-        """What the batch yielded last holds, for every shard; None when no pass is under way."""
+        """Rows of the batch yielded last, for every shard; None when no pass is under way."""
         return self._passes[-1].rows if self._passes else None
 
     @property
@@ -101,11 +104,11 @@ class PreparedDataLoader(DataLoader[Any]):
 
     @property
     def remaining(self) -> int | None:
-        """Steps left of the current pass, the one handed out last included; None where the length is not known."""
+        """Steps left of the current pass, the one yielded last included; None where the length is not known."""
         current = self._passes[-1] if self._passes else None
-        if current is None or (current.rows is not None and current.rows.is_last):
-            return None if current is None else 1
-        return None if current.total is None else current.total - current.taken + 1
+        if current is not None and current.is_complete:
+            return 1
+        return None if current is None or current.total is None else current.total - current.num_yielded + 1
 
     @property
     def epoch(self) -> int:
@@ -117,7 +120,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self._source.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the pass under way stands, or the one that was left early last; else the next one's beginning.
+        """Return the position of the pass under way, or of the one left early last; else the next one's beginning.
 
         Passes of loaders that `skip_first_batches` made of this one count. The same on every rank; ranks do not
         communicate. Batches that have been read ahead do not count.
@@ -128,9 +131,9 @@ class PreparedDataLoader(DataLoader[Any]):
         return self._source.position(epoch if current is None else current.epoch, current).to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next pass over this loader go on exactly where `state_dict` was taken; later passes are whole.
+        """Begin the next pass over this loader exactly where `state_dict` was taken; later passes are full.
 
-        After the last batch of an epoch that is an empty pass. `skip_first_batches` puts another place instead.
+        After the last batch of an epoch that is an empty pass. `skip_first_batches` chooses another position instead.
 
         Raises:
             IncompatibleCheckpointError: the dataset, its batches or its readers are others, so that it cannot.
@@ -139,7 +142,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self._bookmark.forget()
 
     def note_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the epoch and the order of `state_dict`, and leave it to `skip_first_batches` to move within it.
+        """Take epoch and order from `state_dict`; `skip_first_batches` moves within the epoch.
 
         After the last batch of an epoch, the next pass is the following epoch's.
 
@@ -164,7 +167,7 @@ class PreparedDataLoader(DataLoader[Any]):
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps of a whole pass, or None where the length is not known."""
+        """Steps of a full pass, or None where the length is not known."""
         try:
             return self._source.num_steps()
         except TypeError:
@@ -174,14 +177,14 @@ class PreparedDataLoader(DataLoader[Any]):
         return self._source.num_left()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        current = Pass(self.epoch, self._num_left())
+        current = Progress(self.epoch, self._num_left())
         is_complete = False
         self._passes.append(current)
         self._bookmark.begin(current)
         try:
-            for told in self._on_begin:
-                told(self)
-            batches = with_fault_point("data.next", self._source.read(self, current))
+            for hook in self._on_begin:
+                hook(self)
+            batches = with_fault_point("data.next", self._read(current))
             if self._device is None:
                 yield from batches
             else:
@@ -191,9 +194,14 @@ class PreparedDataLoader(DataLoader[Any]):
         finally:
             self._passes.remove(current)
             self._bookmark.end(current, is_complete)
-            self._settle(current.epoch, is_complete)
-            for told in self._on_end:
-                told(self)
+            self._advance_epoch(current.epoch, is_complete)
+            for hook in self._on_end:
+                hook(self)
+
+    def _read(self, progress: Progress) -> Iterator[Any]:
+        if self._dispatch is None:
+            return self._source.read(self, progress)
+        return read_for_all(cast(RoundSource, self._source), self, progress, self._dispatch)
 
     def _num_left(self) -> int | None:
         try:
@@ -205,8 +213,8 @@ class PreparedDataLoader(DataLoader[Any]):
         """Return the iterator of the user's own loader class, over this loader's samplers."""
         return super().__iter__()
 
-    def _settle(self, epoch: int, is_complete: bool) -> None:
-        """Move to the next epoch after a whole pass, unless somebody has chosen one meanwhile.
+    def _advance_epoch(self, epoch: int, is_complete: bool) -> None:
+        """Move to the next epoch after a full pass, unless the user has chosen one meanwhile.
 
         A sampler that counts epochs itself may have moved on while workers were still reading.
         """
@@ -219,8 +227,8 @@ class PreparedDataLoader(DataLoader[Any]):
         elif self.epoch != epoch:
             self.set_epoch(epoch)
 
-    def tell(self, config: DataConfig, on_begin: Hook | None, on_end: Hook | None) -> None:
-        """Have another Accelerator told when passes begin and end.
+    def add_hooks(self, config: DataConfig, on_begin: Hook | None, on_end: Hook | None) -> None:
+        """Call hooks of another Accelerator, too, when passes begin and end.
 
         Raises:
             ConfigError: its settings are others than those that the loader was prepared with.
@@ -241,7 +249,7 @@ class PreparedDataLoader(DataLoader[Any]):
     def skipping(self, num_batches: int) -> PreparedDataLoader:
         """Return a loader with all settings of this one whose next pass begins `num_batches` steps later.
 
-        Where a state was loaded, the steps count from the beginning of its epoch, and not from its place.
+        Where a state was loaded, the steps count from the beginning of its epoch, and not from its position.
         """
         loaded, self._bookmark.noted = self._bookmark.noted or self._source.loaded, None
         if loaded is not None and loaded.is_complete and self.epoch in (loaded.epoch, loaded.epoch + 1):
@@ -259,11 +267,11 @@ class PreparedDataLoader(DataLoader[Any]):
         return _restore, (_user_class(type(self)), state)
 
 
-class SavedPosition:
-    """What `save_state` and `load_state` do with a loader.
+class LoaderCheckpoint:
+    """A loader as `save_state` and `load_state` treat it.
 
-    With `use_stateful_dataloader` a loaded position is gone to; without it, `skip_first_batches` is waited for: loops
-    that are written for it would otherwise leave samples out twice.
+    With `use_stateful_dataloader` the next pass begins at a loaded position; without it, `skip_first_batches` moves
+    there: loops that are written for it would otherwise leave samples out twice.
     """
 
     def __init__(self, loader: PreparedDataLoader) -> None:
@@ -274,7 +282,7 @@ class SavedPosition:
         return self._loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a position.
+        """Load a position.
 
         Raises:
             IncompatibleCheckpointError: the loader cannot go on there.
@@ -287,7 +295,7 @@ _PREPARED_CLASSES: dict[type, type[PreparedDataLoader]] = {DataLoader: PreparedD
 
 
 def _prepared_class(user_class: type[DataLoader[Any]]) -> type[PreparedDataLoader]:
-    """The prepared loader as a subclass of the user's own loader class, which keeps its methods and its reading."""
+    """Return the prepared loader as a subclass of the user's own loader class, which keeps its methods."""
     if user_class not in _PREPARED_CLASSES:
         name = f"Prepared{user_class.__name__}"
         _PREPARED_CLASSES[user_class] = type(name, (PreparedDataLoader, user_class), {})
@@ -317,15 +325,15 @@ def prepare_data_loader(
     on_begin: Hook | None = None,
     on_end: Hook | None = None,
 ) -> PreparedDataLoader:
-    """Return the loader as this shard reads it; one that is prepared already is returned, and tells `on_begin`, too.
+    """Return the loader with the batches of this shard; one that is prepared already is returned with the hooks added.
 
     Collective when a sampler has a generator of its own: rank 0's seed counts. Otherwise ranks do not communicate.
 
     Args:
-        device: where batches are put; None, or a CPU device, leaves them where the loader's workers put them.
+        device: target device of the batches; None, or a CPU device, leaves them where the loader's workers put them.
         seed: the same on every rank; the order of an epoch depends on it, on the epoch and on the dataset alone.
-        shards: into how many parts the data is cut; the number of ranks by default.
-        shard: which of them this rank reads; its rank by default.
+        shards: number of shards of the data; the number of ranks by default.
+        shard: the index of the one that this rank reads; its rank by default.
         on_begin: called when a pass over the loader begins.
         on_end: called when a pass ends, at its last batch or before.
 
@@ -334,23 +342,39 @@ def prepare_data_loader(
             size cannot be split, or it was prepared with another `config`.
     """
     if isinstance(loader, PreparedDataLoader):
-        loader.tell(config, on_begin, on_end)
+        loader.add_hooks(config, on_begin, on_end)
         return loader
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"expected a torch DataLoader, got {type(loader).__name__}; wrap the dataset in a DataLoader")
-    source = build_source(
+    if any(is_loader_iterator(value) for name, value in vars(loader).items() if name != LOADER_ITERATOR):
+        raise ConfigError(
+            f"this {type(loader).__name__} keeps an iterator that reads the whole dataset; use a loader that makes its "
+            "iterator in __iter__"
+        )
+    shards = process.world_size if shards is None else shards
+    dispatch = process if config.dispatch_batches and process.is_distributed else None
+    if dispatch is not None and shards != process.world_size:
+        raise ConfigError(
+            f"dispatch_batches=True sends each of {process.world_size} ranks its own batch, and the data is cut into "
+            f"{shards} parts; leave dispatch_batches off when ranks share their data"
+        )
+    build: Callable[..., Source] = (
+        build_stream_source if isinstance(loader.dataset, IterableDataset) else build_index_source
+    )
+    source = build(
         loader,
         process=process,
         config=config,
         seed=config.data_seed if config.data_seed is not None else seed,
-        shards=process.world_size if shards is None else shards,
-        shard=process.rank if shard is None else shard,
+        shards=shards,
+        shard=None if dispatch is not None else process.rank if shard is None else shard,
     )
     prepared_class = _prepared_class(type(loader))
     prepared = prepared_class.__new__(prepared_class)
     prepared.__dict__.update(
         loader.__dict__,
         _source=source,
+        _dispatch=dispatch,
         _device=None if device is None or device.type == "cpu" else device,
         _non_blocking=config.non_blocking,
         _config=config,
@@ -359,14 +383,14 @@ def prepare_data_loader(
         _bookmark=_Bookmark(),
         _resumes=config.use_stateful_dataloader,
         _passes=[],
-        _iterator=None,
+        **LOADER_AT_REST,
         **source.settings(loader),
     )
     return prepared
 
 
 def skip_first_batches(loader: DataLoader[Any], num_batches: int) -> PreparedDataLoader:
-    """Return the loader with the first `num_batches` steps of its next pass left out; later passes are whole.
+    """Return the loader with the first `num_batches` steps of its next pass left out; later passes are full.
 
     A map-style dataset is not read to get there: the steps are skipped where the indices are drawn. A stream is read
     and not collated. The loader that is returned has every setting of `loader` and shares its epoch.

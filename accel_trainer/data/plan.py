@@ -15,7 +15,6 @@ import torch
 
 __all__ = [
     "BatchRows",
-    "DataPlan",
     "RoundRule",
     "batch_indices",
     "count_rows",
@@ -253,28 +252,3 @@ def batch_indices(order: range | torch.Tensor, batch_size: int, drop_last: bool,
     for indices in index_lists(order[start * batch_size :], batch_size):
         for begin in range(0, len(indices), batch_size):
             yield indices[begin : begin + batch_size]
-
-
-@dataclass(frozen=True, slots=True)
-class DataPlan:
-    """Which samples a shard reads at every step of an epoch, computed without a sampler or a dataset."""
-
-    num_samples: int
-    shards: int
-    shard: int
-    batch_size: int
-    """Samples in a batch; with `split`, over all shards."""
-    even: bool = True
-    drop_last: bool = False
-    split: bool = False
-    seed: int | None = None
-    """Seed of the shuffled order; None reads in order."""
-
-    def indices(self, epoch: int, start: int = 0) -> Iterator[tuple[list[int], BatchRows]]:
-        """Yield this shard's indices and what all shards hold, from step `start` of the epoch on."""
-        order = range(self.num_samples) if self.seed is None else permutation(self.num_samples, self.seed, epoch)
-        rule = RoundRule(self.shards, self.batch_size, split=self.split, even=self.even, drop_last=self.drop_last)
-        width = rule.batches_per_round
-        first = list(islice(batch_indices(order, self.batch_size, self.drop_last), width))
-        rest = batch_indices(order, self.batch_size, self.drop_last, start * width)
-        return ((batches[self.shard], rows) for batches, rows in plan_rounds(first, rest, rule))

@@ -1,4 +1,4 @@
-"""Where a pass over a loader stands, in samples, so that any number of processes can go on from there."""
+"""Positions within an epoch, counted in samples, so that any number of processes can go on from one."""
 
 from __future__ import annotations
 
@@ -9,52 +9,57 @@ from typing import Any, NamedTuple
 from accel_trainer.data.plan import BatchRows
 from accel_trainer.errors import IncompatibleCheckpointError
 
-__all__ = ["Pass", "Place", "Position"]
+__all__ = ["Position", "Progress"]
 
 
-class Place(NamedTuple):
-    """How much of an epoch has been handed out, over all shards."""
+class Progress:
+    """A pass over a loader that is under way: the samples and steps it has yielded, and the rows of its last batch."""
 
-    samples: int = 0
-    steps: int = 0
-
-
-class Pass:
-    """One iteration over a loader: how many batches it has handed out, and what the last one holds."""
-
-    __slots__ = ("_before", "_since", "dataset_state", "epoch", "rows", "start", "taken", "total")
+    __slots__ = ("_before", "_since", "dataset_state", "epoch", "num_yielded", "rows", "start", "total")
 
     def __init__(self, epoch: int, total: int | None) -> None:
         self.epoch = epoch
         self.total = total
-        self.taken = 0
+        """Steps of the pass; None where the length is not known."""
+        self.num_yielded = 0
         self.rows: BatchRows | None = None
-        self.start = Place()
+        self.start = (0, 0)
+        """Samples and steps of the epoch, over all shards, before the pass."""
         self.dataset_state: Any = None
-        """What the dataset said of itself after the samples of the last batch, where it is asked."""
+        """The dataset's own state after the samples of the last batch, for streams that offer one."""
         self._before = 0
         self._since = 0
 
     def change(self, rows: BatchRows | None) -> None:
-        """Note that steps from the next one on hold `rows`. Steps that hold the same share one object: no call."""
-        self._before = self.num_samples
-        self._since = self.taken
+        """Take `rows` for those of the next steps. Steps with equal rows share one object: no call."""
+        self._before = self._num_samples
+        self._since = self.num_yielded
         self.rows = rows
 
     @property
-    def num_samples(self) -> int:
-        """Samples handed out in this pass, over all shards."""
-        return self._before + (self.taken - self._since) * (self.rows.num_samples if self.rows is not None else 0)
+    def _num_samples(self) -> int:
+        """Samples yielded in this pass, over all shards."""
+        return self._before + (self.num_yielded - self._since) * (self.rows.num_samples if self.rows is not None else 0)
+
+    @property
+    def samples(self) -> int:
+        """Samples of the epoch yielded by now, over all shards."""
+        return self.start[0] + self._num_samples
+
+    @property
+    def steps(self) -> int:
+        """Steps of the epoch taken by now."""
+        return self.start[1] + self.num_yielded
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last batch has been handed out."""
+        """Whether the last batch has been yielded."""
         return self.rows is not None and self.rows.is_last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where a loader stands: what its `state_dict` holds. The same on every rank, and for any number of ranks."""
+    """A loader's `state_dict`: the same on every rank, and for any number of ranks."""
 
     epoch: int
     samples: int = 0
@@ -68,14 +73,31 @@ class Position:
     global_batch: int | None = None
     """Samples of a full step; None where batches vary in size."""
     readers: int = 1
-    """Into how many parts reading cuts a stream whose order depends on it: workers, or ranks with shards of their own;
+    """Into how many shards reading cuts a stream whose order depends on it: workers, or ranks with shards of their own;
     1 where the order does not depend on it."""
     dataset_state: Any = None
     """The dataset's own state, for streams that offer one."""
 
     @classmethod
+    def at(cls, reached: Progress | Position | None, epoch: int, **facts: Any) -> Position:
+        """Return the position that a pass, or a loaded position, has reached; by default the epoch's beginning.
+
+        Args:
+            facts: the other fields: of the source, and not of a pass.
+        """
+        at = reached or cls(epoch=epoch)
+        return cls(
+            epoch=epoch,
+            samples=at.samples,
+            steps=at.steps,
+            is_complete=at.is_complete,
+            dataset_state=at.dataset_state,
+            **facts,
+        )
+
+    @classmethod
     def read(cls, state: Mapping[str, Any]) -> Position:
-        """Read what `to_dict` returned; an epoch alone is its beginning.
+        """Read the dictionary of `to_dict`; an epoch alone is its beginning.
 
         Raises:
             IncompatibleCheckpointError: it is something else.
@@ -89,5 +111,12 @@ class Position:
         return cls(**state)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name: numbers, and what the dataset gave."""
+        """Return the fields by name: numbers, and the dataset's state."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+class Place(NamedTuple):
+    """Held by samplers that release 0.1 pickled, and replaced when their next pass begins."""
+
+    samples: int
+    steps: int

@@ -21,7 +21,6 @@ from accel_trainer.data.plan import (
     plan_rounds,
     seed_for_epoch,
 )
-from accel_trainer.data.position import Place
 from accel_trainer.data.randomness import draw_alike
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 
@@ -107,7 +106,8 @@ class ShardedBatchSampler(Sampler[Any]):
         self.seed = seed
         self.start = 0
         self.num_ahead = 0
-        self.began_at = Place()
+        self.began_at = (0, 0)
+        """Samples and steps of the epoch that the pass begun last left out, over all shards."""
         self._origin: tuple[int, int] | None = None
         self._clock = Clock()
         self._planned: deque[BatchRows] = deque()
@@ -232,7 +232,7 @@ class ShardedBatchSampler(Sampler[Any]):
         order = _known_order(base)
         if order is not None:
             size, drop_last = base.batch_size, base.drop_last
-            self.began_at = Place(origin + skip * size, self.start)
+            self.began_at = (origin + skip * size, self.start)
             first = list(batch_indices(order[: width * size], size, drop_last))
             return first, batch_indices(order[origin:], size, drop_last, skip)
         if origin and self.counts_samples:
@@ -241,13 +241,13 @@ class ShardedBatchSampler(Sampler[Any]):
         first = list(islice(source, width))
         rest = chain(first, source)
         samples = sum(map(count_rows, islice(rest, origin + skip)))
-        self.began_at = Place(samples, self.start)
+        self.began_at = (samples, self.start)
         return first, rest
 
     def _batches_from(self, origin: int, width: int) -> tuple[list[Any], Iterator[Any]]:
         """Return the same where samples are left out: batches are cut anew, whatever their size was before."""
         size, drop_last, skip = self.batch_sampler.batch_size, self.drop_last, self.start * width
-        self.began_at = Place(origin + skip * size, self.start)
+        self.began_at = (origin + skip * size, self.start)
         drawn = self._draw(BatchSampler(self.batch_sampler.sampler, size, drop_last=False))
         first = list(islice(drawn, width))
         indices = islice(chain.from_iterable(chain(first, drawn)), origin, None)

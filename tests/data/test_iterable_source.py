@@ -15,7 +15,7 @@ from torch.utils.data.graph_settings import apply_sharding
 
 from accel_trainer.config.schema import DataConfig
 from accel_trainer.data import PreparedDataLoader, prepare_data_loader, skip_first_batches
-from accel_trainer.data.iterable_reader import reads_own_part, shards_of
+from accel_trainer.data.iterable_reader import is_sharded_by_rank, num_shards_of
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 
@@ -338,9 +338,9 @@ def test_a_sharding_filter_is_not_cut_twice(workers: int, shuffle: bool) -> None
 
 def test_a_pipe_that_is_cut_already_reads_its_own_part() -> None:
     pipe = IterableWrapper(range(13)).sharding_filter()
-    assert not reads_own_part(DataLoader(pipe, 2).dataset)
+    assert not is_sharded_by_rank(DataLoader(pipe, 2).dataset)
     apply_sharding(pipe, 2, 1)
-    assert reads_own_part(DataLoader(pipe.map(int), 2).dataset)
+    assert is_sharded_by_rank(DataLoader(pipe.map(int), 2).dataset)
 
 
 def test_what_reads_its_own_part_is_recognised() -> None:
@@ -352,12 +352,12 @@ def test_what_reads_its_own_part_is_recognised() -> None:
     tokenized.rows, packed.parts = split, [declared]
     whole = split_dataset_by_node(hub_stream(8, 4), rank=0, world_size=1)
 
-    assert reads_own_part(declared)
-    assert reads_own_part(split)
-    assert reads_own_part(tokenized)
-    assert reads_own_part(packed)
+    assert is_sharded_by_rank(declared)
+    assert is_sharded_by_rank(split)
+    assert is_sharded_by_rank(tokenized)
+    assert is_sharded_by_rank(packed)
     packed.is_sharded_by_rank = False
-    assert not reads_own_part(packed)
-    assert not reads_own_part(whole)
-    assert not reads_own_part(hub_stream(8, 4))
-    assert (shards_of(hub_stream(8, 4)), shards_of(Stream(4))) == (4, 0)
+    assert not is_sharded_by_rank(packed)
+    assert not is_sharded_by_rank(whole)
+    assert not is_sharded_by_rank(hub_stream(8, 4))
+    assert (num_shards_of(hub_stream(8, 4)), num_shards_of(Stream(4))) == (4, 0)

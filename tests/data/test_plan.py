@@ -9,12 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_trainer.data.plan import BatchRows, DataPlan, RoundRule, batch_indices, mix_seed, permutation, plan_rounds
+from accel_trainer.data.plan import BatchRows, RoundRule, batch_indices, mix_seed, permutation, plan_rounds
 
 
 def rounds_of(batches: list[Any], rule: RoundRule, start: int = 0) -> list[Any]:
     width = rule.batches_per_round
     return list(plan_rounds(batches[:width], batches[start * width :], rule))
+
+
+def rounds_of_epoch(num_samples: int, rule: RoundRule, seed: int | None, epoch: int, start: int = 0) -> list[Any]:
+    order = range(num_samples) if seed is None else permutation(num_samples, seed, epoch)
+    assert rule.batch_size is not None
+    width = rule.batches_per_round
+    first = list(islice(batch_indices(order, rule.batch_size, rule.drop_last), width))
+    return list(plan_rounds(first, batch_indices(order, rule.batch_size, rule.drop_last, start * width), rule))
 
 
 def valid_in_order(rounds: list[Any]) -> list[int]:
@@ -53,21 +61,15 @@ def test_all_shards_together_see_what_one_process_sees(
     epoch: int,
 ) -> None:
     size = batch_size * shards if split else batch_size
-    steps = [
-        list(DataPlan(num_samples, shards, shard, size, even, drop_last, split, seed).indices(epoch))
-        for shard in range(shards)
-    ]
-    alone = list(DataPlan(num_samples, 1, 0, batch_size * shards, True, drop_last, False, seed).indices(epoch))
+    rule = RoundRule(shards, size, split=split, even=even, drop_last=drop_last)
+    rounds = rounds_of_epoch(num_samples, rule, seed, epoch)
+    alone = rounds_of_epoch(num_samples, RoundRule(1, batch_size * shards, drop_last=drop_last), seed, epoch)
 
-    assert len({len(taken) for taken in steps}) == 1
-    assert len(steps[0]) == len(alone)
-    for step, (global_batch, alone_rows) in enumerate(alone):
-        rows = steps[0][step][1]
-        assert all(taken[step][1] == rows for taken in steps)
-        valid = [index for shard, taken in enumerate(steps) for index in taken[step][0][: rows.rows[shard]]]
-        assert valid == global_batch
+    assert len(rounds) == len(alone)
+    for (batches, rows), ((global_batch,), alone_rows) in zip(rounds, alone, strict=True):
+        assert valid_in_order([(batches, rows)]) == global_batch
         assert rows.is_last == alone_rows.is_last
-        assert rows.sizes == tuple(len(taken[step][0]) for taken in steps)
+        assert rows.sizes == tuple(map(len, batches))
         assert rows.num_samples == len(global_batch)
         if even:
             assert set(rows.sizes) == {batch_size} or shards == 1
@@ -114,9 +116,9 @@ def test_batches_of_any_size_are_shared_out_exactly_once(
 def test_starting_later_leaves_out_steps_and_changes_nothing_else(
     num_samples: int, batch_size: int, shards: int, start: int, drop_last: bool, seed: int | None
 ) -> None:
-    plan = DataPlan(num_samples, shards, shards - 1, batch_size, drop_last=drop_last, seed=seed)
+    rule = RoundRule(shards, batch_size, drop_last=drop_last)
 
-    assert list(plan.indices(1, start)) == list(plan.indices(1))[start:]
+    assert rounds_of_epoch(num_samples, rule, seed, 1, start) == rounds_of_epoch(num_samples, rule, seed, 1)[start:]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

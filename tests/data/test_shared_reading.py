@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_trainer.config.schema import DataConfig
 from accel_trainer.data import prepare_data_loader, skip_first_batches, trim_gathered
-from accel_trainer.data.index_source import DispatchSource
 from accel_trainer.data.iterable_source import ShardSource, SliceSource
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
@@ -205,7 +204,7 @@ def dispatch(num_samples: int, config: dict[str, Any], skip: int = 0) -> Any:
     process = join()
     loader = DataLoader(Records(num_samples), 2, collate_fn=collate)
     prepared = prepare_data_loader(loader, process=process, config=DataConfig(dispatch_batches=True, **config), seed=1)
-    assert isinstance(prepared._source, DispatchSource)
+    assert prepared._dispatch == process
     if skip:
         prepared = skip_first_batches(prepared, skip)
     taken = [(batch, prepared.rows.rows, prepared.end_of_dataloader) for batch in prepared]

@@ -51,7 +51,8 @@ HANDLED = [
     FSDPModule,
 ]
 TORCHS_OWN = {name for thing in HANDLED for name in dir(thing) if re.match("_[a-zA-Z]", name)}
-TORCHS_OWN |= {path.rpartition(".")[2] for path in PRIVATE_NAMES if not path.endswith("__")}
+NAMED = {path.rpartition(".")[2] for path in PRIVATE_NAMES if not path.endswith("__")}
+TORCHS_OWN |= NAMED
 ALLOWED = {
     ("launch/torchrun.py", "super()._start_workers"),  # overrides have to carry the name
     ("launch/torchrun.py", "super()._shutdown"),
@@ -82,6 +83,8 @@ def private_names_of_torch(tree: ast.AST) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Attribute) and node.attr in TORCHS_OWN:
             if ast.unparse(node.value) not in ("self", "cls"):
                 yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.keyword) and node.arg in NAMED:
+            yield node.value.lineno, f"{node.arg}="
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
             names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
             yield from ((node.lineno, ast.unparse(node)) for name in names if name in TORCHS_OWN)
@@ -107,6 +110,7 @@ def test_no_other_file_uses_a_private_name_of_torch() -> None:
         "group._device_types",
         "torch._foreach_mul_(gradients, 2)",
         "getattr(model, '_orig_mod', model)",
+        "vars(loader).update(_iterator=None)",
     ],
 )
 def test_a_private_name_of_torch_is_found(source: str) -> None:
