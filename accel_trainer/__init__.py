@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from accel_trainer.state import DistributedType as DistributedType
     from accel_trainer.state import GradientState as GradientState
     from accel_trainer.state import PartialState as PartialState
+    from accel_trainer.trainer import AccelTrainerMixin as AccelTrainerMixin
     from accel_trainer.trainer import Seq2SeqTrainer as Seq2SeqTrainer
     from accel_trainer.trainer import Seq2SeqTrainingArguments as Seq2SeqTrainingArguments
     from accel_trainer.trainer import Trainer as Trainer
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from accel_trainer.utils import synchronize_rng_states as synchronize_rng_states
 
 _EXPORTS = {
+    "AccelTrainerMixin": "accel_trainer.trainer",
     "AcceleratedOptimizer": "accel_trainer.optimizer",
     "AcceleratedScheduler": "accel_trainer.scheduler",
     "Accelerator": "accel_trainer.accelerator",

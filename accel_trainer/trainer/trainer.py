@@ -40,19 +40,31 @@ from accel_trainer.trainer.loss_normalization import LossNormalization
 from accel_trainer.trainer.model_preparation import ModelPreparation
 from accel_trainer.trainer.window import WindowReader
 
-__all__ = ["CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
+__all__ = ["AccelTrainerMixin", "CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Upstream
 else:
-    # The mixin itself has no Trainer among its bases: it stands before Trainer and before Seq2SeqTrainer.
+    # The mixin itself has no Trainer among its bases: it stands before any.
     _Upstream = object
 
 
-class CoreTrainerMixin(CheckpointMethods, _Upstream):
-    """Puts a transformers Trainer on accel_trainer; stands before it in the bases of a class.
+class AccelTrainerMixin(CheckpointMethods, _Upstream):
+    """Puts any subclass of transformers.Trainer on accel_trainer, TRL's for instance: name it before that class.
 
-    Every method is one of upstream's, with the same signature; what is not here is upstream's own.
+        @dataclass
+        class SFTArguments(accel_trainer.TrainingArguments, trl.SFTConfig): ...
+
+        class SFTTrainer(AccelTrainerMixin, trl.SFTTrainer):
+            arguments_class = SFTArguments
+
+    The arguments are ours with the fields of the other library's, and so come first. Every method here is one of
+    transformers.Trainer, with the same signature: what the subclass overrides for itself (`compute_loss`,
+    `prediction_step`, `get_train_dataloader`, `log`, ...) is called as before. `self.accelerator` is an
+    `accel_trainer.Accelerator`.
+
+    Attributes:
+        arguments_class: built where a Trainer is made without arguments.
     """
 
     if TYPE_CHECKING:
@@ -408,11 +420,15 @@ class CoreTrainerMixin(CheckpointMethods, _Upstream):
             ) from error
 
 
-class Trainer(CoreTrainerMixin, transformers.Trainer):
+CoreTrainerMixin = AccelTrainerMixin
+"""Its former name."""
+
+
+class Trainer(AccelTrainerMixin, transformers.Trainer):
     """Upstream's Trainer on accel_trainer: one process, DDP or FSDP2, on GPUs or CPUs, with or without accelerate."""
 
 
-class Seq2SeqTrainer(CoreTrainerMixin, transformers.Seq2SeqTrainer):
+class Seq2SeqTrainer(AccelTrainerMixin, transformers.Seq2SeqTrainer):
     """Upstream's Seq2SeqTrainer on accel_trainer; see `Trainer`."""
 
     arguments_class = Seq2SeqTrainingArguments

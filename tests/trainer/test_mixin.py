@@ -1,0 +1,87 @@
+"""A subclass of transformers.Trainer from elsewhere, put on accel_trainer by AccelTrainerMixin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+
+import accel_trainer
+from accel_trainer import Accelerator, AccelTrainerMixin, TrainingArguments
+from tests.trainer_jobs import TokenDataset, build_model, on_ranks, strategy_arguments, summary, train
+
+
+@dataclass
+class ScaledConfig(transformers.TrainingArguments):
+    """Arguments of another library, with a field of its own."""
+
+    loss_factor: float = 1.0
+
+
+class ScaledTrainer(transformers.Trainer):
+    """A Trainer of another library: an argument, a loss and a log line of its own."""
+
+    def __init__(self, model: Any, args: ScaledConfig, *, tag: str = "scaled", **kwargs: Any) -> None:
+        super().__init__(model, args, **kwargs)
+        self.tag = tag
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.args.loss_factor * super().compute_loss(model, inputs, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        super().log({**logs, f"{self.tag}_processes": float(self.accelerator.num_processes)}, *args, **kwargs)
+
+
+@dataclass
+class ScaledArguments(TrainingArguments, ScaledConfig):
+    """The arguments of that library on accel_trainer."""
+
+
+class ScaledOnOurs(AccelTrainerMixin, ScaledTrainer):
+    """The Trainer of that library on accel_trainer."""
+
+    arguments_class = ScaledArguments
+
+
+OPTIONS: dict[str, Any] = {
+    "use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_steps": 1, "max_steps": 4,
+    "per_device_train_batch_size": 4, "optim": "sgd", "max_grad_norm": 0.0,
+}  # fmt: skip
+
+
+def run_scaled(output_dir: str, strategy: str) -> dict[str, Any]:
+    args = ScaledArguments(
+        output_dir=output_dir, loss_factor=2.0, learning_rate=0.05, save_strategy="steps", save_steps=2,
+        **OPTIONS, **strategy_arguments(strategy),
+    )  # fmt: skip
+    trainer = ScaledOnOurs(build_model(), args, tag="ours", train_dataset=TokenDataset(32))
+    trainer.train()
+    return {
+        **summary(trainer),
+        "is_ours": isinstance(trainer.accelerator, Accelerator),
+        "tags": [entry["ours_processes"] for entry in trainer.state.log_history if "loss" in entry],
+    }
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_a_trainer_of_another_library_runs_on_ours_with_its_own_overrides(tmp_path, strategy):
+    scaled = on_ranks(strategy, run_scaled, str(tmp_path / "scaled"))
+    plain = on_ranks(strategy, train, str(tmp_path / "plain"), learning_rate=0.1, **OPTIONS)
+
+    for ours, reference in zip(scaled, plain, strict=True):
+        assert ours["is_ours"]
+        assert ours["tags"] == [float(len(scaled))] * 4
+        assert ours["losses"] == pytest.approx([2 * loss for loss in reference["losses"]], rel=1e-4)
+        for name, value in reference["weights"].items():
+            np.testing.assert_allclose(ours["weights"][name], value, rtol=1e-4, atol=1e-6)
+    assert (tmp_path / "scaled" / "checkpoint-4" / "manifest.json").is_file()
+
+
+def test_the_former_name_of_the_mixin_is_the_same_class():
+    from accel_trainer.trainer.trainer import CoreTrainerMixin
+
+    assert CoreTrainerMixin is AccelTrainerMixin is accel_trainer.trainer.AccelTrainerMixin
