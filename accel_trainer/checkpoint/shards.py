@@ -23,7 +23,7 @@ from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile, Te
 from accel_trainer.checkpoint.reader import StoredCheckpoint
 from accel_trainer.errors import CorruptCheckpointError
 
-__all__ = ["StoredShards", "StoredTensor", "write_shards"]
+__all__ = ["StoredShards", "StoredTensor", "own_share", "write_shards"]
 
 _MAX_OPEN_FILES = 64
 
@@ -34,7 +34,7 @@ def write_shards(staged: StagedDirectory, prefix: str, tensors: Mapping[str, Ten
     Raises:
         ConfigError: a DTensor is neither sharded nor replicated, or a dtype is unknown to the format.
     """
-    own = _own_share(tensors, rank, staged.ranks)
+    own = own_share(tensors, rank, staged.ranks)
     locals_, slices = {}, {}
     for name in own:
         box = local_box(tensors[name])
@@ -45,7 +45,7 @@ def write_shards(staged: StagedDirectory, prefix: str, tensors: Mapping[str, Ten
         staged.write_tensors(f"{prefix}.{rank:05d}.safetensors", locals_, slices=slices)
 
 
-def _own_share(tensors: Mapping[str, Tensor], rank: int, ranks: Sequence[int]) -> list[str]:
+def own_share(tensors: Mapping[str, Tensor], rank: int, ranks: Sequence[int]) -> list[str]:
     """Return the tensors of which this rank writes its part: one of those that hold the same part does."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, tensor in tensors.items():

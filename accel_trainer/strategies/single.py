@@ -19,7 +19,7 @@ from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.held_gradients import held_by_rank, put_gradients
 from accel_trainer.strategies.loss_scale import LossScale
 from accel_trainer.strategies.ownership import check_disjoint, check_optimizer_belongs
-from accel_trainer.strategies.parameter_state.model_io import TorchCheckpointIO
+from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
 
 __all__ = ["NativeUnit", "SingleStrategy", "check_optimizers", "place", "require_values"]
 

@@ -1,18 +1,19 @@
-"""Where a rank keeps its part of an engine's parameters: of their fp32 values, optimizer state, and 16-bit copies."""
+"""The partitions that a rank holds of an engine's parameters: fp32 values, optimizer state, 16-bit copies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from accel_trainer.checkpoint.format.boxes import Box, boxes_of_run
 
-__all__ = ["Partitions", "Place", "Run", "flat_partitions", "opened_partition", "whole_shape"]
+__all__ = ["Partitions", "Run", "RunBox", "flat_partitions", "opened_partition", "unsharded_shape"]
 
 
 def flat_partitions(zero: Any) -> list[Tensor]:
@@ -23,51 +24,51 @@ def flat_partitions(zero: Any) -> list[Tensor]:
     return list(zero.fp32_groups_flat_partition) if flats is None else list(flats)
 
 
-def whole_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return the whole shape of a parameter that ZeRO-3 may have partitioned."""
+def unsharded_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter before ZeRO-3 has partitioned it."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 @dataclass(frozen=True)
-class Place:
-    """A box of a tensor, and where in a run its elements are, in one piece."""
+class RunBox:
+    """A box of a tensor whose elements lie in one piece within a run."""
 
     box: Box
-    skip: int
-    """Elements of the run that come before."""
+    offset: int
+    """Of its first element in the run."""
 
     def within(self, run: Tensor) -> Tensor:
         """Return the view of a flat run that has the elements of the box, in its shape."""
-        return run.narrow(0, self.skip, self.box.num_elements).view(self.box.sizes)
+        return run.narrow(0, self.offset, self.box.num_elements).view(self.box.sizes)
 
 
 @dataclass(frozen=True)
 class Run:
-    """Elements of a tensor, from `begin` on in row-major order, that this rank keeps one after the other."""
+    """Elements of a tensor, from `begin` on in row-major order, that this rank holds one after the other."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Unsharded, of the tensor."""
     begin: int
     length: int
     flat: int = -1
-    """Which flat partition has them; -1 for a parameter that is not trained."""
+    """Index of the flat partition that holds them; -1 for a parameter that is not trained."""
     offset: int = 0
-    """Where in that partition."""
+    """Of the first element in that partition."""
 
-    def places(self) -> list[Place]:
+    def boxes(self) -> list[RunBox]:
         """Return the boxes that the run is made of, the largest first."""
-        places, skip = [], 0
+        boxes, offset = [], 0
         for box in boxes_of_run(self.shape, self.begin, self.begin + self.length):
-            places.append(Place(box, skip))
-            skip += box.num_elements
-        return sorted(places, key=lambda place: -place.box.num_elements)
+            boxes.append(RunBox(box, offset))
+            offset += box.num_elements
+        return sorted(boxes, key=lambda own: -own.box.num_elements)
 
     def within(self, flat: Tensor) -> Tensor:
         """Return the view of a flat partition, or of its state, that has the run's elements."""
         return flat.detach().narrow(0, self.offset, self.length)
 
-    def of_whole(self, tensor: Tensor) -> Tensor:
-        """Return the run's elements of the whole tensor, flat."""
+    def of_full(self, tensor: Tensor) -> Tensor:
+        """Return the run's elements of the unsharded tensor, flat."""
         return tensor.detach().reshape(-1)[self.begin : self.begin + self.length]
 
 
@@ -83,11 +84,11 @@ class Partitions:
         self.num_flat = len(flat_partitions(zero)) if has_groups else 0
 
     def trained(self, tensor: Tensor) -> Run | None:
-        """Return what this rank keeps of a parameter that the engine trains, possibly nothing; None for others."""
+        """Return this rank's run, maybe empty, of a parameter that the engine trains; None for others."""
         return self._runs.get(id(tensor))
 
     def frozen(self, tensor: Tensor) -> Run | None:
-        """Return what this rank keeps of a parameter that ZeRO-3 has partitioned and does not train, else None."""
+        """Return this rank's run of a parameter that ZeRO-3 has partitioned and does not train; None for others."""
         if id(tensor) in self._runs or not hasattr(tensor, "ds_tensor"):
             return None
         return _run_of(tensor)
@@ -126,24 +127,85 @@ class Partitions:
             # What came from a disk is in a buffer that the next one will use.
             return part.clone() if getattr(self._zero, "swap_optimizer", False) else part
 
-    def write(self, run: Run, whole: Tensor, key: str | None = None) -> None:
-        """Take the elements of a run out of the whole tensor; the counterpart of `read`."""
+    def write(self, run: Run, full: Tensor, key: str | None = None) -> None:
+        """Copy the elements of a run out of the unsharded tensor; the counterpart of `read`."""
         with self.opened(run.flat, changes=True) as (flat, state):
-            run.within(flat if key is None else state[key]).copy_(run.of_whole(whole))
+            run.within(flat if key is None else state[key]).copy_(run.of_full(full))
 
-    def spread_all(self) -> None:
-        """Bring changed values of all partitions into the model's own."""
+    def update_model(self) -> None:
+        """Copy changed fp32 values of all partitions into the model's own."""
         for index in range(self.num_flat):
             with self.opened(index):
-                self.spread(index)
+                self.update_model_from(index)
 
-    def spread(self, index: int) -> None:
-        """Bring changed fp32 values of a partition into the model's own, under ZeRO-3; within `opened`.
+    def update_model_from(self, index: int) -> None:
+        """Copy changed fp32 values of a partition into the model's own, under ZeRO-3; within `opened`.
 
-        At the other stages the model is whole on every rank.
+        At the other stages the model is replicated.
         """
         if self._is_stage_3:
             self._zero._reassign_or_swap_out_partitioned_parameters(index)
+
+    # --- state of the optimizer -------------------------------------------------------------------------------------
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Type of the values that the optimizer updates."""
+        return flat_partitions(self._zero)[0].dtype
+
+    def state_outlines(self) -> list[dict[str, Any]]:
+        """Return the optimizer's state of each flat partition, with meta tensors for values per element."""
+        outlines = []
+        for index in range(self.num_flat):
+            with self.opened(index) as (flat, state):
+                outlines.append({key: self._outline(key, value, flat) for key, value in state.items()})
+        return outlines
+
+    def _outline(self, key: str, value: Any, flat: Tensor) -> Any:
+        if isinstance(value, Tensor):
+            return value.to("meta") if value.shape == flat.shape else value.detach()
+        # As torch's own optimizers have it: its type is the engine's business.
+        return torch.tensor(float(value)) if key == "step" and self._counts_in_integers else value
+
+    @property
+    def _counts_in_integers(self) -> bool:
+        return type(self._zero.optimizer).__module__.startswith("deepspeed.")
+
+    @torch.no_grad()
+    def reset_state(self, state: dict[str, Any], flat: Tensor, keys: Iterable[str], shared: Mapping[str, Any]) -> None:
+        """Leave zeros of a flat partition's size under `keys` in the optimizer's state, and the values of `shared`."""
+        for key in state.keys() - {*keys, *shared}:
+            del state[key]
+        for key in keys:
+            before = state.get(key)
+            if isinstance(before, Tensor) and before.shape == flat.shape:
+                before.zero_()
+            else:  # before its first step there is none
+                state[key] = torch.zeros_like(flat)
+        for key, value in shared.items():
+            state[key] = self._own_value(key, value, state.get(key), flat.device)
+
+    def _own_value(self, key: str, value: Any, before: Any, device: torch.device) -> Any:
+        """Return a value for all elements of a partition in the type and on the device that the optimizer wants."""
+        optimizer = self._zero.optimizer
+        if key == "step" and self._counts_in_integers:
+            return int(value)
+        if key == "step" and type(optimizer).__module__.startswith("torch.optim") and not isinstance(value, Tensor):
+            value = torch.tensor(float(value))
+        if not isinstance(value, Tensor):
+            return value
+        on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+        target = before.device if isinstance(before, Tensor) else device if on_device else "cpu"
+        return value.detach().to(target, copy=True)
+
+    def link_state(self) -> None:
+        """Connect the parameters of ZeRO-1 and 2 with their runs of the optimizer's state.
+
+        The engine does so after its first step of the first group, when the other groups have no state yet.
+        """
+        if hasattr(self._zero, "_hp_optimizer_states_linked"):
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
 
 
 def _linked(zero: Any) -> dict[int, Run]:
@@ -162,7 +224,7 @@ def _linked(zero: Any) -> dict[int, Run]:
 
 
 def _partitioned(zero: Any) -> dict[int, Run]:
-    """Return the runs of ZeRO-3: every rank has an equal part of each parameter, the last ones with padding."""
+    """Return the runs of ZeRO-3: every rank has an equal piece of each parameter, the last ones with padding."""
     runs = {}
     for index, group in enumerate(zero.fp16_groups):
         offset = 0
@@ -175,7 +237,7 @@ def _partitioned(zero: Any) -> dict[int, Run]:
 def _run_of(parameter: Any, index: int = -1, offset: int = 0) -> Run:
     size = parameter.partition_numel()
     begin = min(size * dist.get_rank(parameter.ds_process_group), parameter.ds_numel)
-    return Run(whole_shape(parameter), begin, min(size, parameter.ds_numel - begin), index, offset)
+    return Run(unsharded_shape(parameter), begin, min(size, parameter.ds_numel - begin), index, offset)
 
 
 @contextmanager

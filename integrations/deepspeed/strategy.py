@@ -30,6 +30,7 @@ from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states
 from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.optimizer_placeholder import OptimizerPlaceholder
+from accel_trainer.strategies.parameter_state.matching import uncompiled_name
 from accel_trainer.strategies.single import check_optimizers, place, require_values
 from accel_trainer.tree import map_leaves
 
@@ -244,7 +245,7 @@ def _group_names(model: nn.Module, optimizer: Optimizer | None) -> list[list[str
     """Return the names of the parameters of each group."""
     if optimizer is None:
         return []
-    names = {id(parameter): name.replace("_orig_mod.", "") for name, parameter in model.named_parameters()}
+    names = {id(parameter): uncompiled_name(name) for name, parameter in model.named_parameters()}
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 

@@ -18,6 +18,7 @@ from accel_trainer.integrations.deepspeed.partitions import flat_partitions
 from accel_trainer.integrations.deepspeed.runtime import forget_module
 from accel_trainer.runtime.torch_private import foreach_add_, foreach_zero_
 from accel_trainer.strategies.api import CheckpointIO, HeldGradients, StepOutcome
+from accel_trainer.strategies.parameter_state.matching import uncompiled_name
 from accel_trainer.strategies.single import NativeUnit
 
 __all__ = ["DeepSpeedUnit", "WholeUnit"]
@@ -349,7 +350,7 @@ class DeepSpeedUnit:
         for parameter in self.module.parameters():
             vars(parameter).pop("_z3_optimizer", None)
         forget_module(self.module)
-        named = {name.replace("_orig_mod.", ""): parameter for name, parameter in self.module.named_parameters()}
+        named = {uncompiled_name(name): parameter for name, parameter in self.module.named_parameters()}
         for optimizer in self.optimizers:
             optimizer.state.clear()
             for group, names in zip(optimizer.param_groups, self._groups, strict=True):

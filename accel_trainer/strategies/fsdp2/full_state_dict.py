@@ -19,7 +19,7 @@ from accel_trainer.checkpoint.weights.gather_to_file import gather_to_file
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import raise_together
-from accel_trainer.strategies.parameter_state.model_io import TorchCheckpointIO
+from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
 
 __all__ = ["SavePretrained", "exchange_whole_weights", "refuse_copies"]
 

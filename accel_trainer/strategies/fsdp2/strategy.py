@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -38,7 +39,7 @@ from accel_trainer.strategies.fsdp2.wrapping import (
 from accel_trainer.strategies.held_gradients import held_over_ranks
 from accel_trainer.strategies.loss_scale import LossScale
 from accel_trainer.strategies.ownership import parameters_of
-from accel_trainer.strategies.parameter_state.sharded_io import bytes_to_write
+from accel_trainer.strategies.parameter_state.torch_io import TensorShards
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, place
 from accel_trainer.tree import leaves
 
@@ -88,7 +89,8 @@ class FSDP2Unit(NativeUnit):
 
     def _gradient_bytes(self) -> int:
         """Size of this rank's part of the mean over ranks, which is sharded as the parameters are."""
-        return bytes_to_write(parameter for parameter in self.module.parameters() if parameter.requires_grad)
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        return TensorShards(trained, range(dist.get_world_size())).num_bytes
 
     def known_parameters(self) -> dict[int, nn.Parameter]:
         """Return the sharded parameters, by their id and by that of what they have replaced."""

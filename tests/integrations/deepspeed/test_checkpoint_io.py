@@ -18,7 +18,7 @@ pytest.importorskip("deepspeed")
 from accel_trainer.checkpoint.format.json_codec import encode
 from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.errors import IncompatibleCheckpointError
-from accel_trainer.strategies.parameter_state.model_io import TorchCheckpointIO
+from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
 from tests.publishing import publish_directory
 from tests.ranks import preload
 from tests.scenarios import Outcome, Scenarios, refused

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
-from accel_trainer.strategies.parameter_state.model_io import TorchCheckpointIO
+from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
 from tests.ranks import preload, run_ranks
 from tests.sharded import adamw, batch, build, full, own_rows, prepare
 

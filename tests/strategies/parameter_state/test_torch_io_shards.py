@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.strategies.parameter_state.model_io import TorchCheckpointIO
+from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
 from tests.publishing import publish_directory
 from tests.ranks import preload, run_ranks
 

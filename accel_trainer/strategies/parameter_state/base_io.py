@@ -1,0 +1,447 @@
+"""State of a unit in checkpoints, for every engine: saved by any number of ranks, loaded on any other number.
+
+    PREFIX.json                            engine, tied names, the optimizers' state with tensors by name
+    PREFIX.model.RRRRR.safetensors         rank R's shards of parameters and persistent buffers
+    PREFIX.optimizer.RRRRR.safetensors     rank R's shards of the tensors in the optimizers' state
+
+Everything is keyed by parameter name, and each rank reads only the boxes that it holds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accel_trainer.checkpoint.commit.staging import StagedDirectory
+from accel_trainer.checkpoint.format.boxes import Box
+from accel_trainer.checkpoint.format.json_codec import decode
+from accel_trainer.checkpoint.format.manifest import Manifest, TensorEntry
+from accel_trainer.checkpoint.format.placement import local_box
+from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
+from accel_trainer.checkpoint.reader import StoredCheckpoint
+from accel_trainer.checkpoint.shards import StoredShards
+from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
+from accel_trainer.runtime.shared_errors import raise_together
+from accel_trainer.strategies.parameter_state.matching import EXTRA_STATE, match_groups, match_model, uncompiled_name
+
+__all__ = [
+    "BaseCheckpointIO",
+    "PendingTensor",
+    "ReadableTensors",
+    "Reads",
+    "WritableShards",
+    "broadcast_object",
+    "current_rank",
+    "world_size",
+]
+
+_ENGINE = "torch"
+"""Whose layout the files have; engines of other layouts write another word."""
+_OPTIMIZER_STATE = "optimizer.state."
+
+HeldBoxes = Mapping[str, tuple[tuple[int, ...], Sequence[Box]]]
+"""Unsharded shapes of tensors by name, and the boxes that this rank holds of them."""
+
+
+def current_rank() -> int:
+    """Return the rank of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Return the number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def broadcast_object(value: Any) -> Any:
+    """Return rank 0's value on every rank. Collective."""
+    if world_size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+class PendingTensor:
+    """A tensor of the optimizers' state that is still in its file."""
+
+    def __init__(self, name: str, as_array: bool = False) -> None:
+        self.name = name
+        self.as_array = as_array
+
+    def numpy(self) -> PendingTensor:
+        """Return the same tensor, to be loaded as a NumPy array."""
+        return PendingTensor(self.name, as_array=True)
+
+
+class ReadableTensors(Protocol):
+    """Saved tensors by name, which are read box by box."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the unsharded shape."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that a tensor was saved in."""
+
+    def files_for(self, name: str, box: Box) -> set[str]:
+        """Return the files to verify before a box is read."""
+
+    def read(self, name: str, target: Tensor) -> None:
+        """Fill a target, unsharded or this rank's shard."""
+
+
+class WritableShards(Protocol):
+    """Tensors of which this rank writes its shards."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of this rank's shards."""
+
+    def write(self, staged: StagedDirectory, prefix: str) -> None:
+        """Write them to files whose names begin with `prefix`; every rank calls it."""
+
+
+class Reads:
+    """Reads of this rank: targets are made first, then files are verified, then targets are filled."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        """To verify before anything is read."""
+        self._reads: list[Callable[[], Any]] = []
+        self._last: list[Callable[[], Any]] = []
+
+    def add(self, stored: ReadableTensors, name: str, target: Tensor) -> None:
+        """Fill `target`, an unsharded tensor or a DTensor, on meta too."""
+        self.files |= stored.files_for(name, local_box(target))
+        self._reads.append(partial(stored.read, name, target))
+
+    def add_weight(self, stored: StoredShards, name: str, tensor: Tensor) -> None:
+        """Fill a parameter or buffer of the model."""
+        self.add(stored, name, tensor)
+
+    def add_last(self, finish: Callable[[], Any]) -> None:
+        """Call `finish` when every target is filled."""
+        self._last.append(finish)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Fill the targets."""
+        for call in (*self._reads, *self._last):
+            call()
+
+
+class LazyFullTensor:
+    """A parameter or buffer that is gathered when it is called."""
+
+    def __init__(self, io: BaseCheckpointIO, tensor: Tensor) -> None:
+        self.dtype, self.shape = io.dtype_of(tensor), io.shape_of(tensor)
+        self._io, self._tensor = io, tensor
+
+    def __call__(self) -> Tensor:
+        return self._io.gather(self._tensor)
+
+
+class BaseCheckpointIO(ABC):
+    """`strategies.api.CheckpointIO` over an engine's way to gather, fill, shard and read single tensors."""
+
+    engine_name: str
+    """For messages."""
+
+    def __init__(self, module: nn.Module, has_optimizer: bool) -> None:
+        self.module = module
+        self.has_optimizer = has_optimizer
+
+    # --- for engines ------------------------------------------------------------------------------------------------
+
+    def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
+        """Return the unsharded shape."""
+        return tuple(tensor.shape)
+
+    def dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """Return the dtype that a parameter or buffer is saved in."""
+        return tensor.dtype
+
+    @abstractmethod
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the unsharded values on rank 0, on any device; elsewhere a tensor that nobody reads. Collective."""
+
+    @abstractmethod
+    def fill(self, tensor: Tensor, source: Tensor | None) -> None:
+        """Write rank 0's unsharded values into a parameter or buffer. Collective; `source` is None on other ranks."""
+
+    @abstractmethod
+    def shard_model(self, tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> WritableShards:
+        """Return this rank's shards of parameters and buffers; `ranks` write them together."""
+
+    @abstractmethod
+    def shard_optimizers(self, ranks: Sequence[int]) -> tuple[WritableShards, Any]:
+        """Return this rank's shards of the optimizers' state, and its outline as JSON, the same on every rank."""
+
+    @abstractmethod
+    def outline_optimizers(self, state: Mapping[str, Any]) -> dict[str, Any] | str:
+        """Return a full optimizer state without the values of its tensors, or the message of the differences."""
+
+    @abstractmethod
+    def load_optimizers(self, outline: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Load rank 0's full optimizer state, of which every rank has the `outline`. Collective."""
+
+    @abstractmethod
+    def plan_optimizers(self, state: Mapping[str, Any], stored: ReadableTensors, reads: Any, source: Path) -> None:
+        """Plan the reads of the optimizers' saved state, whose tensors are pending, and of its options.
+
+        Raises:
+            IncompatibleCheckpointError: it was saved for other parameters or groups.
+        """
+
+    @abstractmethod
+    def group_names(self) -> list[list[str]]:
+        """Return the names of this module's parameters in each group of the optimizers."""
+
+    def new_reads(self) -> Reads:
+        """Return an empty plan of reads."""
+        return Reads()
+
+    # --- the model --------------------------------------------------------------------------------------------------
+
+    def model_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield parameters and persistent buffers as the engine holds them, tied ones under every name."""
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):
+                raise ConfigError(
+                    f"{name} of {type(self.module).__name__} is a {type(value).__name__}, and a model's state holds "
+                    "tensors; return one from get_extra_state(): torch.frombuffer(bytearray(data), dtype=torch.uint8)"
+                )
+            yield uncompiled_name(name), value
+
+    def _distinct_tensors(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Return parameters and buffers under the first of their names, and that name by every other of a tied one."""
+        tensors: dict[str, Tensor] = {}
+        tied: dict[str, str] = {}
+        names: dict[int, str] = {}
+        for name, tensor in self.model_tensors():
+            if (first := names.setdefault(id(tensor), name)) == name:
+                tensors[name] = tensor
+            else:
+                tied[name] = first
+        return tensors, tied
+
+    def _extra_states(self) -> dict[str, nn.Module]:
+        """Return the modules that override get_extra_state(), by the name of their state."""
+        return {
+            uncompiled_name(f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE): module
+            for prefix, module in self.module.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
+
+    def full_model_state(self) -> dict[str, Tensor]:
+        """Return all parameters and persistent buffers as CPU tensors on rank 0, `{}` elsewhere. Collective.
+
+        Tied parameters share one tensor, under every name they have.
+        """
+        is_main = current_rank() == 0
+        state: dict[str, Tensor] = {}
+        gathered: dict[int, Tensor] = {}
+        for name, tensor in self.model_tensors():
+            if id(tensor) not in gathered:
+                full = self.gather(tensor)
+                gathered[id(tensor)] = full.to("cpu", copy=True) if is_main else full.new_empty(0)
+            if is_main:
+                state[name] = gathered[id(tensor)]
+        return state
+
+    def lazy_model_state(self) -> dict[str, LazyTensor]:
+        """Return tensors that are gathered when they are called; see `CheckpointIO.lazy_model_state`."""
+        lazy: dict[int, LazyTensor] = {}
+        return {name: lazy.setdefault(id(t), LazyFullTensor(self, t)) for name, t in self.model_tensors()}
+
+    def load_full_model_state(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
+        """Load a full state at once; see `plan_full_model_load`."""
+        self.plan_full_model_load(state, strict=strict)()
+
+    def plan_full_model_load(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Callable[[], None]:
+        """Check rank 0's full state, and return the call that loads it; see `CheckpointIO.plan_full_model_load`.
+
+        A tied parameter may be stored under one of its names only.
+        """
+        own, extra, is_main = dict(self.model_tensors()), self._extra_states(), current_rank() == 0
+        pairs = broadcast_object(match_model(self.module, own, state, strict, self.shape_of) if is_main else None)
+        if isinstance(pairs, str):
+            raise IncompatibleCheckpointError(pairs)
+
+        def load() -> None:
+            for name, saved_name in pairs:
+                source = state[saved_name] if is_main else None
+                if name in extra:
+                    extra[name].set_extra_state(broadcast_object(source))
+                else:
+                    self.fill(own[name], source)
+
+        return load
+
+    # --- the optimizers ---------------------------------------------------------------------------------------------
+
+    def require_optimizer(self) -> None:
+        """Refuse to go on without an optimizer.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if not self.has_optimizer:
+            raise ConfigError(f"{type(self.module).__name__} has no optimizer to save or load; pass one to prepare()")
+
+    def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """Load a full optimizer state at once; see `plan_full_optimizer_load`."""
+        self.plan_full_optimizer_load(state)()
+
+    def plan_full_optimizer_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Check rank 0's full state, and return the call that loads it; see `CheckpointIO.plan_full_optimizer_load`.
+
+        Groups are found by their parameters: in which optimizer they are, and in what order, may have changed.
+        """
+        self.require_optimizer()
+        outline = broadcast_object(self.outline_optimizers(state) if current_rank() == 0 else None)
+        if isinstance(outline, str):
+            raise IncompatibleCheckpointError(outline)
+        return partial(self.load_optimizers, outline, state)
+
+    def match_saved_groups(self, state: Mapping[str, Any], source: Path) -> list[Any]:
+        """Return the saved parameter groups in the order of the optimizers' own.
+
+        Raises:
+            IncompatibleCheckpointError: they have other parameters.
+        """
+        groups = match_groups(state, self.group_names())
+        if isinstance(groups, str):
+            raise IncompatibleCheckpointError(f"{source.absolute()}: {groups}")
+        return groups
+
+    # --- checkpoints in shards --------------------------------------------------------------------------------------
+
+    def save(self, staged: StagedDirectory, prefix: str, *, weights: bool = True) -> None:
+        """Write this rank's shards of model and optimizers; see `CheckpointIO.save`."""
+        tensors, tied = self._distinct_tensors() if weights else ({}, {})
+        self.shard_model(tensors, staged.ranks).write(staged, f"{prefix}.model")
+        outline = None
+        if self.has_optimizer:
+            shards, outline = self.shard_optimizers(staged.ranks)
+            shards.write(staged, f"{prefix}.optimizer")
+        if staged.commits:
+            staged.write_json(f"{prefix}.json", {"engine": _ENGINE, "tied": tied, "optimizer": outline})
+
+    def local_bytes(self) -> int:
+        """Return the size of this rank's shards; see `CheckpointIO.local_bytes`."""
+        ranks = range(world_size())
+        total = self.shard_model(self._distinct_tensors()[0], ranks).num_bytes
+        return total + self.shard_optimizers(ranks)[0].num_bytes if self.has_optimizer else total
+
+    def load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> None:
+        """Load what any number of ranks saved, at once; see `plan_load`."""
+        self.plan_load(stored, prefix, weights=weights)()
+
+    def plan_load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> Callable[[], None]:
+        """Check a saved unit, and return the call that reads this rank's boxes; see `CheckpointIO.plan_load`."""
+        reads = self.new_reads()
+        with raise_together(stored.process, f"load of {stored.path}"):
+            outline = self._read_outline(stored, prefix)
+            if weights:
+                self._plan_model(stored, StoredShards(stored, f"{prefix}.model"), outline["tied"], reads)
+            if self.has_optimizer:
+                shards = StoredShards(stored, f"{prefix}.optimizer")
+                state = self._decode_optimizers(stored, outline["optimizer"], shards)
+                self.plan_optimizers(state, shards, reads, stored.path)
+        stored.verify_together(reads.files)
+
+        def load() -> None:
+            with raise_together(stored.process, f"load of {stored.path}"):
+                reads.run()
+
+        return load
+
+    def _read_outline(self, stored: StoredCheckpoint, prefix: str) -> Any:
+        """Return the content of PREFIX.json.
+
+        Raises:
+            IncompatibleCheckpointError: the state has another engine's layout.
+        """
+        outline = stored.json(f"{prefix}.json")
+        if outline["engine"] != _ENGINE:
+            raise IncompatibleCheckpointError(
+                f"{stored.path.absolute()} was saved by {outline['engine']!r}, whose state has a layout of its own, "
+                f"and this run trains {type(self.module).__name__} with {self.engine_name}; load it with the strategy "
+                f"that saved it, or load the weights that `accel-trainer ckpt export {stored.path} OUT` makes of it"
+            )
+        return outline
+
+    def _plan_model(
+        self, stored: StoredCheckpoint, shards: StoredShards, tied: Mapping[str, str], reads: Reads
+    ) -> None:
+        own, extra = dict(self.model_tensors()), self._extra_states()
+        saved = {name: torch.empty(shards.shape(name), device="meta") for name in shards}
+        saved |= {alias: saved[name] for alias, name in tied.items()}
+        pairs = match_model(self.module, own, saved, True, self.shape_of)
+        if isinstance(pairs, str):
+            raise IncompatibleCheckpointError(f"{stored.path.absolute()}: {pairs}")
+        for name, saved_name in pairs:
+            first_name = tied.get(saved_name, saved_name)
+            if name in extra:
+                state = torch.empty(shards.shape(first_name), dtype=shards.dtype(first_name))
+                reads.add(shards, first_name, state)
+                reads.add_last(partial(extra[name].set_extra_state, state))
+            else:
+                reads.add_weight(shards, first_name, own[name])
+
+    def _decode_optimizers(self, stored: StoredCheckpoint, outline: Any, shards: StoredShards) -> Any:
+        """Return the state that an outline of PREFIX.json describes, its tensors pending.
+
+        Raises:
+            IncompatibleCheckpointError: there is none.
+        """
+        if outline is None:
+            raise IncompatibleCheckpointError(
+                f"{stored.path.absolute()} holds no optimizer state for {type(self.module).__name__}, which has an "
+                "optimizer; an optimizer is never reset silently: load the weights alone to start it anew"
+            )
+        pending: Any = {name: PendingTensor(name) for name in shards}
+        return decode(outline, pending)
+
+    def files(self, manifest: Manifest, prefix: str) -> set[str]:
+        """Return the files with a box that this rank holds; see `CheckpointIO.files`."""
+        weights, state = self.held_boxes()
+        files = {f"{prefix}.json"} & manifest.files.keys()
+        for file, entries in manifest.tensors.items():
+            held = weights if file.startswith(f"{prefix}.model.") else state
+            if file.startswith(f"{prefix}.") and any(_is_needed(name, entry, held) for name, entry in entries.items()):
+                files.add(file)
+        return files
+
+    def load_engine_files(self, directory: Path) -> None:
+        """Refuse: there is no engine with a format of its own.
+
+        Raises:
+            IncompatibleCheckpointError: always.
+        """
+        raise IncompatibleCheckpointError(
+            f"{directory} holds files of an engine, and {type(self.module).__name__} is in none; load the directory "
+            "with the strategy that wrote it"
+        )
+
+    @abstractmethod
+    def held_boxes(self) -> tuple[HeldBoxes, HeldBoxes]:
+        """Return this rank's boxes of the weights, and those of parameters for which it holds the optimizers' state."""
+
+
+def _is_needed(name: str, entry: TensorEntry, held: HeldBoxes) -> bool:
+    if name.startswith(_OPTIMIZER_STATE):
+        # optimizer.state.NAME.KEY, where a name has dots, and a key seldom
+        name = name.removeprefix(_OPTIMIZER_STATE).rpartition(".")[0]
+    if name not in held or held[name][0] != entry.shape:
+        return True
+    box = Box.full(entry.shape) if entry.offsets is None else Box(entry.offsets, entry.sizes or ())
+    return any(own.intersect(box) is not None for own in held[name][1])

@@ -1,0 +1,369 @@
+"""State of torch modules and torch optimizers, replicated or sharded (DTensor), in and out of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.optim import Optimizer
+
+from accel_trainer import logging
+from accel_trainer.checkpoint.commit.staging import StagedDirectory
+from accel_trainer.checkpoint.format.boxes import Box
+from accel_trainer.checkpoint.format.json_codec import OWN_STATE, encode
+from accel_trainer.checkpoint.format.placement import is_sharded_or_replicated, local_box, local_tensor
+from accel_trainer.checkpoint.interop.dcp import DcpDirectory
+from accel_trainer.checkpoint.shards import own_share, write_shards
+from accel_trainer.errors import ConfigError
+from accel_trainer.strategies.parameter_state.base_io import (
+    BaseCheckpointIO,
+    HeldBoxes,
+    PendingTensor,
+    ReadableTensors,
+    Reads,
+    current_rank,
+    world_size,
+)
+from accel_trainer.strategies.parameter_state.matching import group_options, match_groups, uncompiled_name
+
+__all__ = ["TensorShards", "TorchCheckpointIO"]
+
+logger = logging.get_logger(__name__)
+
+Make = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Makes the target of a saved tensor of this shape and dtype."""
+
+
+class TensorShards:
+    """This rank's shards of tensors, and its share of those that several ranks hold alike."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> None:
+        self._tensors = tensors
+        self._ranks = ranks
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of what this rank writes."""
+        own = own_share(self._tensors, current_rank(), self._ranks)
+        return sum(local_tensor(self._tensors[name]).nbytes for name in own)
+
+    def write(self, staged: StagedDirectory, prefix: str) -> None:
+        """Write them. Collective where a DTensor is neither sharded nor replicated, which is gathered first."""
+        boxed = {name: _boxed(tensor) for name, tensor in self._tensors.items()}
+        write_shards(staged, prefix, boxed, current_rank())
+
+
+def _boxed(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor) and not is_sharded_or_replicated(tensor):
+        return tensor.full_tensor().detach()
+    return tensor
+
+
+class TorchCheckpointIO(BaseCheckpointIO):
+    """Implements `strategies.api.CheckpointIO` for plain modules, DDP's inner module and FSDP2 modules."""
+
+    engine_name = "torch's"
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
+        super().__init__(module, has_optimizer=bool(optimizers))
+        self.optimizers = tuple(optimizers)
+
+    # --- the model --------------------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the unsharded tensor, on every rank. Collective for a DTensor."""
+        full = tensor.detach()
+        return full.full_tensor() if isinstance(full, DTensor) else full
+
+    def fill(self, tensor: Tensor, source: Tensor | None) -> None:
+        """Write rank 0's unsharded values into a parameter or buffer. Collective on several ranks."""
+        _copy_from_rank_zero(tensor, source)
+
+    def shard_model(self, tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> TensorShards:
+        """Return this rank's shards of parameters and buffers."""
+        return TensorShards(tensors, ranks)
+
+    def held_boxes(self) -> tuple[HeldBoxes, HeldBoxes]:
+        """Return the boxes of this rank; the state of an optimizer is sharded as its parameters are."""
+        held = {name: (tuple(tensor.shape), [local_box(tensor)]) for name, tensor in self.model_tensors()}
+        return held, held
+
+    # --- full states of optimizers ----------------------------------------------------------------------------------
+
+    def _named_groups(self) -> list[tuple[dict[str, Any], dict[str, nn.Parameter], Optimizer]]:
+        """Return the groups of all optimizers, each with its parameters of this module by name, and its optimizer.
+
+        An optimizer of several models has groups without parameters of this one.
+        """
+        self.require_optimizer()
+        names = {id(parameter): uncompiled_name(name) for name, parameter in self.module.named_parameters()}
+        found = []
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                own = {names[id(p)]: p for p in group["params"] if id(p) in names}
+                if own or not group["params"]:
+                    found.append((group, own, optimizer))
+        return found
+
+    def group_names(self) -> list[list[str]]:
+        """Return the names of this module's parameters in each group of the optimizers."""
+        return [list(own) for _, own, _ in self._named_groups()]
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizers' state by parameter name, its tensors sharded as they are."""
+        state: dict[str, Any] = {}
+        groups = []
+        seen: set[int] = set()
+        for group, own, optimizer in self._named_groups():
+            state.update({name: dict(optimizer.state[p]) for name, p in own.items() if optimizer.state.get(p)})
+            # Beside the states of parameters some optimizers keep counters of their own; saved with their first group.
+            shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+            beside = {OWN_STATE: shared} if shared and id(optimizer) not in seen else {}
+            groups.append({**group_options(group), **beside, "params": list(own)})
+            seen.add(id(optimizer))
+        return {"state": state, "param_groups": groups}
+
+    def full_optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizers' state keyed by parameter name on rank 0, `{}` elsewhere. Collective."""
+        is_main, saved = current_rank() == 0, self._optimizer_state()
+        for entry in saved["state"].values():
+            for key, value in entry.items():
+                if isinstance(value, Tensor):
+                    full = self.gather(value)
+                    entry[key] = full.to("cpu", copy=True) if is_main else None
+        return saved if is_main else {}
+
+    def outline_optimizers(self, state: Mapping[str, Any]) -> dict[str, Any] | str:
+        """Return the state with shapes and dtypes in place of tensors, or the message of the differences."""
+        groups = match_groups(state, self.group_names())
+        if isinstance(groups, str):
+            return groups
+        outlined = {
+            name: {key: _TensorOutline(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
+            for name, entry in state["state"].items()
+        }
+        return {"state": outlined, "param_groups": groups}
+
+    def load_optimizers(self, outline: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Load rank 0's full optimizer state. Collective."""
+        holders: dict[str, tuple[nn.Parameter, Optimizer]] = {}
+        for (group, own, optimizer), saved in zip(self._named_groups(), outline["param_groups"], strict=True):
+            group.update(group_options(saved))
+            optimizer.state.update(saved.get(OWN_STATE, {}))
+            holders.update({name: (parameter, optimizer) for name, parameter in own.items()})
+        for name, entry in outline["state"].items():
+            parameter, optimizer = holders[name]
+            loaded: dict[str, Any] = {}
+            for key, value in entry.items():
+                source = state["state"][name][key] if current_rank() == 0 else None
+                loaded[key] = value.build(parameter, source) if isinstance(value, _TensorOutline) else value
+            optimizer.state[parameter] = loaded
+
+    # --- optimizers in shards ---------------------------------------------------------------------------------------
+
+    def save(self, staged: StagedDirectory, prefix: str, *, weights: bool = True) -> None:
+        """Write this rank's shards of model and optimizers; see `CheckpointIO.save`."""
+        _warn_of_unsaved_entries(self.optimizers)
+        super().save(staged, prefix, weights=weights)
+
+    def shard_optimizers(self, ranks: Sequence[int]) -> tuple[TensorShards, Any]:
+        """Return this rank's shards of the optimizers' state, and its outline."""
+        tensors: dict[str, Tensor] = {}
+        outline = encode(self._optimizer_state(), tensors, "optimizer")
+        return TensorShards(tensors, ranks), outline
+
+    def plan_optimizers(self, state: Mapping[str, Any], stored: ReadableTensors, reads: Reads, source: Path) -> None:
+        """Plan the reads of a state whose tensors are pending.
+
+        Raises:
+            IncompatibleCheckpointError: it was saved for other parameters or groups.
+        """
+        groups = self.match_saved_groups(state, source)
+
+        def build(entries: Mapping[Any, Any], make_for: Callable[[Any], Make]) -> dict[Any, Any]:
+            return {key: _build(value, stored, reads, make_for(key)) for key, value in entries.items()}
+
+        for (group, own, optimizer), saved in zip(self._named_groups(), groups, strict=True):
+            options = build(group_options(saved), partial(_like_option, group))
+            reads.add_last(partial(group.update, options))
+            shared = build(saved.get(OWN_STATE, {}), partial(_like_option, optimizer.state))
+            reads.add_last(partial(optimizer.state.update, shared))
+            for name, parameter in own.items():
+                like = partial(_like_state, parameter, group, optimizer.state.get(parameter, {}))
+                entry = build(state["state"].get(name, {}), like)
+                reads.add_last(partial(_set_state, optimizer, parameter, entry))
+
+    # --- torch.distributed.checkpoint -------------------------------------------------------------------------------
+
+    def _own_optimizers(self) -> tuple[Optimizer, ...]:
+        """Return the optimizers, as torch's own functions want them: of this module alone.
+
+        Raises:
+            ConfigError: there is none, or one of several models.
+        """
+        self.require_optimizer()
+        own = {id(parameter) for parameter in self.module.parameters()}
+        for optimizer in self.optimizers:
+            others = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+            if others:
+                raise ConfigError(
+                    f"{others} parameter(s) of {type(optimizer).__name__} are another model's, and torch writes "
+                    f"shards of one model's optimizer; save the whole state, or give {type(self.module).__name__} an "
+                    "optimizer of its own"
+                )
+        return self.optimizers
+
+    def save_sharded_optimizer(self, path: Path) -> None:
+        """Write the optimizers' state as a torch.distributed.checkpoint directory, each rank its shards. Collective."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        state = get_optimizer_state_dict(self.module, self._own_optimizers())
+        dcp.save({"optimizer": state}, storage_writer=dcp.FileSystemWriter(path))
+
+    def load_sharded_optimizer(self, path: Path) -> None:
+        """Read `optimizer` of a torch.distributed.checkpoint directory written by any number of ranks. Collective.
+
+        Raises:
+            IncompatibleCheckpointError: it was saved for other parameters or groups; nothing was loaded.
+        """
+        self.require_optimizer()
+        stored, reads = DcpDirectory(path), Reads()
+        state = {"state": {}, "param_groups": [], **stored.nested("optimizer", PendingTensor)}
+        self.plan_optimizers(state, _DcpTensors(stored), reads, path)
+        reads.run()
+
+
+def _warn_of_unsaved_entries(optimizers: Iterable[Optimizer]) -> None:
+    """Name the entries that an optimizer adds to its state_dict(): only it knows how they are to be loaded."""
+    for optimizer in optimizers:
+        if type(optimizer).state_dict is Optimizer.state_dict:
+            continue
+        more = sorted(map(repr, optimizer.state_dict().keys() - {"state", "param_groups"}))
+        if more:
+            logger.warning(
+                "%s.state_dict() also has %s, which is not saved with the model; to resume with it, keep it in the "
+                "optimizer's state or groups, or hand an object that has it to register_for_checkpointing()",
+                type(optimizer).__name__,
+                ", ".join(more),
+            )
+
+
+@torch.no_grad()
+def _copy_from_rank_zero(target: Tensor, source: Tensor | None) -> None:
+    """Fill `target`, unsharded or a DTensor, with rank 0's full tensor. Collective on several ranks."""
+    if world_size() == 1:
+        assert source is not None
+        target.copy_(source)
+        return
+    full = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+    if source is not None:
+        full.copy_(source)
+    if isinstance(target, DTensor):
+        placed = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=0)
+        target.to_local().copy_(placed.to_local())
+    else:
+        dist.broadcast(full, src=0)
+        target.copy_(full)
+
+
+class _TensorOutline:
+    """Shape and dtype of a tensor that rank 0 holds, sent ahead of its values."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+
+    def build(self, parameter: Tensor, source: Tensor | None) -> Tensor:
+        """Return the tensor, sharded as `parameter` is when it has its shape. Collective on several ranks."""
+        if self.shape == tuple(parameter.shape):
+            target = torch.empty_like(parameter, dtype=self.dtype, requires_grad=False)
+        else:
+            # Adam's step counter stays on the CPU unless the optimizer is capturable or fused on the device.
+            target = torch.empty(self.shape, dtype=self.dtype, device=self._device(parameter))
+        _copy_from_rank_zero(target, source)
+        return target
+
+    def _device(self, parameter: Tensor) -> torch.device:
+        on_group = dist.is_initialized() and "cpu" not in dist.get_backend_config()
+        return parameter.device if on_group else torch.device("cpu")
+
+
+class _DcpTensors:
+    """The tensors of a torch.distributed.checkpoint directory, which has no checksums to verify."""
+
+    def __init__(self, stored: DcpDirectory) -> None:
+        self._stored = stored
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._stored.tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._stored.tensors[name].dtype
+
+    def files_for(self, name: str, box: Box) -> set[str]:
+        return set()
+
+    def read(self, name: str, target: Tensor) -> None:
+        self._stored.read_into(name, target)
+
+
+def _set_state(optimizer: Optimizer, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
+    if entry:
+        optimizer.state[parameter] = entry
+    else:  # saved before this parameter's first update
+        optimizer.state.pop(parameter, None)
+
+
+def _build(value: Any, stored: ReadableTensors, reads: Reads, make: Make) -> Any:
+    """Return `value` with its pending tensors replaced by targets that `reads` will fill."""
+    if isinstance(value, PendingTensor):
+        target = make(stored.shape(value.name), stored.dtype(value.name))
+        reads.add(stored, value.name, target)
+        return target.numpy() if value.as_array else target
+    if isinstance(value, Mapping):
+        return {key: _build(item, stored, reads, make) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_build(item, stored, reads, make) for item in value)
+    return value
+
+
+def _like_option(before: Mapping[Any, Any], key: Any) -> Make:
+    """Make a tensor among a group's options, such as the learning rate, where the optimizer has it now."""
+    held = before.get(key)
+    device = held.device if isinstance(held, Tensor) else None
+    return lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
+
+
+def _can_hold(before: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    if before.is_meta or (tuple(before.shape), before.dtype) != (shape, dtype):
+        return False
+    return not isinstance(before, DTensor) or is_sharded_or_replicated(before)
+
+
+def _like_state(parameter: nn.Parameter, group: Mapping[str, Any], before: Mapping[Any, Any], key: Any) -> Make:
+    """Make a tensor of a parameter's state where the optimizer would: sharded as before, or like the parameter."""
+
+    def make(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        held = before.get(key)
+        if isinstance(held, Tensor) and _can_hold(held, shape, dtype):
+            return held.detach()
+        if key == "step":
+            # As torch.optim.Optimizer.load_state_dict: on the host, unless a kernel on the device counts.
+            on_device = group.get("capturable") or group.get("fused")
+            return torch.empty(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+        if shape == tuple(parameter.shape):
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        local = torch.empty(shape, dtype=dtype, device=parameter.device)
+        if not isinstance(parameter, DTensor):
+            return local
+        everywhere = [Replicate()] * parameter.device_mesh.ndim
+        return DTensor.from_local(local, parameter.device_mesh, everywhere, run_check=False)
+
+    return make
