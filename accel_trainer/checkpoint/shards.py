@@ -1,8 +1,8 @@
-"""Tensors in a checkpoint by name, in parts: each rank writes what it alone holds, and reads what it needs.
+"""Sharded tensors in a checkpoint, by name: each rank writes shards that it holds, and reads the boxes that it needs.
 
-    PREFIX.RRRRR.safetensors      rank R's parts; the manifest says where each lies in its whole tensor
+    PREFIX.RRRRR.safetensors      shards of rank R; the manifest has the box of each in its full tensor
 
-What several ranks hold alike is shared out over them by bytes. Nothing is communicated, in either direction.
+Of replicas each is written by one of their ranks, balanced by bytes. Nothing is communicated, in either direction.
 """
 
 from __future__ import annotations
@@ -11,25 +11,28 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
-from accel_trainer.checkpoint.format.boxes import Box, Read, balance_bytes, plan_reads
+from accel_trainer.checkpoint.format.boxes import Box, Index, Read, balance_bytes, plan_reads
+from accel_trainer.checkpoint.format.manifest import TensorEntry
 from accel_trainer.checkpoint.format.placement import local_box, local_tensor, materialize
 from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile, TensorReader, dtype_of
 from accel_trainer.checkpoint.reader import StoredCheckpoint
 from accel_trainer.errors import CorruptCheckpointError
 
-__all__ = ["StoredShards", "StoredTensor", "own_share", "write_shards"]
+__all__ = ["ShardedTensors", "StoredShards", "StoredTensor", "TensorShards", "own_share", "write_shards"]
 
-_MAX_OPEN_FILES = 64
+_MAX_OPEN_FILES = 64  # of the 1,024 that a process may have by default; shards of one tensor lie in few files
 
 
 def write_shards(staged: StagedDirectory, prefix: str, tensors: Mapping[str, Tensor], rank: int) -> None:
-    """Write this rank's part of `tensors`, whole or laid out over a mesh. Every rank calls it with the same names.
+    """Write this rank's share of `tensors`, plain or DTensors. Every rank calls it with the same names.
 
     Raises:
         ConfigError: a DTensor is neither sharded nor replicated, or a dtype is unknown to the format.
@@ -46,10 +49,10 @@ def write_shards(staged: StagedDirectory, prefix: str, tensors: Mapping[str, Ten
 
 
 def own_share(tensors: Mapping[str, Tensor], rank: int, ranks: Sequence[int]) -> list[str]:
-    """Return the tensors of which this rank writes its part: one of those that hold the same part does."""
+    """Return the tensors of which this rank writes its shard: of ranks with the same shard, one does."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, tensor in tensors.items():
-        # A rank for which nothing is left of a tensor has nothing to write.
+        # A rank whose shard is empty has nothing to write.
         if local_tensor(tensor).numel() or not tensor.numel():
             groups.setdefault(_holders(tensor, ranks), []).append(name)
     own = []
@@ -60,7 +63,7 @@ def own_share(tensors: Mapping[str, Tensor], rank: int, ranks: Sequence[int]) ->
 
 
 def _holders(tensor: Tensor, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return those of `ranks` that hold the same part of `tensor` as this one."""
+    """Return those of `ranks` that hold the same shard of `tensor` as this one."""
     if not isinstance(tensor, DTensor):
         return tuple(ranks)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -73,41 +76,29 @@ def _holders(tensor: Tensor, ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass
-class _TensorShards:
+class TensorShards:
+    """A stored tensor: the boxes of its shards, and for each the place where it is stored."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
-    files: list[str] = field(default_factory=list)
     boxes: list[Box] = field(default_factory=list)
+    places: list[Any] = field(default_factory=list)
 
 
-class StoredShards(TensorReader):
-    """The tensors that `write_shards` wrote, on however many ranks, by name."""
+class ShardedTensors(TensorReader):
+    """Stored tensors by name, each in one or several shards: any box of one is put together from those that meet it."""
 
-    def __init__(self, stored: StoredCheckpoint, prefix: str) -> None:
-        """Find the parts in the manifest; no file is opened.
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors: dict[str, TensorShards] = {}
+
+    def read_shard(self, name: str, shard: int, index: Index) -> Tensor:
+        """Return a slice of one stored shard.
 
         Raises:
-            CorruptCheckpointError: parts of one tensor do not agree on what it is.
+            CorruptCheckpointError: it is not what the checkpoint's metadata say.
         """
-        self._stored = stored
-        self._tensors: dict[str, _TensorShards] = {}
-        self._opened: OrderedDict[str, SafetensorsFile] = OrderedDict()
-        pattern = re.compile(re.escape(prefix) + r"\.\d+\.safetensors")
-        for file, entries in sorted(stored.manifest.tensors.items()):
-            if not pattern.fullmatch(file):
-                continue
-            for name, entry in entries.items():
-                dtype = dtype_of(entry.dtype)
-                known = self._tensors.setdefault(name, _TensorShards(dtype, entry.shape))
-                whole = Box.full(entry.shape)
-                box = whole if entry.offsets is None else Box(entry.offsets, entry.sizes or ())
-                if (known.dtype, known.shape) != (dtype, entry.shape) or not box.fits(entry.shape):
-                    raise CorruptCheckpointError(
-                        f"{stored.path.absolute()}: {file} holds {box} of {name!r} as {entry.dtype} {entry.shape}, and "
-                        f"another file has it as {known.dtype} {known.shape}; load another checkpoint"
-                    )
-                known.files.append(file)
-                known.boxes.append(box)
+        raise NotImplementedError
 
     def __getitem__(self, name: str) -> Tensor:
         full = torch.empty(self.shape(name), dtype=self.dtype(name))
@@ -115,57 +106,95 @@ class StoredShards(TensorReader):
         return full
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self.tensors)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a full tensor, from the manifest."""
-        return self._tensors[name].shape
+        """Return the shape of a full tensor, from the metadata."""
+        return self.tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that a tensor was saved in."""
-        return self._tensors[name].dtype
+        """Return the dtype that a tensor was saved in, from the metadata."""
+        return self.tensors[name].dtype
+
+    def files_for(self, name: str, box: Box) -> set[str]:
+        """Return the files to verify before a box is read; none where there are no checksums."""
+        return set()
 
     def plan(self, name: str, box: Box) -> list[Read]:
-        """Return which parts fill `box` of a tensor.
+        """Return the reads that fill `box` of a tensor.
 
         Raises:
             CorruptCheckpointError: not all of it was saved.
         """
-        tensor = self._tensors[name]
+        tensor = self.tensors[name]
         reads = plan_reads(box, tensor.boxes)
         if reads is None:
             raise CorruptCheckpointError(
-                f"{self._stored.path.absolute()} does not hold all of {name!r}: {len(tensor.boxes)} part(s) leave gaps "
-                f"in {box} of {tensor.shape}. Were nodes saved to disks of their own? Then load with as many of them"
+                f"{self.path.absolute()} does not hold all of {name!r}: {len(tensor.boxes)} shard(s) leave gaps in "
+                f"{box} of {tensor.shape}. Were nodes saved to disks of their own? Then load with as many of them"
             )
         return reads
 
-    def files_for(self, name: str, box: Box) -> set[str]:
-        """Return the files that `read` will open."""
-        return {self._tensors[name].files[read.shard] for read in self.plan(name, box)}
-
     def read(self, name: str, target: Tensor) -> None:
-        """Fill `target`, whole or laid out over a mesh, with what this rank holds of it. On meta, it gets its memory.
+        """Fill `target`, plain or a DTensor, with its box of a tensor. On the meta device, it gets its memory.
 
         Raises:
-            CorruptCheckpointError: a file does not hold what the manifest says.
+            CorruptCheckpointError: a file does not hold the shards that the metadata say.
         """
         if target.is_meta:
             materialize(target)
         self.read_box(name, local_box(target), local_tensor(target))
 
     def read_box(self, name: str, box: Box, target: Tensor) -> None:
-        """Fill a plain tensor of the shape of `box` with that part of a stored one; see `read` for the errors."""
-        for part, source, place in self.plan(name, box):
-            file = self._tensors[name].files[part]
-            opened = self._open(file)
-            if name not in opened:
-                raise CorruptCheckpointError(f"{(self._stored.path / file).absolute()} lacks {name!r}; load another")
-            # Copied from the mapping by all threads of torch: twice as fast as `fill` into pages that are there.
-            target[place].copy_(opened.slice(name, source))
+        """Fill a plain tensor of the shape of `box` with that box of a stored one; see `read` for the errors."""
+        for shard, source, place in self.plan(name, box):
+            # From the mapped file by all threads of torch: twice as fast as reading into pages that are there.
+            target[place].copy_(self.read_shard(name, shard, source))
+
+
+class StoredShards(ShardedTensors):
+    """The tensors that `write_shards` wrote, on however many ranks, by name."""
+
+    def __init__(self, stored: StoredCheckpoint, prefix: str) -> None:
+        """Find the shards in the manifest; no file is opened.
+
+        Raises:
+            CorruptCheckpointError: shards of one tensor contradict each other.
+        """
+        super().__init__(stored.path)
+        self._stored = stored
+        self._opened: OrderedDict[str, SafetensorsFile] = OrderedDict()
+        pattern = re.compile(re.escape(prefix) + r"\.\d+\.safetensors")
+        for file, entries in sorted(stored.manifest.tensors.items()):
+            if pattern.fullmatch(file):
+                for name, entry in entries.items():
+                    self._add(file, name, entry)
+
+    def _add(self, file: str, name: str, entry: TensorEntry) -> None:
+        dtype, box = dtype_of(entry.dtype), entry.box
+        known = self.tensors.setdefault(name, TensorShards(dtype, entry.shape))
+        if (known.dtype, known.shape) != (dtype, entry.shape) or not box.fits(entry.shape):
+            raise CorruptCheckpointError(
+                f"{self.path.absolute()}: {file} holds {box} of {name!r} as {entry.dtype} {entry.shape}, and another "
+                f"file has it as {known.dtype} {known.shape}; load another checkpoint"
+            )
+        known.places.append(file)
+        known.boxes.append(box)
+
+    def files_for(self, name: str, box: Box) -> set[str]:
+        """Return the files to verify before a box is read."""
+        return {self.tensors[name].places[read.shard] for read in self.plan(name, box)}
+
+    def read_shard(self, name: str, shard: int, index: Index) -> Tensor:
+        """Return a slice of one stored shard; see `ShardedTensors.read_shard`."""
+        file = self.tensors[name].places[shard]
+        opened = self._open(file)
+        if name not in opened:
+            raise CorruptCheckpointError(f"{(self.path / file).absolute()} lacks {name!r}; load another")
+        return opened.slice(name, index)
 
     def _open(self, file: str) -> SafetensorsFile:
         if file not in self._opened:
@@ -177,14 +206,14 @@ class StoredShards(TensorReader):
 
 
 class StoredTensor:
-    """One of the tensors in `StoredShards`, where it stands in a state that was decoded; of it, parts are read."""
+    """One of the tensors in `StoredShards`, where it stands in a state that was decoded; boxes of it are read."""
 
-    def __init__(self, parts: StoredShards, name: str) -> None:
-        self._parts = parts
+    def __init__(self, shards: StoredShards, name: str) -> None:
+        self._shards = shards
         self._name = name
 
     def read(self, box: Box) -> Tensor:
-        """Return a part; see `StoredShards.read` for the errors."""
-        part = torch.empty(box.sizes, dtype=self._parts.dtype(self._name))
-        self._parts.read_box(self._name, box, part)
-        return part
+        """Return a box of it; see `ShardedTensors.read` for the errors."""
+        values = torch.empty(box.sizes, dtype=self._shards.dtype(self._name))
+        self._shards.read_box(self._name, box, values)
+        return values

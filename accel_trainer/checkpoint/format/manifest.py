@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.checksums import CHECKSUM, CHECKSUMS, FileEntry
 from accel_trainer.errors import (
     CheckpointNotFoundError,
@@ -54,6 +55,11 @@ class TensorEntry:
     """Where this shard begins in the full tensor; None when the file holds all of it."""
     sizes: tuple[int, ...] | None = None
     """Shape of this shard."""
+
+    @property
+    def box(self) -> Box:
+        """The box of the full tensor that the file holds."""
+        return Box.full(self.shape) if self.offsets is None else Box(self.offsets, self.sizes or ())
 
 
 @dataclass(frozen=True)

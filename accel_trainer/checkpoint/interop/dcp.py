@@ -9,8 +9,8 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_trainer.checkpoint.format.boxes import Box, plan_reads
-from accel_trainer.checkpoint.format.placement import local_box, local_tensor
-from accel_trainer.checkpoint.format.safetensors_file import TensorReader
+from accel_trainer.checkpoint.format.boxes import Box, Index
+from accel_trainer.checkpoint.shards import ShardedTensors, TensorShards
 from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 
 __all__ = ["METADATA_NAME", "DcpDirectory"]
@@ -88,15 +87,7 @@ class _Item:
     length: int
 
 
-@dataclass
-class _Entry:
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    boxes: list[Box] = field(default_factory=list)
-    items: list[_Item] = field(default_factory=list)
-
-
-class DcpDirectory(TensorReader):
+class DcpDirectory(ShardedTensors):
     """The tensors of a directory by their flat names; `value` and `nested` read its other objects too."""
 
     def __init__(self, directory: Path) -> None:
@@ -107,8 +98,7 @@ class DcpDirectory(TensorReader):
             IncompatibleCheckpointError: it holds what could run code, leads outside, or is of an unknown kind.
             CorruptCheckpointError: it contradicts itself or the files.
         """
-        self.directory = directory
-        self.tensors: dict[str, _Entry] = {}
+        super().__init__(directory)
         self.paths: dict[str, tuple[Any, ...]] = {}
         """Keys of the nested state for each flat name, where the writer has noted them."""
         self._objects: dict[str, _Item] = {}
@@ -126,77 +116,45 @@ class DcpDirectory(TensorReader):
             if not hasattr(kind, "chunks"):
                 self._objects[name] = items[name, None]
                 continue
-            entry = _Entry(kind.properties.parts[0], tuple(kind.size))
+            entry = TensorShards(kind.properties.parts[0], tuple(kind.size))
             for chunk in kind.chunks:
                 box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
                 item = items[name, box.offsets]
                 if not box.fits(entry.shape) or prod(box.sizes) * entry.dtype.itemsize > item.length:
                     raise CorruptCheckpointError(
-                        f"{self.directory / METADATA_NAME}: {item.length} bytes cannot hold {box} of {name!r}"
+                        f"{self.path / METADATA_NAME}: {item.length} bytes cannot hold {box} of {name!r}"
                     )
                 entry.boxes.append(box)
-                entry.items.append(item)
+                entry.places.append(item)
             self.tensors[name] = entry
 
     def _item(self, info: Any) -> _Item:
-        file, path = str(info.relative_path), self.directory / str(info.relative_path)
+        file, path = str(info.relative_path), self.path / str(info.relative_path)
         if getattr(info, "transform_descriptors", None):
             raise IncompatibleCheckpointError(
                 f"{path} is compressed ({info.transform_descriptors}); save it without stream transformations"
             )
         if Path(file).name != file or path.is_symlink():
             raise IncompatibleCheckpointError(
-                f"{self.directory / METADATA_NAME} names {file!r}, which is not a plain file beside it; do not load it"
+                f"{self.path / METADATA_NAME} names {file!r}, which is not a plain file beside it; do not load it"
             )
         if not path.is_file():
-            raise CheckpointNotFoundError(f"{self.directory / METADATA_NAME} names {file!r}, which is missing")
+            raise CheckpointNotFoundError(f"{self.path / METADATA_NAME} names {file!r}, which is missing")
         if info.offset < 0 or info.length < 0 or info.offset + info.length > path.stat().st_size:
             raise CorruptCheckpointError(f"{path} is too short: something lies at {info.offset} + {info.length} bytes")
         return _Item(file, info.offset, info.length)
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self.read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a full tensor, from the metadata."""
-        return self.tensors[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor, from the metadata."""
-        return self.tensors[name].dtype
-
-    def read(self, name: str, box: Box | None = None) -> Tensor:
-        """Return a tensor on the CPU, or the part of it in `box`; of the stored parts one is in memory at a time.
-
-        Raises:
-            CorruptCheckpointError: it is not all there.
-        """
-        entry = self.tensors[name]
-        box = box or Box.full(entry.shape)
-        reads = plan_reads(box, entry.boxes)
-        if reads is None:
-            raise CorruptCheckpointError(f"{self.directory} does not hold all of {name!r}: its parts leave gaps")
-        whole = torch.empty(box.sizes, dtype=entry.dtype)
-        for part, source, place in reads:
-            stored = self._load(entry.items[part], name)
-            if not isinstance(stored, Tensor) or tuple(stored.shape) != entry.boxes[part].sizes:
-                raise CorruptCheckpointError(f"{self.directory} holds something else under {name!r} than it says")
-            whole[place].copy_(stored[source])
-        return whole
-
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Fill `target`, whole or laid out over a mesh, with what this rank holds of a tensor."""
-        local_tensor(target).copy_(self.read(name, local_box(target)))
+    def read_shard(self, name: str, shard: int, index: Index) -> Tensor:
+        """Return a slice of one stored shard; see `ShardedTensors.read_shard`."""
+        tensor = self.tensors[name]
+        stored = self._load(tensor.places[shard], name)
+        if not isinstance(stored, Tensor) or tuple(stored.shape) != tensor.boxes[shard].sizes:
+            raise CorruptCheckpointError(f"{self.path} holds something else under {name!r} than it says")
+        return stored[index]
 
     def value(self, name: str) -> Any:
         """Return a tensor, or an object of numbers, strings, lists and dicts."""
-        return self.read(name) if name in self.tensors else self._load(self._objects[name], name)
+        return self[name] if name in self.tensors else self._load(self._objects[name], name)
 
     def nested(self, first: Any, tensor: Callable[[str], Any] | None = None) -> dict[Any, Any]:
         """Return everything below a key of the outermost dict as the nested dicts and lists that were saved.
@@ -216,17 +174,17 @@ class DcpDirectory(TensorReader):
         return nested
 
     def _load(self, item: _Item, name: str) -> Any:
-        with open(self.directory / item.file, "rb") as file:
+        with open(self.path / item.file, "rb") as file:
             file.seek(item.offset)
             content = io.BytesIO(file.read(item.length))
         try:
             return torch.load(content, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise IncompatibleCheckpointError(
-                f"{name!r} in {self.directory} is more than tensors, numbers and strings, and loading it could run code"
+                f"{name!r} in {self.path} is more than tensors, numbers and strings, and loading it could run code"
             ) from error
         except Exception as error:  # torch has several errors of its own for a damaged file
-            raise CorruptCheckpointError(f"{name!r} in {self.directory} cannot be read: {error}") from error
+            raise CorruptCheckpointError(f"{name!r} in {self.path} cannot be read: {error}") from error
 
 
 def _read_records(path: Path) -> Any:

@@ -103,7 +103,7 @@ class _DcpWeights(TensorReader):
             raise CheckpointNotFoundError(f"{directory} holds no tensors; give a directory with the weights of a model")
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._stored.read(self._flat[name])
+        return self._stored[self._flat[name]]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._flat)

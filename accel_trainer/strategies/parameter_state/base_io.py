@@ -26,7 +26,7 @@ from accel_trainer.checkpoint.format.manifest import Manifest, TensorEntry
 from accel_trainer.checkpoint.format.placement import local_box
 from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.reader import StoredCheckpoint
-from accel_trainer.checkpoint.shards import StoredShards
+from accel_trainer.checkpoint.shards import ShardedTensors, StoredShards
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.strategies.parameter_state.matching import EXTRA_STATE, match_groups, match_model, uncompiled_name
@@ -34,7 +34,6 @@ from accel_trainer.strategies.parameter_state.matching import EXTRA_STATE, match
 __all__ = [
     "BaseCheckpointIO",
     "PendingTensor",
-    "ReadableTensors",
     "Reads",
     "WritableShards",
     "broadcast_object",
@@ -81,22 +80,6 @@ class PendingTensor:
         return PendingTensor(self.name, as_array=True)
 
 
-class ReadableTensors(Protocol):
-    """Saved tensors by name, which are read box by box."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the unsharded shape."""
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that a tensor was saved in."""
-
-    def files_for(self, name: str, box: Box) -> set[str]:
-        """Return the files to verify before a box is read."""
-
-    def read(self, name: str, target: Tensor) -> None:
-        """Fill a target, unsharded or this rank's shard."""
-
-
 class WritableShards(Protocol):
     """Tensors of which this rank writes its shards."""
 
@@ -117,7 +100,7 @@ class Reads:
         self._reads: list[Callable[[], Any]] = []
         self._last: list[Callable[[], Any]] = []
 
-    def add(self, stored: ReadableTensors, name: str, target: Tensor) -> None:
+    def add(self, stored: ShardedTensors, name: str, target: Tensor) -> None:
         """Fill `target`, an unsharded tensor or a DTensor, on meta too."""
         self.files |= stored.files_for(name, local_box(target))
         self._reads.append(partial(stored.read, name, target))
@@ -193,7 +176,7 @@ class BaseCheckpointIO(ABC):
         """Load rank 0's full optimizer state, of which every rank has the `outline`. Collective."""
 
     @abstractmethod
-    def plan_optimizers(self, state: Mapping[str, Any], stored: ReadableTensors, reads: Any, source: Path) -> None:
+    def plan_optimizers(self, state: Mapping[str, Any], stored: ShardedTensors, reads: Any, source: Path) -> None:
         """Plan the reads of the optimizers' saved state, whose tensors are pending, and of its options.
 
         Raises:
@@ -443,5 +426,4 @@ def _is_needed(name: str, entry: TensorEntry, held: HeldBoxes) -> bool:
         name = name.removeprefix(_OPTIMIZER_STATE).rpartition(".")[0]
     if name not in held or held[name][0] != entry.shape:
         return True
-    box = Box.full(entry.shape) if entry.offsets is None else Box(entry.offsets, entry.sizes or ())
-    return any(own.intersect(box) is not None for own in held[name][1])
+    return any(own.intersect(entry.box) is not None for own in held[name][1])

@@ -15,17 +15,15 @@ from torch.optim import Optimizer
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
-from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.json_codec import OWN_STATE, encode
 from accel_trainer.checkpoint.format.placement import is_sharded_or_replicated, local_box, local_tensor
 from accel_trainer.checkpoint.interop.dcp import DcpDirectory
-from accel_trainer.checkpoint.shards import own_share, write_shards
+from accel_trainer.checkpoint.shards import ShardedTensors, own_share, write_shards
 from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.parameter_state.base_io import (
     BaseCheckpointIO,
     HeldBoxes,
     PendingTensor,
-    ReadableTensors,
     Reads,
     current_rank,
     world_size,
@@ -178,7 +176,7 @@ class TorchCheckpointIO(BaseCheckpointIO):
         outline = encode(self._optimizer_state(), tensors, "optimizer")
         return TensorShards(tensors, ranks), outline
 
-    def plan_optimizers(self, state: Mapping[str, Any], stored: ReadableTensors, reads: Reads, source: Path) -> None:
+    def plan_optimizers(self, state: Mapping[str, Any], stored: ShardedTensors, reads: Reads, source: Path) -> None:
         """Plan the reads of a state whose tensors are pending.
 
         Raises:
@@ -236,7 +234,7 @@ class TorchCheckpointIO(BaseCheckpointIO):
         self.require_optimizer()
         stored, reads = DcpDirectory(path), Reads()
         state = {"state": {}, "param_groups": [], **stored.nested("optimizer", PendingTensor)}
-        self.plan_optimizers(state, _DcpTensors(stored), reads, path)
+        self.plan_optimizers(state, stored, reads, path)
         reads.run()
 
 
@@ -295,25 +293,6 @@ class _TensorOutline:
         return parameter.device if on_group else torch.device("cpu")
 
 
-class _DcpTensors:
-    """The tensors of a torch.distributed.checkpoint directory, which has no checksums to verify."""
-
-    def __init__(self, stored: DcpDirectory) -> None:
-        self._stored = stored
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._stored.tensors[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._stored.tensors[name].dtype
-
-    def files_for(self, name: str, box: Box) -> set[str]:
-        return set()
-
-    def read(self, name: str, target: Tensor) -> None:
-        self._stored.read_into(name, target)
-
-
 def _set_state(optimizer: Optimizer, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
     if entry:
         optimizer.state[parameter] = entry
@@ -321,7 +300,7 @@ def _set_state(optimizer: Optimizer, parameter: nn.Parameter, entry: dict[str, A
         optimizer.state.pop(parameter, None)
 
 
-def _build(value: Any, stored: ReadableTensors, reads: Reads, make: Make) -> Any:
+def _build(value: Any, stored: ShardedTensors, reads: Reads, make: Make) -> Any:
     """Return `value` with its pending tensors replaced by targets that `reads` will fill."""
     if isinstance(value, PendingTensor):
         target = make(stored.shape(value.name), stored.dtype(value.name))

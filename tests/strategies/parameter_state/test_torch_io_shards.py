@@ -228,7 +228,7 @@ def test_parts_that_leave_gaps_are_an_error(tmp_path: Path):
         staged.write_tensors("unit_0.model.00000.safetensors", half, slices={"weight": ((1, 3), (0, 0))})
         staged.write_json("unit_0.json", {"engine": "torch", "tied": {}, "optimizer": None})
     stored = open_checkpoint(tmp_path / "s", ALONE)
-    with pytest.raises(CorruptCheckpointError, match=r"does not hold all of 'weight': 1 part\(s\) leave gaps in"):
+    with pytest.raises(CorruptCheckpointError, match=r"does not hold all of 'weight': 1 shard\(s\) leave gaps in"):
         TorchCheckpointIO(unit().module).load(stored, "unit_0")
 
 

@@ -297,7 +297,7 @@ def test_the_stock_trainer_is_given_what_it_resumes_from(folder, on_two, tmp_pat
         found, same = (DcpDirectory(tmp_path / kind / name) for kind in ("from_full", "from_sharded"))
         assert found.tensors.keys() == same.tensors.keys()
         for key in found.tensors:
-            assert torch.equal(found.read(key), same.read(key)), key
+            assert torch.equal(found[key], same[key]), key
 
     with pytest.raises(IncompatibleCheckpointError, match="numbers its parameters, as on one process and with DDP"):
         export_hf_fsdp(folder / "ddp" / "exact" / "checkpoint-3", tmp_path / "ddp", is_sharded=True)
