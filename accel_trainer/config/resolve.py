@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accel_trainer.config.deepspeed.block import get_value as get_key
-from accel_trainer.config.deepspeed.block import leaf_paths, read_block
+from accel_trainer.config.deepspeed.block import leaves, read_block
 from accel_trainer.config.deepspeed.levels import KEY_PREFIX, block_sources, merge_levels, put_block
 from accel_trainer.config.dialects.environment import read_environment_layer, read_launch_variable
 from accel_trainer.config.files import FileConfig, read_file
@@ -91,9 +90,13 @@ class Resolved:
         places = self.block_places()
         block = read_block(self.config.deepspeed, places=places)
         content, default = {**block.data, **block.launch}, self.sources["deepspeed"]
-        wheres = {key: block.origins.get(key) or places.get(key) or default.where for key in leaf_paths(content)}
         return [
-            (f"{KEY_PREFIX}{key}", get_key(content, key), Source(default.kind, where)) for key, where in wheres.items()
+            (
+                f"{KEY_PREFIX}{key}",
+                value,
+                Source(default.kind, block.origins.get(key) or places.get(key) or default.where),
+            )
+            for key, value in leaves(content)
         ]
 
     def explain(self) -> list[tuple[str, Any, Source]]:

@@ -16,10 +16,10 @@ from accel_trainer.config.deepspeed.block import (
     SHARED_KEYS,
     BlockSource,
     block_of,
-    get_value,
-    leaf_paths,
+    get_key,
+    leaves,
     read_block,
-    set_value,
+    set_key,
 )
 from accel_trainer.config.readers.config_source import problem_report
 from accel_trainer.config.schema import RunConfig
@@ -57,12 +57,12 @@ class HfDeepSpeedConfig:
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
         """Return the section that a dotted path leads into, None where there is none, and the last name of the path."""
         section, _, name = ds_key_long.rpartition(".")
-        node = get_value(self.config, section) if section else self.config
+        node = get_key(self.config, section) if section else self.config
         return (node if isinstance(node, dict) else None), name
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """Return the value at a dotted path; `default` where there is none, or null."""
-        return get_value(self.config, ds_key_long, default)
+        return get_key(self.config, ds_key_long, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
         """Remove a section or a value.
@@ -311,7 +311,7 @@ class DeepSpeedPlugin(OptionObject):
         found: list[str] = []
         open_ones: list[str] = []
         content = self.deepspeed_config if config is None else config
-        for path in [f"{prefix}{inner}" for inner in leaf_paths(content)]:
+        for path in [f"{prefix}{inner}" for inner, _ in leaves(content)]:
             try:
                 self.fill_match(path, found, must_match, **kwargs)
             except ConfigError as error:
@@ -326,7 +326,7 @@ class DeepSpeedPlugin(OptionObject):
 
     def set_value(self, ds_key_long: str, value: Any) -> None:
         """Put a value at a dotted path; sections that are missing are made."""
-        set_value(self.deepspeed_config, ds_key_long, value)
+        set_key(self.deepspeed_config, ds_key_long, value)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel_trainer.config.deepspeed.block import get_value, read_block, read_deepspeed
+from accel_trainer.config.deepspeed.block import get_key, read_block, read_deepspeed
 from accel_trainer.config.readers.config_source import problem_report
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.facts import Fact, Facts, hidden_size_of
@@ -34,7 +34,7 @@ class EngineConfig:
 
     def value(self, path: str, default: Any = None) -> Any:
         """Return the value at a dotted path of `data`."""
-        return get_value(self.data, path, default)
+        return get_key(self.data, path, default)
 
     @property
     def micro_batch_size(self) -> int:
@@ -110,5 +110,5 @@ def resolve_engine_config(block: Mapping[str, Any], *, facts: Facts, partial: bo
     resolver.resolve()
     if resolver.problems:
         raise ConfigError(problem_report(resolver.problems, facts.name))
-    stage = int(get_value(resolver.data, "zero_optimization.stage", 0))
+    stage = int(get_key(resolver.data, "zero_optimization.stage", 0))
     return EngineConfig(stage, resolver.data, stage == 3 and resolver.builds_in_pieces)

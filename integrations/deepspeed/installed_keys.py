@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from accel_trainer.config.deepspeed.block import get_value
+from accel_trainer.config.deepspeed.block import get_key
 from accel_trainer.config.deepspeed.keys import KNOWN_KEYS, Keys, join
 from accel_trainer.config.validation import show
 from accel_trainer.integrations.deepspeed.runtime import import_deepspeed
@@ -71,7 +71,7 @@ def installed_keys() -> Keys:
     """Return the tables of known keys with what the installed release knows beyond them."""
     known: dict[str, Any] = copy.deepcopy(dict(KNOWN_KEYS))
     for section, model in _models():
-        _add(get_value(known, section), model_keys(model))
+        _add(get_key(known, section), model_keys(model))
     return known
 
 
@@ -88,7 +88,7 @@ def wrong_values(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     from pydantic import ValidationError
 
     for section, model in _models():
-        content = get_value(data, section)
+        content = get_key(data, section)
         if not isinstance(content, Mapping):
             continue
         try:

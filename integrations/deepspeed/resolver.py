@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel_trainer.config.deepspeed.block import ZERO3_INIT, EngineBlock, get_value
+from accel_trainer.config.deepspeed.block import ZERO3_INIT, EngineBlock, get_key
 from accel_trainer.config.deepspeed.keys import (
     KNOWN_KEYS,
     OPTIMIZER_PARAMS,
@@ -97,14 +97,14 @@ class Resolver:
         return f" ({where})" if where else ""
 
     def _wrong(self, path: str, expected: str) -> None:
-        self.problems.append(f"{path}{self._at(path)} is {show(get_value(self.data, path))}; expected {expected}")
+        self.problems.append(f"{path}{self._at(path)} is {show(get_key(self.data, path))}; expected {expected}")
 
     def _unresolved(self, path: str, way_out: str) -> None:
         if not self.partial:
             self.problems.append(f"{path}{self._at(path)} is 'auto', and nothing tells its value: {way_out}")
 
     def _conflict(self, path: str, fact: Fact) -> None:
-        value = show(get_value(self.data, path))
+        value = show(get_key(self.data, path))
         self.problems.append(
             f"{path}{self._at(path)} is {value}, and {fact.where} says {show(fact.value)}; DeepSpeed would go by "
             f'{value}: give both the same value, or write "auto"'
@@ -112,7 +112,7 @@ class Resolver:
 
     def _section(self, path: str) -> dict[str, Any]:
         """Return the section at a dotted path; an empty one when there is none."""
-        found = get_value(self.data, path)
+        found = get_key(self.data, path)
         return found if isinstance(found, dict) else {}
 
     def _fill(self, path: str, fact: Fact | None, way_out: str) -> None:
@@ -249,7 +249,7 @@ class Resolver:
     def _precision(self) -> None:
         fact = self.facts.precision
         chosen = fact.value if fact is not None else None
-        if all(get_value(self.data, f"{kind}.enabled") is True for kind in ("fp16", "bf16")):
+        if all(get_key(self.data, f"{kind}.enabled") is True for kind in ("fp16", "bf16")):
             self.problems.append("fp16.enabled and bf16.enabled are both true; keep one of the two")
             return
         for kind in ("fp16", "bf16"):
@@ -280,7 +280,7 @@ class Resolver:
             )
         if given == "torch" and self._section("zero_optimization").get("stage", 0):
             self.data.setdefault("zero_allow_untested_optimizer", True)
-            if get_value(self.data, "zero_optimization.offload_optimizer.device", "none") != "none":
+            if get_key(self.data, "zero_optimization.offload_optimizer.device", "none") != "none":
                 self.data.setdefault("zero_force_ds_cpu_optimizer", False)
 
     def _described(self, section: str, dummy: str, given: str) -> str | None:
@@ -317,7 +317,7 @@ class Resolver:
         kind = self._described("scheduler", "DummyScheduler", given)
         self._params("scheduler", SCHEDULER_PARAMS.get(str(kind)))
         known = {"warmup_min_lr": Fact(0, "nobody", is_default=True), **self.facts.scheduler}
-        rate = get_value(self.data, "optimizer.params.lr")
+        rate = get_key(self.data, "optimizer.params.lr")
         if "lr" in self.facts.optimizer:
             known.setdefault("warmup_max_lr", self.facts.optimizer["lr"])
         elif isinstance(rate, float):

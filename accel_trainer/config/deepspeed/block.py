@@ -1,7 +1,7 @@
 """The DeepSpeed block of a configuration, in every spelling: DeepSpeed's own sections, accelerate's fields, or both.
 
-The block is kept as it was written, and this module says what it means: one DeepSpeed configuration, in which "auto"
-may still stand where the run has to tell the value.
+The block is kept as it was written, and this module reads it: into one DeepSpeed configuration, in which "auto" may
+still stand where the run has to give the value.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ __all__ = [
     "BlockSource",
     "EngineBlock",
     "block_of",
-    "get_value",
+    "get_key",
     "is_whole",
-    "leaf_paths",
+    "leaves",
     "located",
     "merge_blocks",
     "named_file",
     "read_block",
     "read_deepspeed",
-    "set_value",
+    "set_key",
 ]
 
 BlockSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any]"
@@ -70,14 +70,24 @@ SHARED_KEYS = ("gradient_accumulation_steps", "gradient_clipping")
 """Keys that accelerate's fields and DeepSpeed's own have in common."""
 _NESTED_IN = ("deepspeed_config", "deepspeed")
 """The key of a whole run's configuration file that holds the block: accelerate's, and our own."""
-_DEVICES = ("none", "cpu", "nvme")
+_SWITCH = ("true or false", {"true": True, "false": False})
+_DEVICE = ("one of 'none', 'cpu', 'nvme'", {"none": "none", "cpu": "cpu", "nvme": "nvme"})
+_CHOICES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "zero_stage": ("0, 1, 2 or 3", {"0": 0, "1": 1, "2": 2, "3": 3}),
+    "offload_optimizer_device": _DEVICE,
+    "offload_param_device": _DEVICE,
+    ZERO3_INIT: _SWITCH,
+    "zero3_save_16bit_model": _SWITCH,
+}
+"""Fields with few values: the values in words, and each by its spelling."""
 _MAX_FILES = 4
 _DEFAULT_STAGE = 2
+"""As accelerate has it, where fields give no stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineBlock:
-    """What a block means.
+    """A block that was read: one DeepSpeed configuration.
 
     Attributes:
         data: a DeepSpeed configuration, "auto" included; `zero3_init_flag` stands in it where it was given.
@@ -157,18 +167,18 @@ def merge_blocks(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str
     if not is_whole(below) or above.keys() <= set(LAUNCH_FIELDS):
         return {**below, **above}
     lower, upper = read_block(below), read_block({**above, "zero_stage": above.get("zero_stage", _DEFAULT_STAGE)})
-    for path, value in _leaves(upper.data, ""):
+    for path, value in leaves(upper.data, known_only=True):
         if path != FIELDS["zero_stage"] or "zero_stage" in above:
-            set_value(lower.data, path, value)
+            set_key(lower.data, path, value)
     for name in above:
-        # Said at this level, "none" takes back what the lower one offloads.
+        # Given at this level, "none" takes back an offload of the lower one.
         if name.endswith("_device") and str(above[name]).strip().lower() == "none":
-            set_value(lower.data, FIELDS[name], "none")
+            set_key(lower.data, FIELDS[name], "none")
     return {**lower.launch, **lower.data, **upper.launch}
 
 
 def read_block(block: Mapping[str, Any], *, places: Mapping[str, str] | None = None) -> EngineBlock:
-    """Return what a block means; the file that it names is read.
+    """Return a block as one DeepSpeed configuration; the file that it names is read.
 
     A value of the file and a field that says otherwise contradict each other; a field fills what the file leaves out
     or leaves to "auto". Fields alone mean stage 2, as in accelerate.
@@ -183,7 +193,7 @@ def read_block(block: Mapping[str, Any], *, places: Mapping[str, str] | None = N
     reader = _Reader(places or {})
     result = reader.read(block)
     for path in list(_paths(result.data, "")):
-        named = [name for name in places or {} if _speaks_of(name, path)]
+        named = [name for name in places or {} if _sets(name, path)]
         if named and places:
             nearest = max(named, key=lambda name: len(FIELDS.get(name, name)))
             result.origins.setdefault(path, places[nearest])
@@ -253,17 +263,17 @@ class _Reader:
         self.put(name, path, checked, result)
 
     def own(self, name: str, value: Any, result: EngineBlock) -> None:
-        """Put a key of DeepSpeed's own beside what a file says."""
+        """Put a key of DeepSpeed's own beside those of a file."""
         if isinstance(value, dict) and value:
-            for path, leaf in list(_leaves(value, name)):
+            for path, leaf in list(leaves(value, name, known_only=True)):
                 self.put(path, path, leaf, result)
         else:
             self.put(name, name, value, result)
 
     def put(self, name: str, path: str, value: Any, result: EngineBlock) -> None:
-        known = get_value(result.data, path)
+        known = get_key(result.data, path)
         if known is None or known == "auto":
-            set_value(result.data, path, value)
+            set_key(result.data, path, value)
             result.origins.pop(path, None)
         elif value not in (known, "auto", None):
             where = f" ({result.origins[path]})" if path in result.origins else ""
@@ -289,18 +299,11 @@ def located(file: str, folder: Path | None) -> str:
 def _field_value(name: str, value: Any) -> Any:
     """Return a field as DeepSpeed wants it; the message of a ValueError completes "expected ..."."""
     word = str(value).strip()
-    if name == "zero_stage":
-        if isinstance(value, bool) or word not in ("0", "1", "2", "3"):
-            raise ValueError("0, 1, 2 or 3")
-        return int(word)
-    if name in (ZERO3_INIT, "zero3_save_16bit_model"):
-        if word.lower() not in ("true", "false"):
-            raise ValueError("true or false")
-        return word.lower() == "true"
-    if name.endswith("_device"):
-        if word.lower() not in _DEVICES:
-            raise ValueError(f"one of {', '.join(map(repr, _DEVICES))}")
-        return word.lower()
+    if name in _CHOICES:
+        expected, choices = _CHOICES[name]
+        if word.lower() not in choices:
+            raise ValueError(expected)
+        return choices[word.lower()]
     if name == "deepspeed_moe_layer_cls_names":
         names = word.split(",") if isinstance(value, str) else value
         if not isinstance(names, list | tuple) or not all(isinstance(item, str) for item in names):
@@ -317,26 +320,21 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else copy.copy(value)
 
 
-def leaf_paths(content: Mapping[str, Any], section: str = "") -> Iterator[str]:
-    """Yield the dotted path of every value in nested mappings; an empty mapping is a value."""
+def leaves(content: Mapping[str, Any], section: str = "", *, known_only: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted path, value) of every value in nested mappings; an empty mapping is a value.
+
+    Args:
+        content: a DeepSpeed configuration.
+        section: dotted path of `content`.
+        known_only: a mapping is a value unless it is a section of DeepSpeed's, which takes `autotuning` as one value.
+    """
     for name, value in content.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaf_paths(value, join(section, name))
+        path = join(section, name)
+        is_section = isinstance(value, Mapping) and bool(value)
+        if is_section and (not known_only or isinstance(get_key(KNOWN_KEYS, path), Mapping)):
+            yield from leaves(value, path, known_only=known_only)
         else:
-            yield join(section, name)
-
-
-def _leaves(content: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
-    for name, value in content.items():
-        # A mapping that DeepSpeed reads as a whole, such as `autotuning`, is one value.
-        if isinstance(value, Mapping) and value and isinstance(_known(join(section, name)), Mapping):
-            yield from _leaves(value, join(section, name))
-        else:
-            yield join(section, name), value
-
-
-def _known(path: str) -> Any:
-    return get_value(KNOWN_KEYS, path)
+            yield path, value
 
 
 def _paths(content: Mapping[str, Any], section: str) -> Iterator[str]:
@@ -346,7 +344,7 @@ def _paths(content: Mapping[str, Any], section: str) -> Iterator[str]:
             yield from _paths(value, join(section, name))
 
 
-def _speaks_of(name: str, path: str) -> bool:
+def _sets(name: str, path: str) -> bool:
     """Tell whether a key of a block gives the value at a dotted path."""
     return path in (name, FIELDS.get(name)) or path.startswith(f"{name}.")
 
@@ -358,7 +356,7 @@ def _lines(node: Node, section: str) -> Iterator[tuple[str, int | None]]:
             yield from _lines(item, join(section, key.name))
 
 
-def get_value(content: Mapping[str, Any], path: str, default: Any = None) -> Any:
+def get_key(content: Mapping[str, Any], path: str, default: Any = None) -> Any:
     """Return the value at a dotted path of nested mappings; `default` where there is none, or null."""
     value: Any = content
     for name in path.split("."):
@@ -366,7 +364,7 @@ def get_value(content: Mapping[str, Any], path: str, default: Any = None) -> Any
     return default if value is None else value
 
 
-def set_value(content: dict[str, Any], path: str, value: Any) -> None:
+def set_key(content: dict[str, Any], path: str, value: Any) -> None:
     """Put a value at a dotted path of nested dicts; sections that are missing are made."""
     *sections, name = path.split(".")
     for section in sections:

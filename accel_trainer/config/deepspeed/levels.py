@@ -12,12 +12,12 @@ from accel_trainer.config.deepspeed.block import (
     LAUNCH_FIELDS,
     SHARED_KEYS,
     block_of,
-    get_value,
+    get_key,
     is_whole,
     located,
     merge_blocks,
     read_block,
-    set_value,
+    set_key,
 )
 from accel_trainer.config.deepspeed.keys import KNOWN_KEYS
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
@@ -150,7 +150,7 @@ def _put_key(below: Setting | None, path: str, above: Setting) -> Setting:
         single = Setting("deepspeed", content, above.source)
         return single if below is None else merge_settings(below, single)
     block = read_block(below.value if below is not None else {})
-    set_value(block.data, path, above.value)
+    set_key(block.data, path, above.value)
     value = FrozenDict({**block.launch, **block.data})
     if below is None:
         return Setting("deepspeed", value, above.source, FrozenDict({path: above.source}))
@@ -188,7 +188,7 @@ def _fixed_options(data: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     steps = data.get("gradient_accumulation_steps")
     if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1:
         yield "accumulation.num_steps", "gradient_accumulation_steps", steps
-    enabled = [kind for kind in ("bf16", "fp16") if get_value(data, f"{kind}.enabled") is True]
+    enabled = [kind for kind in ("bf16", "fp16") if get_key(data, f"{kind}.enabled") is True]
     if len(enabled) == 1:
         yield "mixed_precision", f"{enabled[0]}.enabled", MixedPrecision(enabled[0])
 

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from accel_trainer.config.deepspeed.block import get_value, leaf_paths, read_block
-from accel_trainer.config.schema import FrozenDict, FSDPConfig, RunConfig, StateDictType, field_specs
-from accel_trainer.config.schema import get_value as get_option
+from accel_trainer.config.deepspeed.block import get_key, leaves, read_block
+from accel_trainer.config.schema import FrozenDict, FSDPConfig, RunConfig, StateDictType, field_specs, get_value
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError
 
@@ -47,8 +46,8 @@ def to_fsdp(config: RunConfig) -> tuple[RunConfig, list[str]]:
     if config.strategy != "deepspeed":
         raise ConfigError(f"strategy={config.strategy} is not 'deepspeed'; there is nothing to convert to FSDP2")
     block = read_block(config.deepspeed)
-    stage = get_value(block.data, _STAGE, 0)
-    devices = {get_value(block.data, path, "none") for path in _DEVICES}
+    stage = get_key(block.data, _STAGE, 0)
+    devices = {get_key(block.data, path, "none") for path in _DEVICES}
     fsdp = FSDPConfig(reshard_after_forward=stage == 3, offload_params=bool(devices & {"cpu", "nvme"}))
     lost = list(_approximations(stage, block.data))
     lost.extend(f"{name} has no counterpart: {reason}" for name, reason in _without_counterpart(block.data))
@@ -64,17 +63,16 @@ def to_fsdp(config: RunConfig) -> tuple[RunConfig, list[str]]:
 def _approximations(stage: int, data: Mapping[str, Any]) -> Iterator[str]:
     if stage == 1:
         yield f"{_STAGE} is 1: FSDP2 shards the gradients too, as stage 2 does"
-    on_disk = [path for path in _DEVICES if get_value(data, path) == "nvme"]
+    on_disk = [path for path in _DEVICES if get_key(data, path) == "nvme"]
     for path in on_disk:
         yield f"{path} is 'nvme': fsdp.offload_params keeps it in CPU memory, there is no offload to disks"
-    if not on_disk and get_value(data, _DEVICES[0]) == "cpu" and get_value(data, _DEVICES[1], "none") == "none":
+    if not on_disk and get_key(data, _DEVICES[0]) == "cpu" and get_key(data, _DEVICES[1], "none") == "none":
         yield f"{_DEVICES[0]} is 'cpu': fsdp.offload_params keeps the parameters in CPU memory too"
 
 
 def _without_counterpart(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     seen = set()
-    for path in leaf_paths(data):
-        value = get_value(data, path)
+    for path, value in leaves(data):
         # What asks for nothing, or is left to the run, is not lost.
         if path in (*_TAKEN, *_UNNEEDED) or value in (None, False, 0, "auto", "none", {}):
             continue
@@ -127,7 +125,7 @@ def _lost_options(config: RunConfig, stage: int) -> Iterator[str]:
     if config.mixed_precision == "fp8":
         yield "mixed_precision=fp8 has no counterpart"
     for path, spec in field_specs().items():
-        value = get_option(config, path)
+        value = get_value(config, path)
         if path in taken or value == spec.default:
             continue
         section = path.partition(".")[0]

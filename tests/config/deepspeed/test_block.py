@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_trainer.config import SourceKind, packaged_names, read_file, resolve, to_file_dict, to_yaml
-from accel_trainer.config.deepspeed.block import FIELDS, block_of, get_value, merge_blocks, read_block, read_deepspeed
+from accel_trainer.config.deepspeed.block import FIELDS, block_of, get_key, merge_blocks, read_block, read_deepspeed
 from accel_trainer.config.deepspeed.keys import KNOWN_KEYS, join
 from accel_trainer.config.readers.yaml_reader import read_yaml
 from accel_trainer.errors import ConfigError
@@ -449,4 +449,4 @@ def test_every_key_arrives_from_each_kind_of_file(path, tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(content), encoding="utf-8")
     (tmp_path / "ds.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     for file in ("ds.json", "ds.yaml"):
-        assert get_value(read_deepspeed(tmp_path / file), path) == 1
+        assert get_key(read_deepspeed(tmp_path / file), path) == 1
