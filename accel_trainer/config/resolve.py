@@ -18,7 +18,7 @@ from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
 from accel_trainer.config.readers.config_source import ConfigSource, FileProblemsError, problem_report
 from accel_trainer.config.readers.document import Entry
 from accel_trainer.config.schema import RunConfig, field_specs, get_value
-from accel_trainer.config.validation import cross_problems, show, unused_notes
+from accel_trainer.config.validation import cross_problems, show_plain, unused_notes
 from accel_trainer.errors import ConfigError, did_you_mean
 
 __all__ = ["Resolved", "build_config", "flag_name", "resolve"]
@@ -71,7 +71,7 @@ class Resolved:
         """Return `mixed_precision=bf16 (from train.yaml:8)`, for messages."""
         source = self.source(path)
         origin = "default" if source.kind is SourceKind.DEFAULT else f"from {source.where}"
-        text = "the DeepSpeed configuration" if path == "deepspeed" else f"{path}={_plain_text(self.value(path))}"
+        text = "the DeepSpeed configuration" if path == "deepspeed" else f"{path}={show_plain(self.value(path))}"
         return f"{text} ({origin})"
 
     def block_places(self) -> dict[str, str]:
@@ -102,12 +102,6 @@ class Resolved:
     def explain(self) -> list[tuple[str, Any, Source]]:
         """Return (dotted path, value, source) of every option, in the order of the tree."""
         return [(path, get_value(self.config, path), self.sources[path]) for path in field_specs()]
-
-
-def _plain_text(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(value)}]"
-    return str(value) if isinstance(value, str) else show(value)
 
 
 def _check_path(path: str) -> None:

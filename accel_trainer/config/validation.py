@@ -16,7 +16,7 @@ from typing import Any
 from accel_trainer.config.schema import FieldSpec, FrozenDict, RunConfig, WrapPolicy, field_specs, get_value
 from accel_trainer.errors import did_you_mean
 
-__all__ = ["UNUSED_UNDER", "WrongValueError", "coerce", "cross_problems", "show", "unused_notes"]
+__all__ = ["UNUSED_UNDER", "WrongValueError", "coerce", "cross_problems", "show", "show_plain", "unused_notes"]
 
 _TRUE_WORDS = ("true", "1", "yes", "y", "t", "on")
 _FALSE_WORDS = ("false", "0", "no", "n", "f", "off")
@@ -41,6 +41,13 @@ def show(value: Any) -> str:
         return repr(str(value))
     text = repr(list(value) if isinstance(value, tuple) else value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def show_plain(value: Any) -> str:
+    """Return a value without quotes, as `path=value` and tables have it."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, value))}]"
+    return str(value) if isinstance(value, str) else show(value)
 
 
 def _at_least(bound: int) -> tuple[Callable[[Any], bool], str]:
@@ -265,8 +272,7 @@ def unused_notes(config: RunConfig, given: Collection[str], describe: Callable[[
         decisive["compile"] = "compile.backend"
     notes = []
     for section, path in decisive.items():
-        asked = [name for name in given if name.startswith(f"{section}.") and _is_changed(config, name)]
-        if asked:
+        if asked := _changed_options(config, given, section):
             notes.append(f"{', '.join(map(describe, asked))}: not used with {describe(path)}")
     unused = {"deepspeed": "strategy"} if "deepspeed" in decisive else {}
     if "fsdp" not in decisive:
@@ -281,5 +287,6 @@ def _options_of_other_policies(config: RunConfig) -> list[str]:
     return [path for path in others if get_value(config, path)]
 
 
-def _is_changed(config: RunConfig, path: str) -> bool:
-    return bool(get_value(config, path) != field_specs()[path].default)
+def _changed_options(config: RunConfig, given: Collection[str], section: str) -> list[str]:
+    options = (path for path in given if path.startswith(f"{section}."))
+    return [path for path in options if get_value(config, path) != field_specs()[path].default]

@@ -9,8 +9,9 @@ import argparse
 import ast
 import functools
 import inspect
+import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -140,24 +141,15 @@ def _documentation() -> dict[str, str]:
         tree = ast.parse(inspect.getsource(schema))
     except OSError:
         return {}
-    lines = {node.name: dict(_field_lines(node)) for node in tree.body if isinstance(node, ast.ClassDef)}
-    sections = {"": "RunConfig", **{name: type(default).__name__ for name, default in _sections().items()}}
-    return {
-        path: lines[sections[section]].get(name, "")
-        for path in field_specs()
-        for section, _, name in [path.rpartition(".")]
-    }
-
-
-def _sections() -> dict[str, Any]:
     config = schema.RunConfig()
-    return {name: getattr(config, name) for name in schema.section_names()}
-
-
-def _field_lines(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for item, following in zip(node.body, node.body[1:], strict=False):
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and isinstance(following, ast.Expr):
-            yield item.target.id, str(ast.literal_eval(following.value))
+    sections = {type(getattr(config, name)).__name__: f"{name}." for name in schema.section_names()} | {"RunConfig": ""}
+    return {
+        f"{sections[node.name]}{item.target.id}": str(ast.literal_eval(following.value))
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name in sections
+        for item, following in itertools.pairwise(node.body)
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and isinstance(following, ast.Expr)
+    }
 
 
 def options_parser(usage: str, description: str) -> argparse.ArgumentParser:

@@ -81,11 +81,8 @@ class HostJob:
     @property
     def is_here(self) -> bool:
         """Whether the job is on this machine alone."""
-        return len(self.hosts) == 1 and next(iter(self.hosts)) in ("localhost", "127.0.0.1", *_own_names())
-
-
-def _own_names() -> tuple[str, ...]:
-    return (socket.gethostname(), socket.getfqdn())
+        host, *others = self.hosts
+        return not others and host in ("localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn())
 
 
 def agent_options(resolved: Resolved) -> list[str]:

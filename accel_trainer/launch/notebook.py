@@ -42,7 +42,7 @@ _NUMBERS = {
     "launch.monitor_interval_seconds": "monitor_interval",
 }
 """Options that are checked as those of the launcher are, and the arguments that give them."""
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
 
 
 def notebook_launcher(
@@ -209,7 +209,7 @@ def _contained_agent() -> Iterator[list[logging.LogRecord]]:
     """Keep the records that the agent logs, and put back the signal handlers that it replaces in this process."""
     handlers = {}
     with contextlib.suppress(ValueError):  # only the main thread has handlers
-        handlers = {number: signal.getsignal(number) for name in _SIGNALS if (number := getattr(signal, name, None))}
+        handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     propagated = [logger.propagate for logger in AGENT_LOGGERS]
     kept = BufferingHandler(capacity=1000)
     try:
@@ -284,9 +284,8 @@ def _how(code: int) -> str:
 
 def _work(function: Callable[..., Any], args: Sequence[Any], folder: Path) -> None:
     """Call the function in a worker, leave the job, and write the traceback of an error to `folder`."""
-    for name in _SIGNALS:
-        if number := getattr(signal, name, None):
-            signal.signal(number, signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
+    for number in _SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     # The pool of this process's threads is a copy without its threads: to compute with more than one would hang.
     torch.set_num_threads(1)
     report = folder / f"{os.environ['RANK']}.txt"

@@ -7,12 +7,12 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from enum import StrEnum
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from accel_trainer.config import read_file
+from accel_trainer.config.validation import show_plain
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.flags import parse_options, print_help
 from accel_trainer.launch.job import default_config_path, resolve_options
@@ -63,13 +63,8 @@ def _masked(path: str, value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(str, value)) + "]"
-    if isinstance(value, str) and not isinstance(value, StrEnum) and not value:
-        return "''"
-    return str(dict(value)) if isinstance(value, Mapping) else str(value)
+    # Long lists and mappings of a DeepSpeed block are shown in full.
+    return str(value) if isinstance(value, list | dict) else show_plain(value) or "''"
 
 
 def run_env(words: Sequence[str]) -> int:

@@ -35,16 +35,11 @@ _DIRECT = {
         if path.startswith("launch.")
     },
 }
-_NO_TPU = "there is no TPU strategy; remove the TPU keys"
+_TPU_KEYS = (
+    "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env", "commands", "command_file",
+)  # fmt: skip
 _NOT_OFFERED = {
-    "tpu_name": _NO_TPU,
-    "tpu_zone": _NO_TPU,
-    "tpu_use_cluster": _NO_TPU,
-    "tpu_use_sudo": _NO_TPU,
-    "tpu_vm": _NO_TPU,
-    "tpu_env": _NO_TPU,
-    "commands": _NO_TPU,
-    "command_file": _NO_TPU,
+    **dict.fromkeys(_TPU_KEYS, "there is no TPU strategy; remove the TPU keys"),
     "downcast_bf16": "it exists on TPUs only; use mixed_precision: bf16",
     "megatron_lm_config": "there is no Megatron-LM strategy; use distributed_type: FSDP or DEEPSPEED",
     "fp8_config": "fp8 recipes are not read from files; remove the block",
@@ -100,7 +95,8 @@ class _Reader:
         self.layer = layer
         self.entries = {key.name: document.entry(key, node) for key, node in content.items()}
         self.lines = {key.name: key.line for key in content}
-        self.blocks = {key.name: node.value for key, node in content.items() if isinstance(node.value, dict)}
+        blocks = {key.name: node.value for key, node in content.items() if isinstance(node.value, dict)}
+        self.blocks: dict[str, dict[Key, Node]] = {name: blocks.get(name, {}) for name in _SECTIONS}
 
     def read(self) -> None:
         """Translate all of the file, unless it is for SageMaker."""
@@ -128,7 +124,7 @@ class _Reader:
             if not is_neutral(entry.value):
                 self.layer.refuse(entry, _NOT_OFFERED[name])
         elif name in _SECTIONS:
-            if name not in self.blocks and entry.value is not None:
+            if not isinstance(entry.value, dict | None):
                 self.layer.wrong(entry, "a block of keys, or null")
         elif name == "compute_environment":
             if entry.value not in (None, "LOCAL_MACHINE"):
@@ -146,10 +142,6 @@ class _Reader:
         if backend is not None:
             self.layer.put("compile.backend", backend)
 
-    def block(self, section: str) -> dict[Key, Node]:
-        """Return the content of a nested block; null is an empty one."""
-        return self.blocks.get(section, {})
-
     def unknown(self, key: Key, section: str, known: Iterable[str]) -> None:
         hint = did_you_mean(key.name, known)
         self.layer.problems.append(self.document.unknown_key_problem(key, hint, section))
@@ -159,7 +151,7 @@ class _Reader:
         self.layer.notes.append(f"{subject} is not used: distributed_type is {kind}")
 
     def dynamo(self) -> None:
-        for key, node in self.block("dynamo_config").items():
+        for key, node in self.blocks["dynamo_config"].items():
             bare = key.name.removeprefix("dynamo_")
             if bare in DYNAMO:
                 self.layer.put(DYNAMO[bare], self.document.entry(key, node, "dynamo_config"))
@@ -170,7 +162,7 @@ class _Reader:
         """Return the distributed type of the file, None if it has none or an unusable one."""
         entry = self.entries.get("distributed_type")
         if entry is None or entry.value is None:
-            return "FSDP" if self.block("fsdp_config") else "DEEPSPEED" if self.block("deepspeed_config") else None
+            return "FSDP" if self.blocks["fsdp_config"] else "DEEPSPEED" if self.blocks["deepspeed_config"] else None
         # An unquoted NO arrives as false; there is nothing else that false could mean here.
         kind = "NO" if entry.value is False else str(entry.value).upper()
         if kind in _DISTRIBUTED_TYPES:
@@ -185,7 +177,7 @@ class _Reader:
     def fsdp(self, kind: str | None) -> None:
         # A block that is not used is still checked, in a layer of its own.
         layer = self.layer if kind in ("FSDP", None) else Layer(self.layer.kind, lenient=True)
-        block = self.block("fsdp_config")
+        block = self.blocks["fsdp_config"]
         entries = entries_of(self.document, block, layer, "fsdp_config")
         if entries:
             translate_entries(entries, layer, source_name=self.document.name, default_version=1)
@@ -196,7 +188,7 @@ class _Reader:
     def deepspeed(self, kind: str | None) -> None:
         """Keep the block as written; `config.deepspeed.block` reads it."""
         section = "deepspeed_config"
-        block = dict(self.block(section))
+        block = dict(self.blocks[section])
         check_fields(self.document, section, block, self.layer)
         if not block or kind is None:
             return
@@ -233,7 +225,7 @@ class _Reader:
 
     def parallelism(self, kind: str | None) -> None:
         sizes: dict[str, Entry] = {}
-        for key, node in self.block("parallelism_config").items():
+        for key, node in self.blocks["parallelism_config"].items():
             bare = key.name.removeprefix("parallelism_config_")
             if bare in PARALLEL_SIZES:
                 sizes[bare] = self.document.entry(key, node, "parallelism_config")

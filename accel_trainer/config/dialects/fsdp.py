@@ -38,14 +38,7 @@ _STATE_DICTS = {
     "FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded", "FULL": "full", "SHARDED": "sharded",
     "1": "full", "3": "sharded",
 }  # fmt: skip
-_PREFETCHES = {
-    "BACKWARD_PRE": True,
-    "1": True,
-    "BACKWARD_POST": True,
-    "2": True,
-    "NO_PREFETCH": False,
-    "3": False,
-}
+_PREFETCHES = {"BACKWARD_PRE": True, "1": True, "BACKWARD_POST": True, "2": True, "NO_PREFETCH": False, "3": False}
 
 DIRECT = {
     "offload_params": "fsdp.offload_params",
@@ -72,12 +65,12 @@ WITHOUT_EFFECT = ("use_orig_params", "sync_module_states", "limit_all_gathers")
 _NOT_OFFERED = {
     "activation_checkpointing_offload": "activations are kept on the device or computed again; remove the key",
     "mixed_precision_policy": "set mixed_precision at the top level",
-    "state_dict_config": "checkpoints are always written from CPU memory; remove the key",
-    "optim_state_dict_config": "checkpoints are always written from CPU memory; remove the key",
+    **dict.fromkeys(
+        ("state_dict_config", "optim_state_dict_config"),
+        "checkpoints are always written from CPU memory; remove the key",
+    ),
     "param_init_fn": "a function cannot be named in a file; remove the key",
-    "xla": "there is no XLA strategy; remove the xla keys",
-    "xla_fsdp_v2": "there is no XLA strategy; remove the xla keys",
-    "xla_fsdp_settings": "there is no XLA strategy; remove the xla keys",
+    **dict.fromkeys(("xla", "xla_fsdp_v2", "xla_fsdp_settings"), "there is no XLA strategy; remove the xla keys"),
     "xla_fsdp_grad_ckpt": "there is no XLA strategy; use activation_checkpointing",
 }
 _KNOWN = ("version", *_SHARDING, *DIRECT, *NAMED, *WITHOUT_EFFECT, *_NOT_OFFERED)
@@ -156,7 +149,9 @@ def translate_entries(entries: Iterable[Entry], layer: Layer, *, source_name: st
         elif key in DIRECT and not (key == "min_num_params" and _is_unbounded(by_key)):
             layer.put(DIRECT[key], entry)
     version = _version(by_key.get("version"), layer, default_version)
-    _put_sharding(by_key.get("sharding_strategy"), by_key.get("reshard_after_forward"), layer, version)
+    for key in _SHARDING:
+        if key in by_key:
+            _put_sharding(key, by_key[key], layer)
     _put_note(by_key, layer, source_name, version)
 
 
@@ -216,21 +211,12 @@ def _strategy_name(value: Any) -> str | None:
     return word if word in SHARDING_STRATEGIES else None
 
 
-def _put_sharding(strategy: Entry | None, reshard: Entry | None, layer: Layer, version: int) -> None:
-    """Map the two ways to say how parameters are sharded; a strategy's name under either key is honoured."""
-    if strategy is not None:
-        _put_strategy(strategy, layer)
-    if reshard is None:
-        return
-    if not isinstance(reshard.value, bool) and _strategy_name(reshard.value) is not None:
-        _put_strategy(reshard, layer)
-    else:
-        layer.put("fsdp.reshard_after_forward", reshard)
-
-
-def _put_strategy(entry: Entry, layer: Layer) -> None:
+def _put_sharding(key: str, entry: Entry, layer: Layer) -> None:
+    """Map one of the two keys for sharded parameters; a strategy's name is honoured under either."""
     name = _strategy_name(entry.value)
-    if name is None:
+    if key == "reshard_after_forward" and (isinstance(entry.value, bool) or name is None):
+        layer.put("fsdp.reshard_after_forward", entry)
+    elif name is None:
         hint = did_you_mean(str(entry.value).upper(), SHARDING_STRATEGIES)
         layer.wrong(entry, f"one of {', '.join(SHARDING_STRATEGIES)}, or 1 to 5", hint)
     elif name == "NO_SHARD":
