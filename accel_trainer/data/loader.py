@@ -105,10 +105,12 @@ class PreparedDataLoader(DataLoader[Any]):
     @property
     def remaining(self) -> int | None:
         """Steps left of the current pass, the one yielded last included; None where the length is not known."""
-        current = self._passes[-1] if self._passes else None
-        if current is not None and current.is_complete:
+        if not self._passes:
+            return None
+        current = self._passes[-1]
+        if current.rows is not None and current.rows.is_last:  # is_complete, without its call: every micro-batch asks
             return 1
-        return None if current is None or current.total is None else current.total - current.num_yielded + 1
+        return None if current.total is None else current.total - current.num_yielded + 1
 
     @property
     def epoch(self) -> int:
