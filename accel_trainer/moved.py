@@ -124,7 +124,7 @@ MOVED_MODULES = {
     "trainer.gathering": "trainer.predictions",
     "trainer.layout": "trainer.model_preparation",
     "trainer.loss_scale": "trainer.loss_normalization",
-    "trainer.publishing": "trainer.checkpoint.publishing",
+    "trainer.publishing": "trainer.checkpoint.methods",
     "trainer.reading": "trainer.window",
     "trainer.resuming": "trainer.checkpoint.resuming",
     "units": "accelerator.prepared",

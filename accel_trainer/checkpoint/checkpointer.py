@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,26 +15,24 @@ from accel_trainer.checkpoint.commit.background import BackgroundSaver
 from accel_trainer.checkpoint.commit.disk import explain_full_disk
 from accel_trainer.checkpoint.commit.lock import LOCK_NAME, DirectoryLock
 from accel_trainer.checkpoint.commit.publication import Publication
-from accel_trainer.checkpoint.commit.rename import sweep
+from accel_trainer.checkpoint.commit.rename import recover_target, sweep
 from accel_trainer.checkpoint.commit.retention import next_number, retire
 from accel_trainer.checkpoint.commit.retry import SavePolicy, save_persistently
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
-from accel_trainer.checkpoint.reader import StoredCheckpoint, Verify
-from accel_trainer.checkpoint.selection import (
-    CheckpointKind,
-    FilesToRead,
-    Selection,
-    open_named,
-    select_named,
-    select_newest,
-)
-from accel_trainer.errors import AccelTrainerError
+from accel_trainer.checkpoint.format.manifest import Manifest
+from accel_trainer.checkpoint.reader import StoredCheckpoint, Verify, open_checkpoint
+from accel_trainer.checkpoint.selection import CheckpointKind, Selection, choose_newest, has_manifest, pass_over
+from accel_trainer.errors import AccelTrainerError, CorruptCheckpointError
+from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.shared_errors import gather_or_raise
+from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 
 __all__ = ["CheckpointMetrics", "Checkpointer", "SaveJob"]
 
 logger = logging.get_logger(__name__)
+
+FilesToRead = Callable[[Manifest], Iterable[str]]
+"""Names of the files that this rank will read."""
 
 
 class CheckpointMetrics:
@@ -46,7 +44,7 @@ class CheckpointMetrics:
         """In which the run waited for saves and for its resume, in all."""
 
     def record(self, name: str, value: float) -> None:
-        """Set a figure."""
+        """Set a metric."""
         self.values[name] = value
 
     def record_stall(self, seconds: float) -> None:
@@ -55,23 +53,20 @@ class CheckpointMetrics:
         self.standstill_seconds += seconds
 
     def begin_resume(self) -> None:
-        """Drop the figures of an earlier resume."""
+        """Set the times of an earlier resume back."""
         self.values = {name: value for name, value in self.values.items() if not name.startswith("resume/")}
-
-    def add_resume(self, phase: str, seconds: float) -> None:
-        """Add to the time of a phase of the resume: select, verify, load or data."""
-        name = f"resume/{phase}_s"
-        self.record(name, self.values.get(name, 0.0) + seconds)
-        self.standstill_seconds += seconds
+        self.values |= {"resume/select_s": 0.0, "resume/verify_s": 0.0}
 
     @contextmanager
     def resuming(self, phase: str) -> Iterator[None]:
-        """Add the time of a block to a phase of the resume."""
+        """Add the time of a block to a phase of the resume: select, verify, load or data."""
         begin = time.perf_counter()
         try:
             yield
         finally:
-            self.add_resume(phase, time.perf_counter() - begin)
+            seconds = time.perf_counter() - begin
+            self.record(f"resume/{phase}_s", self.values.get(f"resume/{phase}_s", 0.0) + seconds)
+            self.standstill_seconds += seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,24 +211,81 @@ class Checkpointer:
     # --- resuming --------------------------------------------------------------------------------------------------
 
     def open_named(self, path: Path, verify: Verify = "full") -> StoredCheckpoint | None:
-        """Open a checkpoint; None for one of another library. Collective; see `selection.open_named`."""
-        return open_named(path, self.process, verify, self.kind)
+        """Open a checkpoint that the user has named; None for one of another library. Collective.
+
+        Raises:
+            CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError: see StoredCheckpoint.
+            ProcessGroupError: another rank cannot read it.
+        """
+        # The other ranks look for it only once it is back.
+        with raise_together(self.process, f"load of {path}"):
+            if self.process.is_local_main:
+                recover_target(path)
+        return self._open(path, verify)
+
+    def _open(self, path: Path, verify: Verify) -> StoredCheckpoint | None:
+        seen = gather_or_raise(self.process, f"load of {path}", None, (has_manifest(path), self.kind.is_foreign(path)))
+        is_ours = any(has_one for has_one, _ in seen)
+        return None if seen[0][1] and not is_ours else open_checkpoint(path, self.process, verify)
 
     def select_named(self, path: Path, verify: Verify, files: FilesToRead) -> Selection:
-        """Open and verify the checkpoint that the user has named. Collective; see `selection.select_named`."""
-        return self._record(select_named(path, self.process, verify, files, self.kind))
+        """Open and verify the checkpoint that the user has named, whatever is beside it. Collective.
+
+        Raises:
+            CorruptCheckpointError and others: see `open_named`.
+        """
+        self.metrics.begin_resume()
+        with self.metrics.resuming("select"):
+            selection = Selection(path, self.open_named(path, verify), is_named=True)
+        flaw = self._verify(selection, files)
+        if flaw is not None:
+            raise CorruptCheckpointError(flaw)
+        return selection
 
     def select_newest(
         self, directory: Path, verify: Verify, files: FilesToRead, missing: AccelTrainerError
     ) -> Selection:
-        """Open and verify the newest good checkpoint of a run. Collective; see `selection.select_newest`."""
-        return self._record(select_newest(directory, self.process, verify, files, self.kind, missing))
+        """Open and verify the newest good one of a run's checkpoints. Collective: rank 0 decides for all.
 
-    def _record(self, selection: Selection) -> Selection:
+        An incomplete or corrupt one is renamed to `_bad-...`, with a warning that says why, and the next older one is
+        taken. One that rank 0 can read and another rank cannot is an error.
+
+        Args:
+            missing: raised where there has never been one.
+
+        Raises:
+            CorruptCheckpointError: there are some, and none of them is good.
+            IncompatibleCheckpointError: the newest was written by a newer version.
+            ProcessGroupError: another rank failed.
+        """
         self.metrics.begin_resume()
-        for phase, seconds in selection.seconds.items():
-            self.metrics.add_resume(phase, seconds)
-        return selection
+        passed_over: list[str] = []
+        while True:
+            fault_point("load.select")
+            with self.metrics.resuming("select"):
+                choice, error = None, None
+                if self.process.is_main:
+                    try:
+                        choice = choose_newest(directory, verify, self.kind, passed_over, missing)
+                    except (AccelTrainerError, OSError) as raised:
+                        error = raised
+                section = f"selection of a checkpoint in {directory}"
+                path, passed_over = gather_or_raise(self.process, section, error, (choice, passed_over))[0]
+                selection = Selection(path, self._open(path, verify), passed_over)
+            flaw = self._verify(selection, files)
+            if flaw is None:
+                return selection
+            if self.process.is_main:
+                pass_over(path, flaw, passed_over)
+
+    def _verify(self, selection: Selection, files: FilesToRead) -> str | None:
+        """Verify the files that the ranks will read; return what is corrupt. Collective."""
+        stored = selection.stored
+        if stored is None:
+            return None
+        fault_point("load.verify", stored.manifest.step)
+        with self.metrics.resuming("verify"):
+            return stored.find_flaw_together(files(stored.manifest))
 
     # --- the end ---------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import set_rng_state
 from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 
-__all__ = ["is_accelerate_or_dcp_state", "load_accelerate_or_dcp_state"]
+__all__ = ["is_accelerate_or_dcp_state", "load_accelerate_or_dcp_state", "name_parameters"]
 
 logger = logging.get_logger(__name__)
 
@@ -137,31 +137,32 @@ def _optimizer(directory: Path, index: int, own: Mapping[str, Any]) -> Mapping[s
     shards = next((d for d in (directory / f"optimizer_{index}", directory) if (d / METADATA_NAME).is_file()), None)
     if shards is None:
         path = _required(directory, f"optimizer{_suffix(index)}.bin")
-        return _by_name(_load(path, is_mapped=True), own, directory)
+        return name_parameters(_load(path, is_mapped=True), own, directory)
     stored = DcpDirectory(shards)
     outer = {path[0] for path in stored.paths.values()}
     key = next((key for key in ("optimizer", "optim") if key in outer), None)
     if key is None:
         raise CheckpointNotFoundError(f"{shards.absolute()} holds no optimizer's state; load its weights alone")
-    return _by_name(stored.nested(key), own, directory)
+    return name_parameters(stored.nested(key), own, directory)
 
 
-def _by_name(stored: Mapping[str, Any], own: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
-    """Give a plain optimizer state, which numbers its parameters, the names that this optimizer has in their places."""
-    groups = list(stored["param_groups"])
+def name_parameters(stored: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """Give an optimizer's state that numbers its parameters the names of those in the same places of `own`.
+
+    Raises:
+        IncompatibleCheckpointError: it was saved for other parameter groups.
+    """
+    groups, own_groups = list(stored["param_groups"]), own["param_groups"]
     keys = [key for group in groups for key in group["params"]]
     if not all(isinstance(key, int) for key in keys):
         return {"state": dict(stored.get("state", {})), "param_groups": groups}
-    sizes, own_sizes = (
-        [len(group["params"]) for group in groups],
-        [len(group["params"]) for group in own["param_groups"]],
-    )
+    sizes, own_sizes = ([len(group["params"]) for group in each] for each in (groups, own_groups))
     if sizes != own_sizes:
         raise IncompatibleCheckpointError(
-            f"the optimizer's state in {directory.absolute()} has groups of {sizes} parameters, and this optimizer of "
-            f"{own_sizes}; build the optimizer that was saved"
+            f"the optimizer's state in {path.absolute()} was saved for parameter groups of {sizes} parameters, and "
+            f"this optimizer has groups of {own_sizes}; build the model and the optimizer that were saved"
         )
-    names = dict(zip(keys, (name for group in own["param_groups"] for name in group["params"]), strict=True))
+    names = dict(zip(keys, (name for group in own_groups for name in group["params"]), strict=True))
     return {
         "state": {names[int(key)]: entry for key, entry in stored.get("state", {}).items()},
         "param_groups": [{**group, "params": [names[key] for key in group["params"]]} for group in groups],

@@ -67,7 +67,7 @@ class Resumption:
 
     @property
     def progress(self) -> Mapping[str, Any]:
-        """The run's progress when the checkpoint was written, as `publishing` puts it into the manifest."""
+        """The run's progress when the checkpoint was written, as its save put it into the manifest."""
         progress: Mapping[str, Any] = {} if self.manifest is None else self.manifest.metadata.get("trainer", {})
         return progress
 

@@ -29,6 +29,7 @@ from transformers.utils import logging
 
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
+from accel_trainer.checkpoint.interop.accelerate_state import name_parameters
 from accel_trainer.checkpoint.interop.export import find_weights
 from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.checkpoint.weights.gather_to_file import gather_to_file
@@ -269,28 +270,7 @@ def _read_optimizer(directory: Path, own: Mapping[str, Any]) -> Mapping[str, Any
     path = directory / FULL_OPTIMIZER_NAME
     if not path.is_file():
         path = directory / PLAIN_OPTIMIZER_NAME
-    stored: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return _name_parameters(stored, own, path)
-
-
-def _name_parameters(stored: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """Give a plain optimizer state, which numbers its parameters, the names that this optimizer has in their places."""
-    numbered = any(isinstance(key, int) for group in stored["param_groups"] for key in group["params"])
-    if not numbered:
-        return stored
-    sizes = [len(group["params"]) for group in stored["param_groups"]]
-    own_sizes = [len(group["params"]) for group in own["param_groups"]]
-    if sizes != own_sizes:
-        raise IncompatibleCheckpointError(
-            f"{path} was saved for parameter groups of {sizes} parameters; this optimizer has groups of {own_sizes}: "
-            "resume with the model and the optimizer options that wrote it"
-        )
-    names: dict[int, str] = {}
-    groups = []
-    for group, own_group in zip(stored["param_groups"], own["param_groups"], strict=True):
-        names.update(zip(group["params"], own_group["params"], strict=True))
-        groups.append({**group, "params": list(own_group["params"])})
-    return {"state": {names[index]: entry for index, entry in stored["state"].items()}, "param_groups": groups}
+    return name_parameters(torch.load(path, map_location="cpu", weights_only=True), own, path)
 
 
 def load_scheduler(trainer: CheckpointingTrainer, directory: Path) -> None:

@@ -16,13 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from accel_trainer.checkpoint.checkpointer import Checkpointer
 from accel_trainer.checkpoint.commit import lock
 from accel_trainer.checkpoint.commit import rename as replacing
 from accel_trainer.checkpoint.commit.lock import HEARTBEAT_SECONDS, STALE_SECONDS, DirectoryLock
 from accel_trainer.checkpoint.format import checksums as hashing
 from accel_trainer.checkpoint.format.manifest import MARKER_NAME, Manifest
 from accel_trainer.checkpoint.reader import open_checkpoint
-from accel_trainer.checkpoint.selection import CheckpointKind, select_named
+from accel_trainer.checkpoint.selection import CheckpointKind
 from accel_trainer.errors import CheckpointLockedError, ConfigError, ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext
 from tests.checkpoint.crash_job import SavedRun, acknowledged, save_repeatedly
@@ -148,7 +149,7 @@ def test_r1_where_names_cannot_be_swapped_the_old_one_is_brought_back(
     # Killed between the two renames: the old one has a hidden name, and the new one is still a temporary directory.
     target.rename(target.with_name(".old-s-01234567"))
     (target.parent / ".tmp-s-01234567").mkdir()
-    selected = select_named(target, ALONE, "full", lambda manifest: manifest.files, CheckpointKind())
+    selected = Checkpointer(ALONE, CheckpointKind()).select_named(target, "full", lambda manifest: manifest.files)
     assert selected.stored.json("x.json") == "new"
     assert "was moved aside by a save that never ended; it is back" in caplog.text
     target.rename(target.with_name(".old-s-01234567"))

@@ -20,13 +20,14 @@ import torch
 from torch import nn
 
 from accel_trainer import Accelerator, ProjectConfiguration
-from accel_trainer.checkpoint import selection
+from accel_trainer.checkpoint import checkpointer
+from accel_trainer.checkpoint.checkpointer import Checkpointer
 from accel_trainer.checkpoint.commit import lock, retention
 from accel_trainer.checkpoint.commit.lock import LOCK_NAME, DirectoryLock
 from accel_trainer.checkpoint.commit.publication import Publication
 from accel_trainer.checkpoint.commit.rename import recover_target, sweep
 from accel_trainer.checkpoint.format.manifest import MARKER_NAME
-from accel_trainer.checkpoint.selection import CheckpointKind, select_named
+from accel_trainer.checkpoint.selection import CheckpointKind
 from accel_trainer.errors import CheckpointLockedError, ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
 from tests.publishing import publish_directory
@@ -41,7 +42,7 @@ def publish(target: Path, word: str) -> None:
 
 
 def read_named(path: Path, process: ProcessContext) -> str:
-    selected = select_named(path, process, "full", lambda manifest: manifest.files, CheckpointKind())
+    selected = Checkpointer(process, CheckpointKind()).select_named(path, "full", lambda manifest: manifest.files)
     assert selected.stored is not None
     word: str = selected.stored.json("x.json")
     return word
@@ -49,7 +50,7 @@ def read_named(path: Path, process: ProcessContext) -> str:
 
 def load_while_rank_0_brings_it_back(path: Path, fails: bool) -> str:
     process = init_process(read_environment(), use_cpu=True)
-    recover = selection.recover_target
+    recover = checkpointer.recover_target
 
     def slowly(target: Path) -> None:
         time.sleep(0.5)
@@ -57,7 +58,7 @@ def load_while_rank_0_brings_it_back(path: Path, fails: bool) -> str:
             raise PermissionError(errno.EACCES, "not yours", str(target))
         recover(target)
 
-    selection.recover_target = slowly
+    checkpointer.recover_target = slowly
     try:
         return read_named(path, process)
     except (OSError, ProcessGroupError) as error:
