@@ -115,6 +115,7 @@ MOVED_MODULES = {
     "strategies.whole_weights": "strategies.fsdp2.full_state_dict",
     "strategies.wrapping": "strategies.fsdp2.wrapping",
     "token_mean": "accelerator.token_mean",
+    "trainer.batch_size_search": "runtime.memory",
     "trainer.best": "trainer.checkpoint.best_model",
     "trainer.checkpoint_methods": "trainer.checkpoint.methods",
     "trainer.checkpointing": "trainer.checkpoint.upstream_files",

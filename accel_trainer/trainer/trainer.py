@@ -21,14 +21,9 @@ from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.data.loader import skip_first_batches
 from accel_trainer.errors import ConfigError, MissingExtraError
 from accel_trainer.runtime.fault_injection import fault_point
-from accel_trainer.runtime.memory import clear_device_cache
+from accel_trainer.runtime.memory import clear_device_cache, find_executable_batch_size, is_out_of_memory
 from accel_trainer.trainer.accelerator_setup import build_accelerator
 from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
-from accel_trainer.trainer.batch_size_search import (
-    EvaluationOutOfMemoryError,
-    find_executable_batch_size,
-    is_out_of_memory,
-)
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.best_model import keeping_best
 from accel_trainer.trainer.checkpoint.methods import CheckpointMethods
@@ -130,32 +125,10 @@ class AccelTrainerMixin(CheckpointMethods, _Upstream):
             "create_accelerator_and_postprocess() and set self.accelerator to an accel_trainer.Accelerator"
         )
 
-    def get_train_dataloader(self) -> DataLoader:
-        """Return the training loader; see upstream.
-
-        Raises:
-            ConfigError: the training set is empty.
-        """
-        check_dataset(self.train_dataset, "train_dataset")
-        return super().get_train_dataloader()
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Return an evaluation loader; see upstream.
-
-        Raises:
-            ConfigError: the evaluation set is empty.
-        """
-        check_dataset(None if isinstance(eval_dataset, str) else eval_dataset, "eval_dataset")
-        return super().get_eval_dataloader(eval_dataset)
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """Return a loader to predict from; see upstream.
-
-        Raises:
-            ConfigError: the set is empty.
-        """
-        check_dataset(test_dataset, "test_dataset")
-        return super().get_test_dataloader(test_dataset)
+    def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader:
+        name = {"Training": "train_dataset", "Evaluation": "eval_dataset"}.get(description, "test_dataset")
+        check_dataset(dataset, name)
+        return super()._get_dataloader(dataset, description, *args, **kwargs)
 
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
         collator = super()._get_collator_with_removed_columns(data_collator, description)
@@ -207,7 +180,12 @@ class AccelTrainerMixin(CheckpointMethods, _Upstream):
         start = self._train_batch_size
         if resume_from_checkpoint is not None:
             start = upstream_files.read_train_batch_size(resume_from_checkpoint) or start
-        return find_executable_batch_size(run, start)
+
+        def auto_find_batch_size(batch_size: int) -> TrainOutput:
+            return run(batch_size)
+
+        output: TrainOutput = find_executable_batch_size(auto_find_batch_size, start)()
+        return output
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
         """Begin an attempt of the batch-size search: nothing of the one before may hold memory or gradients."""
@@ -386,8 +364,8 @@ class AccelTrainerMixin(CheckpointMethods, _Upstream):
             return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
         except RuntimeError as error:
             if searches and is_out_of_memory(error):
-                # Without "out of memory" in its class: the search must not answer with a smaller training batch.
-                raise EvaluationOutOfMemoryError(
+                # Without "out of memory": the search must not answer with a smaller training batch.
+                raise RuntimeError(
                     "Evaluation hit an out-of-memory error. `auto_find_batch_size` only adjusts the training batch "
                     "size, reduce `per_device_eval_batch_size` instead."
                 ) from error
