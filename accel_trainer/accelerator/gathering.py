@@ -33,11 +33,11 @@ class AcceleratorGathering(AcceleratorSettings):
             ProcessGroupError: with `debug`, or where ranks hold unequally many samples of a step, the ranks' shapes do
                 not fit together and neither is given.
         """
-        loader, rows = self.gradient_state.active_dataloader, self.gradient_state.rows
-        is_uneven = rows is not None and len(rows.rows) == self.process.world_size
-        is_uneven = is_uneven and (not rows.is_even or loader.yields_items)
+        loader = self.gradient_state.active_dataloader
+        rows = self.gradient_state.rows_over(self.process.world_size)
+        is_uneven = rows is not None and (not rows.is_even or loader.yields_items)
         if is_uneven and pad_index is None and not as_samples:
-            # What a rank computed from its batch has as many rows as that batch.
+            # A value that a rank computed from its batch has as many rows as that batch.
             return gather_unknown_rows(tensor, self.process)
         return collectives.gather(
             tensor, self.process, debug=self.config.debug, pad_index=pad_index, as_samples=as_samples
@@ -55,7 +55,7 @@ class AcceleratorGathering(AcceleratorSettings):
         pad_index: float | None = None,
         as_samples: bool = False,
     ) -> Any:
-        """Collect what all ranks computed for their current batch, every sample exactly once. Collective.
+        """Gather values that the ranks computed from their current batch, every sample exactly once. Collective.
 
         Which rows are padding is known to the prepared loader that is being iterated; outside of a loop everything is
         kept. Tensors of unequal shapes, logits of sequences of different lengths for instance, have to be declared by

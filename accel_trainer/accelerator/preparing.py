@@ -67,10 +67,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         Raises:
             ConfigError: an object cannot be prepared as configured; nothing has been changed then.
         """
-        flags = list(device_placement) if device_placement is not None else [self.device_placement] * len(objects)
-        if len(flags) != len(objects):
-            raise ConfigError(f"device_placement has {len(flags)} flags for {len(objects)} objects; give one for each")
-        placements = {id(item): flag for item, flag in zip(objects, flags, strict=True)}
+        placements = self._placements(objects, device_placement)
         placeholders = self._build_placeholders(objects)
         given = [*_of_kind(objects, Optimizer), *_of_kind(objects, DummyOptim)]
         optimizers = {id(item): self._unwrap(placeholders.get(id(item), item)) for item in given}
@@ -90,6 +87,13 @@ class AcceleratorPreparing(AcceleratorSettings):
         results |= {id(item): self.prepare_scheduler(item) for item in _of_kind(objects, LRScheduler)}
         prepared = tuple(results.get(id(item), item) for item in objects)
         return prepared[0] if len(prepared) == 1 else prepared
+
+    def _placements(self, objects: Sequence[Any], device_placement: Sequence[bool] | None) -> dict[int, bool]:
+        """Return the flag of each object by its id."""
+        flags = list(device_placement) if device_placement is not None else [self.device_placement] * len(objects)
+        if len(flags) != len(objects):
+            raise ConfigError(f"device_placement has {len(flags)} flags for {len(objects)} objects; give one for each")
+        return {id(item): flag for item, flag in zip(objects, flags, strict=True)}
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

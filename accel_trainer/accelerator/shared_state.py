@@ -1,4 +1,4 @@
-"""Where this process stands, under the names that scripts compare with: PartialState and its relatives."""
+"""PartialState, AcceleratorState and GradientState: rank, settings and step under the names that scripts read."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class DistributedType(str, Enum):  # noqa: UP042  # str() must give 'Distributed
 
 
 class ProcessView:
-    """What PartialState and Accelerator both tell of this process; whoever has a `process` has these."""
+    """Rank, device and the calls that need no more, for classes with a `process`."""
 
     process: ProcessContext
 
@@ -118,16 +118,16 @@ class ProcessView:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Yield this rank's part of a list, tuple, range, tensor, array, `datasets.Dataset` or a dict of those.
+        """Yield this rank's shard of a list, tuple, range, tensor, array, `datasets.Dataset` or a dict of those.
 
-        Parts are contiguous, of the same kind as `inputs`, and together every sample once: with fewer samples than
+        Shards are contiguous, of the same kind as `inputs`, and hold every sample once: with fewer samples than
         ranks, the last ranks get empty ones. Ranks do not communicate; `inputs` is not changed.
 
         Args:
-            apply_padding: repeat the last sample until all parts are equally long, so that results can be gathered.
+            apply_padding: repeat the last sample until all shards are equally long, so that results can be gathered.
 
         Raises:
-            ConfigError: `inputs` cannot be cut, or the values of a dict differ in length.
+            ConfigError: `inputs` cannot be split, or the values of a dict differ in length.
         """
         yield split_evenly(inputs, self.num_processes, self.process_index, apply_padding=apply_padding)
 
@@ -253,8 +253,8 @@ class PartialState(ProcessView):
 _made_last: weakref.WeakValueDictionary[type, Any] = weakref.WeakValueDictionary()
 
 
-def _look_at_last(state: Any) -> None:
-    """Make `state` a view of its kind's state in the Accelerator made last: what changes there changes here.
+def _share_last(state: Any) -> None:
+    """Make `state` a view of its class's state in the Accelerator made last: a change there is one here.
 
     Raises:
         ConfigError: there is no Accelerator.
@@ -274,7 +274,7 @@ def is_initialized() -> bool:
 
 
 class AcceleratorState(PartialState):
-    """A PartialState with what an Accelerator was configured to do. One per Accelerator; nothing is shared.
+    """A PartialState with the settings of an Accelerator. One per Accelerator; nothing is shared.
 
     `AcceleratorState()`, without arguments, shows the one of the Accelerator made last in this process.
     """
@@ -291,7 +291,7 @@ class AcceleratorState(PartialState):
         parallelism_config: Any = None,
     ) -> None:
         if process is None:
-            _look_at_last(self)
+            _share_last(self)
             return
         super().__init__(process=process, distributed_type=distributed_type)
         _made_last[type(self)] = self
@@ -324,7 +324,7 @@ class AcceleratorState(PartialState):
         return self._plugins().require(name)
 
     def select_deepspeed_plugin(self, name: str) -> None:
-        """Lay out what is prepared from now on, and build models, as another of the plugins says.
+        """Build and prepare models with another of the plugins from now on.
 
         Raises:
             ConfigError: there is none of that name.
@@ -340,18 +340,18 @@ class AcceleratorState(PartialState):
 
 
 class GradientState:
-    """What an Accelerator knows of the step it is in: whether gradients are exchanged, and where its loaders stand.
+    """The step that an Accelerator is in: whether gradients are exchanged, and the position of its loaders.
 
     `GradientState()`, without arguments, shows the one of the Accelerator made last in this process.
     """
 
     def __init__(self, plugin_kwargs: dict[str, Any] | None = None, num_steps: int = 1) -> None:
         if plugin_kwargs is None:
-            _look_at_last(self)
+            _share_last(self)
             return
         _made_last[type(self)] = self
         self.plugin_kwargs = plugin_kwargs
-        """What the user set of the accumulation plugin, by its field names."""
+        """Options that the user set of the accumulation plugin, by its field names."""
         self.num_steps = num_steps
         """Micro-batches of a full accumulation window."""
         self.sync_gradients = True
@@ -370,8 +370,18 @@ class GradientState:
 
     @property
     def rows(self) -> Any:
-        """What the active loader's current step holds on every rank; None outside of loops."""
+        """Rows of every rank in the active loader's current step; None outside of loops."""
         return self.loaders[-1].rows if self.loaders else None
+
+    def rows_over(self, num_ranks: int) -> Any:
+        """Return the rows of the current step where the active loader is sharded over `num_ranks`, else None."""
+        rows = self.loaders[-1].rows if self.loaders else None
+        return rows if rows is not None and len(rows.rows) == num_ranks else None
+
+    def loss_weight(self, process: ProcessContext) -> float:
+        """Return the factor of this rank's mean loss that makes the mean over ranks the mean over all samples."""
+        rows = self.loaders[-1].rows if self.loaders else None
+        return 1.0 if rows is None or len(rows.rows) != process.world_size else rows.weight(process.rank)
 
     @property
     def end_of_dataloader(self) -> bool:

@@ -1,4 +1,4 @@
-"""The part of the Accelerator that a training step calls: accumulation, backward, clipping."""
+"""Methods of the Accelerator that a training step calls: accumulation, backward, clipping."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _Accumulate:
 
 
 class AcceleratorStepping(AcceleratorSettings):
-    """Steps, for the Accelerator to inherit; drives the units that the Accelerator prepared."""
+    """Accumulation windows, losses and gradients of the prepared units."""
 
     _last_grad_norm: Tensor
 
@@ -76,7 +76,7 @@ class AcceleratorStepping(AcceleratorSettings):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per update. What is set holds for the next windows; every rank sets the same.
+        """Micro-batches per update. A number that is set holds for the next windows; every rank sets the same.
 
         Raises:
             ConfigError: when set: it is no number from 1 on, a window is half full, or the engine has its own.
@@ -92,8 +92,8 @@ class AcceleratorStepping(AcceleratorSettings):
             raise ConfigError(f"{setting}: expected an integer, 1 or more")
         if not self.strategy.capabilities.settable_accumulation:
             raise ConfigError(
-                f"{setting}: strategy {self.strategy.name!r} has its number of micro-batches since the model was laid "
-                "out; pass it to the Accelerator"
+                f"{setting}: strategy {self.strategy.name!r} has its number of micro-batches since the model was "
+                "prepared; pass it to the Accelerator"
             )
         half_full = [prepared for prepared in self._prepared.units if prepared.window.is_open]
         if half_full:
@@ -142,11 +142,11 @@ class AcceleratorStepping(AcceleratorSettings):
     def join_uneven_inputs(self, joinables: Iterable[Any] = (), even_batches: bool | None = None) -> Iterator[None]:
         """Context for loops in which ranks have unequal numbers of samples. Ranks do not communicate here.
 
-        Loaders need none: all ranks take every step, and a rank without samples takes part with weight zero. What is
-        left to say is whether the last step is filled up instead.
+        Loaders need none: all ranks take every step, and a rank without samples takes part with weight zero. The one
+        choice left is whether the last step is filled up instead.
 
         Args:
-            joinables: the models, as other libraries want to know them; none has to be told.
+            joinables: the models, which other libraries need; not used here.
             even_batches: holds for prepared loaders whose passes begin in the block; None leaves them as they are.
         """
         samplers = [
@@ -186,13 +186,13 @@ class AcceleratorStepping(AcceleratorSettings):
         the end. Every trained parameter takes part in the backward. Collective with several processes.
 
         Raises:
-            ConfigError: DDP was told to look for the parameters that a forward uses.
+            ConfigError: DDP runs with `find_unused_parameters`, and decides in the forward.
         """
         with self._prepared.get(model).unit.sync_in_backward():
             yield
 
     def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None:
-        """Say whether the next backward of `model` exchanges gradients and its optimizer may step.
+        """Set whether the next backward of `model` exchanges gradients and its optimizer may step.
 
         For windows made by hand; `accumulate()` does it by itself.
         """
@@ -202,7 +202,7 @@ class AcceleratorStepping(AcceleratorSettings):
         self.gradient_state.sync_gradients = enabled
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Accumulate the gradients of `loss`; in `accumulate()` those of a window are the mean over what it holds.
+        """Accumulate the gradients of `loss`; in `accumulate()` those of a window are the mean over its micro-batches.
 
         Outside of it, in windows made by hand, each loss is divided by `gradient_accumulation_steps`.
 
@@ -210,7 +210,7 @@ class AcceleratorStepping(AcceleratorSettings):
         rank without any takes part with weight zero. Collective on the last micro-batch of a window.
 
         Raises:
-            Exception: what went wrong in a background save, on all ranks.
+            Exception: a background save has failed; on all ranks.
         """
         if self._checkpointer.background is not None:
             self._checkpointer.background.poll()
@@ -219,9 +219,8 @@ class AcceleratorStepping(AcceleratorSettings):
             raise ConfigError("backward() was called before a model was prepared; pass the model to prepare() first")
         leading, in_window = units[0], bool(self._prepared.current)
         if leading.tokens is None or not leading.tokens.is_weighed:
-            rows = self.gradient_state.rows if self.process.world_size > 1 else None
-            if rows is not None and len(rows.rows) == self.process.world_size:
-                weight = rows.weight(self.process.rank)
+            if self.process.world_size > 1:
+                weight = self.gradient_state.loss_weight(self.process)
                 loss = loss if weight == 1.0 else loss * weight
             divisor = leading.window.divisor if in_window else leading.window.num_steps
             if divisor != 1:
@@ -229,17 +228,16 @@ class AcceleratorStepping(AcceleratorSettings):
         fault_point("train.backward")
         leading.unit.backward(loss, **kwargs)
         for prepared in units:
-            if in_window:
-                prepared.took_backward = True
+            prepared.took_backward |= in_window
             if prepared.tokens is not None:
                 prepared.tokens.take_backward()
 
     def global_token_mean(self, loss_sum: Tensor, num_tokens: Tensor | int) -> Tensor:
-        """Return a loss for `backward`, so that the update's gradient is that of the mean over all its tokens.
+        """Return a loss for `backward` that makes the update's gradient that of the mean over all its tokens.
 
         Over all tokens of the accumulation window and of all ranks, however unequally they are spread: a token of a
         short sequence counts as much as one of a long one. All losses of a window have to come from here. The result
-        is no mean to look at: for that, `reduce` sums and numbers.
+        is no mean to log: for that, `reduce` sums and numbers.
 
         Collective at the end of a window, where `clip_grad_norm_` or `optimizer.step()` sum the numbers of tokens, and
         in the first call. A rank without samples (`even_batches=False`) counts none; samples that fill up a last batch
@@ -263,20 +261,19 @@ class AcceleratorStepping(AcceleratorSettings):
                 f"{len(units)} prepared model(s); it takes a sum (reduction='sum') and an integer, after prepare()"
             )
         count = count.detach().reshape(()).to(torch.int64)
-        rows = self.gradient_state.rows
-        if rows is not None and len(rows.rows) == self.process.world_size and rows.rows[self.process.rank] == 0:
-            # The one row of this batch stands in for none, so that this rank takes part in what is collective.
+        rows = self.gradient_state.rows_over(self.process.world_size)
+        if rows is not None and rows.rows[self.process.rank] == 0:
+            # The one row of this batch is a filler, so that this rank takes part in the collectives.
             loss_sum, count = loss_sum * 0, count * 0
+        windows = []
         for prepared in units:
             prepared.tokens = prepared.tokens or TokenWindow(self.process)
-        leading = units[0]
-        assert leading.tokens is not None
-        stand_in = leading.tokens.stand_in(count, leading.window.num_steps)
-        for prepared in units:
-            assert prepared.tokens is not None
-            prepared.tokens.add(count, stand_in)
+            windows.append(prepared.tokens)
+        divisor = windows[0].provisional_divisor(count, units[0].window.num_steps)
+        for window in windows:
+            window.add(count, divisor)
         # Strategies average gradients over the ranks, hence the factor world_size.
-        return loss_sum.reshape(()) * (self.process.world_size / stand_in)
+        return loss_sum.reshape(()) * (self.process.world_size / divisor)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Context for computations outside of the model, a loss for instance, in the configured precision.
@@ -331,26 +328,29 @@ class AcceleratorStepping(AcceleratorSettings):
 
     def _unit_for(self, parameters: list[Tensor]) -> TrainUnit:
         """Return the unit to clip with, and finish the windows of every unit that holds one of the parameters."""
-        if not self._prepared.units:
+        units = self._prepared.units
+        if not units:
             raise ConfigError("gradients were clipped before a model was prepared; pass the model to prepare() first")
-        if len(self._prepared.units) == 1 and not self.strategy.capabilities.shards_parameters:
-            touched = self._prepared.units
-        else:
-            wanted = {id(p) for p in parameters}
-            held = {p: {id(own) for own in p.unit.module.parameters()} for p in self._prepared.units}
-            touched = [prepared for prepared, own in held.items() if not wanted.isdisjoint(own)]
-            stale = wanted.difference(*held.values()) if self.strategy.capabilities.shards_parameters else ()
-            if stale or not touched:
-                raise ConfigError(
-                    f"{len(stale) or len(wanted)} of {len(wanted)} parameters belong to no prepared model; sharding "
-                    "replaces parameters, so take model.parameters() from the model that prepare() returned"
-                )
-        for prepared in touched:
+        if len(units) > 1 or self.strategy.capabilities.shards_parameters:
+            units = self._units_holding(parameters)
+        for prepared in units:
             prepared.finish_window()
-        return touched[0].unit
+        return units[0].unit
+
+    def _units_holding(self, parameters: list[Tensor]) -> list[PreparedUnit]:
+        wanted = {id(parameter) for parameter in parameters}
+        held = [{id(own) for own in prepared.unit.module.parameters()} for prepared in self._prepared.units]
+        found = [prepared for prepared, own in zip(self._prepared.units, held, strict=True) if wanted & own]
+        stale = wanted.difference(*held) if self.strategy.capabilities.shards_parameters else ()
+        if stale or not found:
+            raise ConfigError(
+                f"{len(stale) or len(wanted)} of {len(wanted)} parameters belong to no prepared model; sharding "
+                "replaces parameters, so take model.parameters() from the model that prepare() returned"
+            )
+        return found
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Take the fp16 loss scale out of the gradients, once per step; nothing in other precisions.
+        """Divide the gradients by the fp16 loss scale, once per step; a no-op in other precisions.
 
         Args:
             optimizer: whose gradients, one or several; None means all.

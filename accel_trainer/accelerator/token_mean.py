@@ -1,4 +1,4 @@
-"""Losses that are means over tokens, which are counted while a window is filled and divided by at its end."""
+"""Token counts of an accumulation window, to make its gradients those of the mean over all tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ __all__ = ["TokenWindow"]
 class TokenWindow:
     """The tokens that the losses of one accumulation window were summed over.
 
-    How many there will be is known when the window ends, after most of its backwards. Until then, losses are divided by
-    a stand-in that is the same on every rank: a power of two near the last window's number, which no rounding depends
-    on. At the end the gradients are multiplied by stand-in / number. Both are tensors: nothing waits for the device.
+    Their number is known when the window ends, after most of its backwards. Until then, losses are divided by a
+    provisional divisor that is the same on every rank: a power of two near the last window's number, so that dividing
+    rounds nothing. At the end the gradients are multiplied by divisor / number. Both are tensors: nothing waits for
+    the device.
     """
 
     def __init__(self, process: ProcessContext) -> None:
         self._process = process
-        self._stand_in: Tensor | None = None
+        self._divisor: Tensor | None = None
         """Of the open window, or of the next one; None before the first."""
         self._pending: Tensor | None = None
         """Tokens of a loss that waits for its backward."""
@@ -44,24 +45,24 @@ class TokenWindow:
         """Whether the window holds gradients of such losses."""
         return self._count is not None
 
-    def stand_in(self, num_tokens: Tensor, num_steps: int) -> Tensor:
-        """Return what the window's losses are divided by: scalar, fp32. Collective for the very first window."""
-        if self._stand_in is None:
-            self._stand_in = _power_of_two(self._over_ranks(num_tokens) * num_steps)
-        return self._stand_in
+    def provisional_divisor(self, num_tokens: Tensor, num_steps: int) -> Tensor:
+        """Return the divisor of the window's losses: scalar, fp32. Collective for the very first window."""
+        if self._divisor is None:
+            self._divisor = _power_of_two(self._over_ranks(num_tokens) * num_steps)
+        return self._divisor
 
-    def add(self, num_tokens: Tensor, stand_in: Tensor) -> None:
+    def add(self, num_tokens: Tensor, divisor: Tensor) -> None:
         """Count a loss that its backward follows.
 
         Raises:
             ConfigError: the window was begun with a loss of other models, divided by another number.
         """
-        if self.is_open and stand_in is not self._stand_in:
+        if self.is_open and divisor is not self._divisor:
             raise ConfigError(
                 "global_token_mean() was called for other models than before in this accumulation window; models that "
                 "share a loss have to share the window: pass all of them to accumulate() each time"
             )
-        self._stand_in = stand_in
+        self._divisor = divisor
         self._pending = num_tokens if self._pending is None else self._pending + num_tokens
 
     def take_backward(self) -> None:
@@ -74,7 +75,7 @@ class TokenWindow:
         self._pending = None
 
     def drop(self) -> None:
-        """Forget what the window holds: its gradients are dropped."""
+        """Forget the window's counts: its gradients are dropped."""
         self._count = None
         self._num_losses = self._num_others = 0
 
@@ -84,7 +85,7 @@ class TokenWindow:
         self.drop()
 
     def close(self) -> Tensor:
-        """End the window; return what its gradients are to be multiplied by: scalar, fp32.
+        """End the window; return the factor for its gradients: scalar, fp32.
 
         Collective: one all-reduce of a number.
 
@@ -92,7 +93,7 @@ class TokenWindow:
             ConfigError: other losses took part in the window, too.
         """
         assert self._count is not None
-        assert self._stand_in is not None
+        assert self._divisor is not None
         if self._num_others:
             raise ConfigError(
                 f"{self._num_losses} of {self._num_losses + self._num_others} losses of this accumulation window came "
@@ -100,15 +101,15 @@ class TokenWindow:
                 "pass all of them through it, summed over tokens"
             )
         total = self._over_ranks(self._count).clamp(min=1)
-        factor = self._stand_in / total
-        self._stand_in = _power_of_two(total)
+        factor = self._divisor / total
+        self._divisor = _power_of_two(total)
         self.drop()
         return factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what an open window holds on this rank."""
+        """Return the counts of an open window on this rank."""
         return {
-            "stand_in": self._stand_in,
+            "stand_in": self._divisor,
             "count": self._count,
             "losses": self._num_losses,
             "others": self._num_others,
@@ -117,7 +118,7 @@ class TokenWindow:
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], *, is_own: bool) -> None:
         """Take the window of this rank, or those of all ranks of another job, whose tokens rank 0 counts."""
         first = states[0]
-        self._stand_in, self._pending = first["stand_in"], None
+        self._divisor, self._pending = first["stand_in"], None
         self._num_losses, self._num_others = first["losses"], first["others"]
         counts = [state["count"] for state in states if state["count"] is not None]
         self._count = sum(counts[1:], counts[0]) if counts else None

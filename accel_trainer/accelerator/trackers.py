@@ -162,14 +162,14 @@ def _choose(
             f"log_with='all', and no tracker can be used: known are {', '.join(tracker_names())}; run "
             "`pip install 'accel-trainer[tensorboard]'` (or another), and give Accelerator(project_dir=...)"
         )
-    unique = {tracker.name: tracker for tracker in chosen}
+    unique: dict[str, GeneralTracker | type[GeneralTracker]] = {}
     for tracker in chosen:
-        if isinstance(tracker, type) and tracker.requires_logging_directory and not logging_dir:
+        if not logging_dir and isinstance(tracker, type) and tracker.requires_logging_directory:
             raise ConfigError(
                 f"log_with={tracker.name!r} writes files and has no directory for them; pass "
                 "Accelerator(project_dir=...), or ProjectConfiguration(logging_dir=...)"
             )
-        if tracker is not unique[tracker.name]:
+        if unique.setdefault(tracker.name, tracker) is not tracker:
             raise ConfigError(f"log_with holds two trackers called {tracker.name!r}; give each a name of its own")
     return list(unique.values())
 

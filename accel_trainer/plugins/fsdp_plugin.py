@@ -46,7 +46,7 @@ class FullyShardedDataParallelPlugin(OptionObject):
     state_dict_type: Any = None
     """"full" or "sharded"; also "FULL_STATE_DICT" and "SHARDED_STATE_DICT"."""
     ignored_modules: Iterable[str] | None = None
-    """Regular expressions for the whole names of the modules that are not sharded."""
+    """Regular expressions for the full names of the modules that are not sharded."""
     backward_prefetch: Any = None
     """A bool, or FSDP1's "BACKWARD_PRE", "BACKWARD_POST" (both on) and "NO_PREFETCH"."""
     forward_prefetch: bool | None = None
@@ -68,7 +68,7 @@ class FullyShardedDataParallelPlugin(OptionObject):
     mixed_precision_policy: Any = None
     """Refused: the precision is the Accelerator's."""
     param_init_fn: Any = None
-    """Refused: weights are loaded after the layout."""
+    """Refused: weights are loaded after `prepare`."""
 
     def __post_init__(self) -> None:
         if str(self.fsdp_version) != "2":
@@ -98,13 +98,9 @@ class FullyShardedDataParallelPlugin(OptionObject):
         """
         options = {"strategy": "fsdp2", **self._sharding()}
         for name, path in {**DIRECT, **_OWN}.items():
-            value = getattr(self, name, None)  # some keys of files are other spellings
+            value = self._direct(name)
             if value is None:
                 continue
-            if name in ("transformer_cls_names_to_wrap", "ignored_modules"):
-                value = (value,) if isinstance(value, str) else tuple(value)
-            elif name == "cpu_offload":
-                value = getattr(value, "offload_params", value)
             if options.setdefault(path, value) != value:
                 raise ConfigError(
                     f"{self._named('sharding_strategy')} means {path.removeprefix('fsdp.')}={options[path]!r}, and "
@@ -119,6 +115,15 @@ class FullyShardedDataParallelPlugin(OptionObject):
         if unused:
             logger.info("FullyShardedDataParallelPlugin: %s have no effect with FSDP2", ", ".join(unused))
         return options
+
+    def _direct(self, name: str) -> Any:
+        """Return an option as the configuration has it; None where it is not set, or a key of files only."""
+        value = getattr(self, name, None)
+        if name == "cpu_offload":
+            return getattr(value, "offload_params", value)
+        if value is not None and name in ("transformer_cls_names_to_wrap", "ignored_modules"):
+            return (value,) if isinstance(value, str) else tuple(value)
+        return value
 
     def _sharding(self) -> dict[str, Any]:
         if self.sharding_strategy is None:
