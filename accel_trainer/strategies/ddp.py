@@ -17,7 +17,7 @@ from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states
 from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.loss_scale import LossScale
-from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, require_values
+from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, require_values, with_optimizers
 
 __all__ = ["DDPStrategy", "DDPUnit"]
 
@@ -119,7 +119,4 @@ class DDPStrategy(BaseStrategy):
                 job.comm_hook.register(model)
         elif wrapped is None and process.is_distributed:
             broadcast_module_states(module, process.device)
-        unit = DDPUnit(model, module, job.loss_scale)
-        for optimizer in job.optimizers:
-            unit.bind_optimizer(optimizer)
-        return unit
+        return with_optimizers(DDPUnit(model, module, job.loss_scale), job)

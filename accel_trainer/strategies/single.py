@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_trainer.checkpoint.format.boxes import Box
+from accel_trainer.checkpoint.format.placement import local_box, local_tensor, wrap_local_like
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies import gradients
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, CheckpointIO, HeldGradients, StepOutcome, TrainJob
 from accel_trainer.strategies.compile import apply_compile
-from accel_trainer.strategies.held_gradients import held_by_rank, put_gradients
 from accel_trainer.strategies.loss_scale import LossScale
 from accel_trainer.strategies.ownership import check_disjoint, check_optimizer_belongs
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
 
-__all__ = ["NativeUnit", "SingleStrategy", "check_optimizers", "place", "require_values"]
+__all__ = ["NativeUnit", "SingleStrategy", "check_optimizers", "place", "require_values", "with_optimizers"]
 
 
 def require_values(model: nn.Module) -> None:
@@ -94,12 +95,18 @@ class NativeUnit:
         gradients.scale_gradients(self.module.parameters(), factor)
 
     def held_gradients(self) -> HeldGradients | None:
-        """Return this rank's gradients of an open window."""
-        return held_by_rank(self.module)
+        """Return this rank's own gradients of an open window, which have not been exchanged yet."""
+        named = self.module.named_parameters()
+        return HeldGradients({name: p.grad.detach() for name, p in named if p.grad is not None}, is_mean=False)
 
     def put_gradients(self, gradients: Mapping[str, Callable[[Box], Tensor]]) -> None:
-        """Go on with the gradients of an open window."""
-        put_gradients(self.module, gradients)
+        """Go on with the gradients of an open window; each rank reads its shards. Ranks do not communicate."""
+        for name, parameter in self.module.named_parameters():
+            if name not in gradients:
+                parameter.grad = None
+                continue
+            own = torch.empty_like(local_tensor(parameter))
+            parameter.grad = wrap_local_like(parameter, own.copy_(gradients[name](local_box(parameter))))
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Bound the global gradient norm; return it as it was before. See `gradients.clip_grad_norm`."""
@@ -181,6 +188,14 @@ class NativeUnit:
 
 
 _APPLIED = StepOutcome(applied=True)
+Unit = TypeVar("Unit", bound=NativeUnit)
+
+
+def with_optimizers(unit: Unit, job: TrainJob) -> Unit:
+    """Bind the job's optimizers to a unit, and return it."""
+    for optimizer in job.optimizers:
+        unit.bind_optimizer(optimizer)
+    return unit
 
 
 class SingleStrategy(BaseStrategy):
@@ -200,7 +215,4 @@ class SingleStrategy(BaseStrategy):
         place(job.model, job, process)
         apply_autocast(job.model, precision)
         apply_compile(job.model, job.config.compile, job.compile_options)
-        unit = NativeUnit(job.model, job.model, job.loss_scale)
-        for optimizer in job.optimizers:
-            unit.bind_optimizer(optimizer)
-        return unit
+        return with_optimizers(NativeUnit(job.model, job.model, job.loss_scale), job)

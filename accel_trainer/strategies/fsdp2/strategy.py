@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence, Set
 from dataclasses import fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from accel_trainer import logging
 from accel_trainer.config import FSDPConfig
@@ -24,119 +20,43 @@ from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.mesh import build_mesh_shape, init_mesh
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import tree_leaves
-from accel_trainer.strategies.api import BaseStrategy, Capabilities, CheckpointIO, HeldGradients, TrainJob
+from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
 from accel_trainer.strategies.compile import apply_compile
-from accel_trainer.strategies.fsdp2.activation_checkpointing import apply_activation_checkpointing
-from accel_trainer.strategies.fsdp2.full_state_dict import exchange_whole_weights, refuse_copies
-from accel_trainer.strategies.fsdp2.initial_values import bring_whole, compare_values, hold, send_differing, settle
-from accel_trainer.strategies.fsdp2.unsharded_gradients import WholeGradients
+from accel_trainer.strategies.fsdp2.initial_values import (
+    awaited_tensors,
+    broadcast_differing,
+    compare_values,
+    fill_sharded_model,
+    move_unsharded,
+)
+from accel_trainer.strategies.fsdp2.unit import (
+    FSDP2Unit,
+    check_optimizer_is_new,
+    exchange_full_state,
+    refuse_copies,
+)
 from accel_trainer.strategies.fsdp2.wrapping import (
+    apply_activation_checkpointing,
     drop_tied_blocks,
     find_blocks,
     find_ignored_modules,
     warn_of_one_unit,
 )
-from accel_trainer.strategies.held_gradients import held_over_ranks
-from accel_trainer.strategies.loss_scale import LossScale
-from accel_trainer.strategies.ownership import parameters_of
-from accel_trainer.strategies.parameter_state.torch_io import TensorShards
-from accel_trainer.strategies.single import NativeUnit, check_optimizers, place
+from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, with_optimizers
 from accel_trainer.tree import leaves
 
-__all__ = ["FSDP2Strategy", "FSDP2Unit"]
+__all__ = ["FSDP2Strategy"]
 
 logger = logging.get_logger(__name__)
 
-Originals = Sequence[tuple[str, "weakref.ref[nn.Parameter]"]]
-"""The parameters that sharding has replaced, by name, as long as somebody still holds them."""
-Chosen = tuple[list[nn.Module], list[nn.Module], set[nn.Parameter]]
-"""Layers, modules that are ignored, parameters that stay whole."""
 
+class _Selection(NamedTuple):
+    """The modules and parameters of a model that sharding treats in their own way."""
 
-class FSDP2Unit(NativeUnit):
-    """A module whose parameters, gradients and optimizer state are sharded over the ranks."""
-
-    def __init__(
-        self,
-        module: FSDPModule,
-        originals: Originals,
-        loss_scale: LossScale | None = None,
-    ) -> None:
-        super().__init__(module, module, loss_scale)  # type: ignore[arg-type]
-        self._root = module
-        self._originals = originals
-        self._whole = WholeGradients([p for p in self.module.parameters() if not isinstance(p, DTensor)])
-        self.module.register_forward_pre_hook(self._whole.watch)
-
-    def set_gradient_sync(self, enabled: bool) -> None:
-        """Reduce gradients in the next backward, or keep them whole on this rank."""
-        self._whole.sync = enabled
-        self._root.set_requires_gradient_sync(enabled)
-
-    @contextmanager
-    def sync_in_backward(self) -> Iterator[None]:
-        """Reduce gradients in the backward of this block; FSDP2 asks when it gets there."""
-        before = self._whole.sync
-        self.set_gradient_sync(True)
-        try:
-            yield
-        finally:
-            self.set_gradient_sync(before)
-
-    def held_gradients(self) -> HeldGradients | None:
-        """Return the mean over ranks of the gradients of an open window. Collective."""
-        return held_over_ranks(self.module)
-
-    def _gradient_bytes(self) -> int:
-        """Size of this rank's part of the mean over ranks, which is sharded as the parameters are."""
-        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        return TensorShards(trained, range(dist.get_world_size())).num_bytes
-
-    def known_parameters(self) -> dict[int, nn.Parameter]:
-        """Return the sharded parameters, by their id and by that of what they have replaced."""
-        sharded = dict(self.module.named_parameters(remove_duplicate=False))
-        replaced = {id(p): sharded[name] for name, reference in self._originals if (p := reference()) is not None}
-        return replaced | super().known_parameters()
-
-    def bind_optimizer(self, optimizer: Optimizer) -> None:
-        """Take the optimizer; one built before sharding is pointed to the sharded parameters by name.
-
-        Raises:
-            ConfigError: it already holds state, which belongs to tensors that are gone, holds none of this model's
-                parameters, or another optimizer has one of them.
-        """
-        known = self.known_parameters()
-        if any(known.get(id(p), p) is not p for p in parameters_of(optimizer)):
-            check_optimizer_is_new(optimizer, known)
-        super().bind_optimizer(optimizer)
-        for group in optimizer.param_groups:
-            group["params"] = [known.get(id(p), p) for p in group["params"]]
-
-    def checkpoint_io(self) -> CheckpointIO:
-        """Return the reader and writer of this unit's state."""
-        # A forward without its backward leaves parameters gathered, under other objects than the optimizer's.
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        return super().checkpoint_io()
-
-
-def check_optimizer_is_new(optimizer: Optimizer, known: Mapping[int, nn.Parameter]) -> None:
-    """Refuse an optimizer whose state belongs to tensors that sharding replaces.
-
-    Args:
-        known: the model's parameters, by the id of every tensor that stands for one.
-
-    Raises:
-        ConfigError: the optimizer already holds state for some of them.
-    """
-    held = sum(id(parameter) in known for parameter in optimizer.state)
-    if held:
-        raise ConfigError(
-            f"{type(optimizer).__name__} already holds state for {held} parameter(s) and was "
-            "built before prepare(); its state belongs to unsharded tensors. Call prepare() before step() and "
-            "load_state_dict(), or build the optimizer after the model is prepared and prepare it then"
-        )
+    layers: Sequence[nn.Module] = ()
+    """Units of sharding below the root."""
+    ignored: Sequence[nn.Module] = ()
+    unsharded: frozenset[nn.Parameter] = frozenset()
 
 
 def _upcast_trainable(model: nn.Module) -> None:
@@ -161,7 +81,7 @@ def _tied_names(model: nn.Module) -> list[tuple[str, ...]]:
     return [tuple(names) for names in groups.values() if len(names) > 1]
 
 
-def _assert_tied(model: nn.Module, groups: list[tuple[str, ...]]) -> None:
+def _check_tied(model: nn.Module, groups: list[tuple[str, ...]]) -> None:
     named = dict(model.named_parameters(remove_duplicate=False))
     for names in groups:
         if len({id(named[name]) for name in names}) != 1:
@@ -232,54 +152,62 @@ class FSDP2Strategy(BaseStrategy):
 
         The model keeps its class, below FSDPModule, its names and its tied weights; on meta, it waits for values.
         """
-        layers, ignored_modules, whole = _check(job, precision, process)
+        selection = _check(job, precision, process)
         model, config = job.model, job.config.fsdp
         if isinstance(model, FSDPModule):
-            _say_what_is_left_out(job, precision)
-            return _bind(FSDP2Unit(model, (), job.loss_scale), job)
+            _warn_of_unused_options(job, precision)
+            return with_optimizers(FSDP2Unit(model, (), job.loss_scale), job)
         if next(model.parameters(), None) is None:  # a loss, say: nothing to shard
             place(model, job, process)
-            return _bind(NativeUnit(model, model, job.loss_scale), job)
+            return with_optimizers(NativeUnit(model, model, job.loss_scale), job)
         if job.wrap_policy is None:
-            warn_of_one_unit(model, layers, job.resolved)
-        blocks = drop_tied_blocks(model, layers)
+            warn_of_one_unit(model, selection.layers, job.resolved)
+        blocks = drop_tied_blocks(model, selection.layers)
         tied = _tied_names(model)
         # Weak: an optimizer that is bound later keeps alive what it holds, and nothing else need be.
-        originals = [(name, weakref.ref(p)) for name, p in model.named_parameters() if p not in whole]
+        originals = [(name, weakref.ref(p)) for name, p in model.named_parameters() if p not in selection.unsharded]
         if precision.compute is not None:
             _upcast_trainable(model)
         values = compare_values(model, process, may_await=config.cpu_ram_efficient_loading)
-        send_differing(model, values, process.device)
-        held = hold(model, values, process)
-        _leave_whole(ignored_modules, whole, precision, process.device)
+        broadcast_differing(model, values, process.device)
+        awaited = awaited_tensors(model, values, process)
+        _prepare_unsharded(selection, precision, process.device)
         if config.activation_checkpointing:
-            apply_activation_checkpointing(layers)
+            apply_activation_checkpointing(selection.layers)
         apply_compile(model, job.config.compile, job.compile_options)
-        mesh = self._mesh(process, job)
-        offload = (
-            CPUOffloadPolicy(pin_memory=process.device.type == "cuda") if config.offload_params else OffloadPolicy()
-        )
-        options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": whole or None}
+        root = self._shard(job, blocks, selection.unsharded, precision, process)
+        shard_device = torch.device("cpu") if config.offload_params else process.device
+        fill_sharded_model(model, values, awaited, process.device, shard_device)
+        _check_tied(model, tied)
+        exchange_full_state(model, process)
+        refuse_copies(model)
+        return with_optimizers(FSDP2Unit(root, originals, job.loss_scale), job)
+
+    def _shard(
+        self,
+        job: TrainJob,
+        blocks: Sequence[nn.Module],
+        unsharded: Set[nn.Parameter],
+        precision: PrecisionPolicy,
+        process: ProcessContext,
+    ) -> FSDPModule:
+        """Make units of sharding of the blocks and the model, with their hooks. Collective for a new mesh."""
+        model, config = job.model, job.config.fsdp
+        options: dict[str, Any] = {"mesh": self._mesh(process, job), "ignored_params": set(unsharded) or None}
+        if config.offload_params:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=process.device.type == "cuda")
         # Before the optimizer is bound: fully_shard replaces every Parameter object, and an optimizer built earlier
         # would keep updating the unsharded tensors without any error.
         for block in reversed(blocks):
-            fully_shard(
-                block,
-                reshard_after_forward=config.reshard_after_forward,
-                mp_policy=_mixed_precision_policy(precision, root=False),
-                **options,
-            )
+            policy = _mixed_precision_policy(precision, root=False)
+            fully_shard(block, reshard_after_forward=config.reshard_after_forward, mp_policy=policy, **options)
         root = fully_shard(model, mp_policy=_mixed_precision_policy(precision, root=True), **options)
-        settle(model, values, held, process.device, torch.device("cpu") if config.offload_params else process.device)
         _set_prefetch(model, blocks, config)
-        _assert_tied(model, tied)
-        exchange_whole_weights(model, process)
-        refuse_copies(model)
         for unit in [model] if config.reshard_after_forward else [model, *blocks]:
             unit.register_forward_hook(_reshard_after_inference)
         model.register_forward_hook(_check_output_is_seen)
         model._is_fsdp_managed_module = True  # type: ignore[assignment]  # read by transformers' generate()
-        return _bind(FSDP2Unit(root, originals, job.loss_scale), job)
+        return root
 
     def _mesh(self, process: ProcessContext, job: TrainJob) -> DeviceMesh:
         """Return the mesh of all models of this shape: one optimizer may hold the parameters of several. Collective."""
@@ -288,24 +216,18 @@ class FSDP2Strategy(BaseStrategy):
         return known or self._meshes.setdefault(shape, init_mesh(process, shape))
 
 
-def _bind(unit: NativeUnit, job: TrainJob) -> NativeUnit:
-    for optimizer in job.optimizers:
-        unit.bind_optimizer(optimizer)
-    return unit
-
-
-def _check(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> Chosen:
-    chosen: Chosen = [], [], set()
+def _check(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> _Selection:
+    selection = _Selection()
     if not isinstance(job.model, FSDPModule):
-        chosen = _choose_modules(job, precision, process)
+        selection = _select_modules(job, precision, process)
         for optimizer in job.optimizers:
             check_optimizer_is_new(optimizer, {id(p): p for p in job.model.parameters()})
     check_optimizers(job)
-    return chosen
+    return selection
 
 
-def _choose_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> Chosen:
-    """Return the model's layers, the modules that are ignored, and the parameters that stay whole. Changes nothing.
+def _select_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> _Selection:
+    """Select the model's units of sharding, and what is left unsharded. Changes nothing.
 
     Raises:
         ConfigError: the options do not fit the model, or each other.
@@ -313,19 +235,19 @@ def _choose_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessC
     model = job.model
     _require_autocast(precision)
     if next(model.parameters(), None) is None:
-        return [], [], set()
+        return _Selection()
     layers = find_blocks(model, job.resolved, job.wrap_policy)
-    ignored_modules = find_ignored_modules(model, job.resolved)
+    ignored = find_ignored_modules(model, job.resolved)
     # fully_shard cuts along rows, and a scalar has none.
-    whole = {p for p in model.parameters() if p.ndim == 0}
-    whole.update(p for module in ignored_modules for p in module.parameters())
-    _check_combination(job, layers, whole)
+    unsharded = {p for p in model.parameters() if p.ndim == 0}
+    unsharded.update(p for module in ignored for p in module.parameters())
+    _check_combination(job, layers, unsharded)
     build_mesh_shape(process.world_size, _count_replicas(job.config.fsdp, process))
-    return layers, ignored_modules, whole
+    return _Selection(layers, ignored, frozenset(unsharded))
 
 
-def _say_what_is_left_out(job: TrainJob, precision: PrecisionPolicy) -> None:
-    """Name the options that a model, sharded by the user, is not given."""
+def _warn_of_unused_options(job: TrainJob, precision: PrecisionPolicy) -> None:
+    """Name the options that are without effect on a model that the user has sharded."""
     config, default = job.config.fsdp, FSDPConfig()
     changed = [f.name for f in fields(config) if getattr(config, f.name) != getattr(default, f.name)]
     left_out = [f"fsdp.{name}" for name in changed if name != "state_dict_type"]
@@ -339,7 +261,7 @@ def _say_what_is_left_out(job: TrainJob, precision: PrecisionPolicy) -> None:
         )
 
 
-def _set_prefetch(model: nn.Module, blocks: list[nn.Module], config: FSDPConfig) -> None:
+def _set_prefetch(model: nn.Module, blocks: Sequence[nn.Module], config: FSDPConfig) -> None:
     """Gather the next block during the current one's forward, if asked, and backward, unless declined."""
     if config.forward_prefetch:
         for current, following in itertools.pairwise(blocks):
@@ -366,18 +288,16 @@ def _count_replicas(config: FSDPConfig, process: ProcessContext) -> int:
     return process.world_size // process.local_world_size
 
 
-def _leave_whole(
-    modules: list[nn.Module], parameters: set[nn.Parameter], precision: PrecisionPolicy, device: torch.device
-) -> None:
-    """Do for what is not sharded what fully_shard does for the rest: move it, and compute in the configured dtype."""
-    for module in modules:
-        bring_whole([*module.parameters(), *module.buffers()], device)
+def _prepare_unsharded(selection: _Selection, precision: PrecisionPolicy, device: torch.device) -> None:
+    """Do what fully_shard does for the rest: move tensors, and compute in the configured dtype."""
+    for module in selection.ignored:
+        move_unsharded([*module.parameters(), *module.buffers()], device)
         # Its weights stay in fp32 and are handed activations of 16 bits, which it returns as such.
         apply_autocast(module, replace(precision, output=None))
-    bring_whole(parameters, device)
+    move_unsharded(selection.unsharded, device)
 
 
-def _check_combination(job: TrainJob, layers: list[nn.Module], whole: set[nn.Parameter]) -> None:
+def _check_combination(job: TrainJob, layers: Sequence[nn.Module], unsharded: Set[nn.Parameter]) -> None:
     """Refuse options that exclude each other, before anything is changed."""
     config, name = job.config.fsdp, type(job.model).__name__
     if config.activation_checkpointing and not layers:
@@ -385,8 +305,9 @@ def _check_combination(job: TrainJob, layers: list[nn.Module], whole: set[nn.Par
             f"{job.resolved.describe('fsdp.activation_checkpointing')}: no module of {name} is a unit of its own whose "
             "activations could be computed again; name its block classes in fsdp.wrap_classes"
         )
-    if whole and job.loss_scale is not None:
+    if unsharded and job.loss_scale is not None:
         raise ConfigError(
-            f"{job.resolved.describe('fsdp.ignored_modules')}: {len(whole)} parameter(s) of {name} stay whole, ignored "
-            "ones or scalars, and torch's GradScaler cannot unscale sharded and whole gradients together; use bf16"
+            f"{job.resolved.describe('fsdp.ignored_modules')}: {len(unsharded)} parameter(s) of {name} stay whole, "
+            "ignored ones or scalars, and torch's GradScaler cannot unscale sharded and whole gradients together; use "
+            "bf16"
         )

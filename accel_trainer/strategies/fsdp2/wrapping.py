@@ -1,19 +1,30 @@
-"""Which submodules of a model become units of sharding."""
+"""Blocks of a model: the choice of those that are sharded as units of their own, and their recomputation."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from accel_trainer import logging
 from accel_trainer.config import Resolved, WrapPolicy
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.strategies.api import WrapPolicyFunction
 
-__all__ = ["drop_tied_blocks", "find_blocks", "find_ignored_modules", "warn_of_one_unit"]
+__all__ = [
+    "CheckpointedForward",
+    "apply_activation_checkpointing",
+    "drop_tied_blocks",
+    "find_blocks",
+    "find_ignored_modules",
+    "warn_of_one_unit",
+]
 
 logger = logging.get_logger(__name__)
 
@@ -117,7 +128,7 @@ def find_blocks(model: nn.Module, resolved: Resolved, policy: WrapPolicyFunction
     ]
 
 
-def drop_tied_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+def drop_tied_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Leave out blocks that share a parameter with a module outside: both users must be gathered by one unit."""
     users: dict[int, set[int]] = {}
     for module in model.modules():
@@ -135,7 +146,7 @@ def drop_tied_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Modul
     return kept
 
 
-def warn_of_one_unit(model: nn.Module, blocks: list[nn.Module], resolved: Resolved) -> None:
+def warn_of_one_unit(model: nn.Module, blocks: Sequence[nn.Module], resolved: Resolved) -> None:
     """Say that nothing told which blocks to shard on their own, where the configuration left it to the model."""
     config = resolved.config.fsdp
     if not blocks and config.wrap_policy == WrapPolicy.TRANSFORMER and not config.wrap_classes:
@@ -160,3 +171,51 @@ def find_ignored_modules(model: nn.Module, resolved: Resolved) -> list[nn.Module
             raise ConfigError(f"{origin}: {pattern!r} matches the name of no submodule of {type(model).__name__}")
         found.extend(matches)
     return found
+
+
+# --- activation checkpointing ----------------------------------------------------------------------------------------
+
+
+class CheckpointedForward:
+    """A module's forward whose activations are recomputed in the backward.
+
+    Random state is preserved, so that dropout draws the same mask twice. Lives in the module's `forward` attribute, as
+    `precision.AutocastForward` does, so parameter names carry no prefix and the module pickles. A forward that somebody
+    has put on the instance before is the one that runs.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.inner: Callable[..., Any] | None = module.__dict__.get("forward")
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._forward())
+
+    def _forward(self) -> Callable[..., Any]:
+        return self.inner or functools.partial(type(self.module).forward, self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's own forward, keeping only its inputs for the backward."""
+        if not torch.is_grad_enabled():
+            return self._forward()(*args, **kwargs)
+        args = tuple(None if _is_cache(value) else value for value in args)
+        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+        if kwargs.get("use_cache"):
+            kwargs["use_cache"] = False
+        return checkpoint(self._forward(), *args, use_reentrant=False, **kwargs)
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether `value` holds the keys and values of earlier tokens: a block that runs twice would add its own twice."""
+    is_cache = callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
+    if is_cache:
+        logger.warning_once("activation checkpointing leaves caches of keys and values out of the forward in training")
+    return is_cache
+
+
+def apply_activation_checkpointing(blocks: Sequence[nn.Module]) -> None:
+    """Recompute the activations of each block in the backward; a block that already does so is left alone."""
+    for block in blocks:
+        if not isinstance(block.__dict__.get("forward"), CheckpointedForward):
+            block.forward = CheckpointedForward(block)

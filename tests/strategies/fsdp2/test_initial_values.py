@@ -191,7 +191,7 @@ def test_ranks_without_values_are_refused_unless_it_is_asked_for():
 
 def compare(case: str) -> Any:
     from accel_trainer.runtime.process import init_process, read_environment
-    from accel_trainer.strategies.fsdp2.initial_values import compare_values, send_differing
+    from accel_trainer.strategies.fsdp2.initial_values import broadcast_differing, compare_values
 
     process = init_process(read_environment(), use_cpu=True)
     model = build()
@@ -210,7 +210,7 @@ def compare(case: str) -> Any:
         values = compare_values(model, process, may_await=True)
     except (ConfigError, ProcessGroupError) as error:
         return str(error)
-    send_differing(model, values, process.device)
+    broadcast_differing(model, values, process.device)
     same = torch.equal(model.head.weight, build().head.weight) and model.late[0] == 0
     return values.differing, values.awaited, values.empty, bool(same)
 

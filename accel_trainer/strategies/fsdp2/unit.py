@@ -1,0 +1,307 @@
+"""A model that FSDP2 has sharded: its unit, its gradients within a window, and its own saving and loading methods."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.optim import Optimizer
+
+from accel_trainer.checkpoint.format.boxes import Box
+from accel_trainer.checkpoint.format.placement import local_box, local_tensor, wrap_local_like
+from accel_trainer.checkpoint.weights.gather_to_file import gather_to_file
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.shared_errors import raise_together
+from accel_trainer.runtime.torch_private import foreach_copy_, queue_callback
+from accel_trainer.strategies.api import CheckpointIO, HeldGradients
+from accel_trainer.strategies.loss_scale import LossScale
+from accel_trainer.strategies.ownership import parameters_of
+from accel_trainer.strategies.parameter_state.torch_io import TensorShards, TorchCheckpointIO
+from accel_trainer.strategies.single import NativeUnit
+
+__all__ = ["FSDP2Unit", "Originals", "check_optimizer_is_new", "exchange_full_state", "refuse_copies"]
+
+Originals = Sequence[tuple[str, "weakref.ref[nn.Parameter]"]]
+"""The parameters that sharding has replaced, by name, as long as somebody still holds them."""
+
+
+class FSDP2Unit(NativeUnit):
+    """A module whose parameters, gradients and optimizer state are sharded over the ranks."""
+
+    def __init__(self, module: FSDPModule, originals: Originals, loss_scale: LossScale | None = None) -> None:
+        super().__init__(module, module, loss_scale)  # type: ignore[arg-type]
+        self._root = module
+        self._originals = originals
+        self._unsharded = UnshardedGradients([p for p in self.module.parameters() if not isinstance(p, DTensor)])
+        self.module.register_forward_pre_hook(self._unsharded.watch)
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Reduce and scatter gradients in the next backward, or keep them unsharded on this rank."""
+        self._unsharded.sync = enabled
+        self._root.set_requires_gradient_sync(enabled)
+
+    @contextmanager
+    def sync_in_backward(self) -> Iterator[None]:
+        """Reduce gradients in the backward of this block; FSDP2 asks when it gets there."""
+        before = self._unsharded.sync
+        self.set_gradient_sync(True)
+        try:
+            yield
+        finally:
+            self.set_gradient_sync(before)
+
+    def held_gradients(self) -> HeldGradients | None:
+        """Return the mean over ranks of the gradients of an open window, sharded as the parameters are. Collective.
+
+        Within a window FSDP2 keeps them unsharded on every rank, in the parameters that it gathers for a forward. One
+        gradient more than the window holds is unsharded at a time.
+
+        Returns:
+            None under mixed precision: FSDP2 keeps them elsewhere.
+        """
+        sharded = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        local: dict[str, Tensor] = {}
+        for prefix, module in self.module.named_modules():
+            if not isinstance(module, FSDPModule):
+                continue
+            module.unshard()
+            layer: nn.Module = module  # type: ignore[assignment]  # the mixin does not say that it is one
+            gathered = [(f"{prefix}.{name}" if prefix else name, p) for name, p in layer.named_parameters()]
+            own = [(name, p) for name, p in gathered if name in sharded and not isinstance(p, DTensor)]
+            is_mixed = any(p.dtype != sharded[name].dtype for name, p in own)
+            local.update((name, p.grad.detach()) for name, p in own if p.grad is not None)
+            module.reshard()
+            if is_mixed:
+                return None
+        return HeldGradients(_average_over_ranks(sharded, local), is_mean=True)
+
+    def _gradient_bytes(self) -> int:
+        """Size of this rank's shards of the mean over ranks."""
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        return TensorShards(trained, range(dist.get_world_size())).num_bytes
+
+    def known_parameters(self) -> dict[int, nn.Parameter]:
+        """Return the sharded parameters by their id, and by that of the parameter that each has replaced."""
+        sharded = dict(self.module.named_parameters(remove_duplicate=False))
+        replaced = {id(p): sharded[name] for name, reference in self._originals if (p := reference()) is not None}
+        return replaced | super().known_parameters()
+
+    def bind_optimizer(self, optimizer: Optimizer) -> None:
+        """Take the optimizer; one built before sharding is pointed to the sharded parameters by name.
+
+        Raises:
+            ConfigError: it already holds state, which belongs to tensors that are gone, holds none of this model's
+                parameters, or another optimizer has one of them.
+        """
+        known = self.known_parameters()
+        if any(known.get(id(p), p) is not p for p in parameters_of(optimizer)):
+            check_optimizer_is_new(optimizer, known)
+        super().bind_optimizer(optimizer)
+        for group in optimizer.param_groups:
+            group["params"] = [known.get(id(p), p) for p in group["params"]]
+
+    def checkpoint_io(self) -> CheckpointIO:
+        """Return the reader and writer of this unit's state."""
+        # A forward without its backward leaves parameters gathered, under other objects than the optimizer's.
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return super().checkpoint_io()
+
+
+def check_optimizer_is_new(optimizer: Optimizer, known: Mapping[int, nn.Parameter]) -> None:
+    """Refuse an optimizer whose state belongs to tensors that sharding replaces.
+
+    Args:
+        known: the model's parameters, by the id of every tensor that stands for one.
+
+    Raises:
+        ConfigError: the optimizer already holds state for some of them.
+    """
+    held = sum(id(parameter) in known for parameter in optimizer.state)
+    if held:
+        raise ConfigError(
+            f"{type(optimizer).__name__} already holds state for {held} parameter(s) and was "
+            "built before prepare(); its state belongs to unsharded tensors. Call prepare() before step() and "
+            "load_state_dict(), or build the optimizer after the model is prepared and prepare it then"
+        )
+
+
+# --- gradients ------------------------------------------------------------------------------------------------------
+
+
+class UnshardedGradients:
+    """Averages the gradients of unsharded parameters over all ranks at the end of each backward that exchanges them.
+
+    Whoever calls backward, and through whichever model the loss came. Every rank's backward must reach some of the
+    parameters, or none.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.sync = True
+        """Whether the next backward exchanges gradients."""
+        self._parameters = parameters
+        self._watched: set[int] = set()
+        self._is_queued = False
+
+    def watch(self, module: nn.Module, args: Any) -> None:
+        """Hook the parameters that take a gradient now: one may be unfrozen late. A forward pre-hook."""
+        if len(self._watched) == len(self._parameters):
+            return
+        for parameter in self._parameters:
+            if parameter.requires_grad and id(parameter) not in self._watched:
+                self._watched.add(id(parameter))
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if self.sync and not self._is_queued:
+            self._is_queued = True
+            # In one place and in one order: gradients may become ready in another order on another rank.
+            queue_callback(self._average)
+
+    def _average(self) -> None:
+        self._is_queued = False
+        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                by_kind.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
+        for gradients in by_kind.values():
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            dist.all_reduce(flat)
+            flat.div_(dist.get_world_size())
+            slices = flat.split([gradient.numel() for gradient in gradients])
+            foreach_copy_(gradients, [s.view_as(g) for s, g in zip(slices, gradients, strict=True)])
+
+
+def _average_over_ranks(sharded: Mapping[str, nn.Parameter], local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Average gradients over ranks, those that have been exchanged within the window included. Collective."""
+    names = list(sharded)
+    first = next(iter(sharded.values()))
+    mesh = next((p.device_mesh for p in sharded.values() if isinstance(p, DTensor)), None)
+    is_held = torch.tensor([n in local or sharded[n].grad is not None for n in names], dtype=torch.int32)
+    is_held = is_held.to(first.device)
+    dist.all_reduce(is_held, op=dist.ReduceOp.MAX)
+    means: dict[str, Tensor] = {}
+    for name, is_wanted in zip(names, is_held.tolist(), strict=True):
+        if not is_wanted:
+            continue
+        parameter = sharded[name]
+        mean = local[name].clone() if name in local else torch.zeros(parameter.shape, dtype=parameter.dtype)
+        mean = mean.to(parameter.device)
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+        if isinstance(parameter, DTensor):
+            shard = mean[local_box(parameter).within(Box.full(mean.shape))].clone()
+            if parameter.grad is not None:
+                shard += local_tensor(parameter.grad)
+            means[name] = wrap_local_like(parameter, shard)
+        else:
+            everywhere = [] if mesh is None else [Replicate()] * mesh.ndim
+            means[name] = mean if mesh is None else DTensor.from_local(mean, mesh, everywhere, run_check=False)
+    return means
+
+
+# --- the model's own methods ----------------------------------------------------------------------------------------
+
+
+def refuse_copies(model: nn.Module) -> None:
+    """Make copying and pickling of a sharded model say what to do instead; torch's own words are about its classes."""
+
+    def refuse(*args: Any) -> Any:
+        raise ConfigError(
+            f"{type(model).__name__} is sharded, and its shards cannot be copied or pickled; copy the model before "
+            "prepare() and prepare the copy too, or take the whole weights: accelerator.get_state_dict() on all ranks"
+        )
+
+    model.__deepcopy__ = refuse  # type: ignore[assignment]
+    model.__reduce_ex__ = refuse  # type: ignore[method-assign]
+
+
+def exchange_full_state(model: nn.Module, process: ProcessContext) -> None:
+    """Let a sharded model save and load full weights by its own methods. Nothing is communicated here.
+
+    Scripts written for one process call these: `module.save_pretrained(directory)` would find this rank's shards, and
+    `module.load_state_dict(state)` would be handed tensors that are no shards.
+    """
+    if callable(getattr(type(model), "save_pretrained", None)):
+        model.save_pretrained = SavePretrained(model, process)  # type: ignore[assignment]
+    for module in model.modules():
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+            module.register_load_state_dict_pre_hook(_shard_state)
+
+
+def _shard_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Shard the full tensors meant for `module`'s own parameters; every rank has been given all of them."""
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        value = state_dict.get(prefix + name)
+        if isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+            # src_data_rank=None: each rank cuts its shard out of its own tensor, without communication.
+            state_dict[prefix + name] = distribute_tensor(
+                value.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
+
+
+class SavePretrained:
+    """A sharded model's `save_pretrained`: the model's own, given the full weights. Collective.
+
+    An instance attribute of that name, as the prepared forward is one: the class stays the user's.
+    """
+
+    def __init__(self, model: nn.Module, process: ProcessContext) -> None:
+        self.model = model
+        self.process = process
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        parameters = list(inspect.signature(type(self.model).save_pretrained).parameters.values())  # type: ignore[attr-defined]
+        return inspect.Signature(parameters[1:])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather the weights, write them on rank 0, and return on every rank once they are written.
+
+        The model's own method wants all of them at once. It gets tensors that are mapped from a file without a name
+        beside its target, into which they are gathered one by one: no rank has to have memory for the model.
+
+        A call that brings its own `state_dict` is passed on as it is, and gathers nothing.
+
+        Raises:
+            ConfigError: the model's own method has no argument for weights that were gathered.
+            DiskFullError: there is no room for the weights twice.
+        """
+        save = type(self.model).save_pretrained  # type: ignore[attr-defined]
+        call = self.__signature__.bind(*args, **kwargs)
+        if kwargs.get("state_dict", call.arguments.get("state_dict")) is not None:
+            return save(self.model, *args, **kwargs)
+        if "state_dict" not in self.__signature__.parameters:
+            raise ConfigError(
+                f"{type(self.model).__name__} is sharded, and its save_pretrained() has no `state_dict` argument for "
+                "the gathered weights; use accelerator.save_model(model, directory)"
+            )
+        with raise_together(self.process, "save_pretrained"):
+            call.arguments["state_dict"] = gather_to_file(
+                TorchCheckpointIO(self.model).lazy_model_state(),
+                _path_of(next(iter(call.arguments.values()), None)),
+                writes=self.process.is_main,
+            )
+        if "is_main_process" in self.__signature__.parameters:
+            call.arguments["is_main_process"] = self.process.is_main and call.arguments.get("is_main_process", True)
+        # Also the barrier behind which every rank may read the files.
+        with raise_together(self.process, "save_pretrained"):
+            return save(self.model, *call.args, **call.kwargs)
+
+
+def _path_of(target: Any) -> Path:
+    """Return `target`; the directory for temporary files where it is no path."""
+    return Path(target if isinstance(target, (str, os.PathLike)) else tempfile.gettempdir())
