@@ -127,7 +127,7 @@ MOVED_MODULES = {
     "trainer.layout": "trainer.model_preparation",
     "trainer.loss_scale": "trainer.loss_normalization",
     "trainer.publishing": "trainer.checkpoint.methods",
-    "trainer.reading": "trainer.window",
+    "trainer.reading": "trainer.epoch",
     "trainer.resuming": "trainer.checkpoint.resuming",
     "units": "accelerator.prepared",
     "windows": "accelerator.open_windows",

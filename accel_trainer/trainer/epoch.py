@@ -1,7 +1,8 @@
-"""One epoch of training: windows of micro-batches, the update at the end of each, and what callbacks see of them."""
+"""One epoch of training: windows of micro-batches, read ahead, and the update and the callbacks at the end of each."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,19 +13,113 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers.optimization import GreedyLR
 from transformers.utils import logging
 
+from accel_trainer.data.plan import BatchRows
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.trainer.running_trainer import SteppingTrainer
-from accel_trainer.trainer.window import WindowReader
 
-__all__ = ["EpochRun"]
+__all__ = ["EpochRun", "WindowReader"]
 
 logger = logging.get_logger("transformers.trainer")
 
 _STEPPED_BY_METRIC = (ReduceLROnPlateau, GreedyLR)
 
 
+class WindowReader:
+    """One pass over the training loader, which keeps the rows of an update's batches where ranks may differ in them.
+
+    That is on several ranks with `even_batches=False`; else every batch counts as it is. Ranks do not communicate: each
+    knows the rows of all.
+    """
+
+    def __init__(self, dataloader: Any, process: ProcessContext, even_batches: bool) -> None:
+        self._dataloader = dataloader
+        self._batches = iter(dataloader)
+        self._process = process
+        self._keeps_rows = process.world_size > 1 and not even_batches
+        self._read: list[tuple[Any, BatchRows]] = []
+        self._window: list[BatchRows] = []
+        self._current: BatchRows | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        if self._keeps_rows:
+            rows = getattr(self._dataloader, "rows", None)
+            if rows is not None and len(rows.rows) == self._process.world_size:
+                self._read.append((batch, rows))
+        return batch
+
+    def close(self) -> None:
+        """End the pass now, not when the iterator is collected: the loader then knows that nobody reads it."""
+        self.forget()
+        close = getattr(self._batches, "close", None)
+        if callable(close):
+            close()
+
+    def forget(self) -> None:
+        """End an update, and let go of its batches."""
+        self._read, self._window, self._current = [], [], None
+
+    def begin(self, batches: list[Any]) -> None:
+        """Begin an update of these batches.
+
+        Raises:
+            ConfigError: they are not those that were read, and ranks hold unequally many samples.
+        """
+        self._window = [rows for batch in batches for read, rows in self._read if read is batch]
+        uneven = [rows.rows for _, rows in self._read if len(set(rows.rows)) > 1]
+        if uneven and len(self._window) != len(batches):
+            raise ConfigError(
+                f"get_batch_samples() returned {len(batches)} batches, {len(self._window)} of them as the loader gave "
+                f"them, in an update that has {uneven[0]} samples on the ranks: their weights are not known. Return "
+                "the batches of the iterator, or train with even_batches=True"
+            )
+
+    def begin_batch(self, index: int) -> None:
+        """Begin the micro-batch `index` of the update."""
+        self._current = self._window[index] if index < len(self._window) else None
+
+    def without_filler(self, batch: Any) -> Any:
+        """Return the batch, without rows if it only lets a rank take part that has no samples in this step."""
+        if not any(read is batch and not self._own(rows) for read, rows in self._read):
+            return batch
+        if not isinstance(batch, Mapping):
+            return batch
+        return {name: value[:0] if isinstance(value, Tensor) and value.ndim else value for name, value in batch.items()}
+
+    def weigh(self, loss: Tensor, *, by_items: bool, over_ranks: bool) -> Tensor:
+        """Return the loss of the present micro-batch, weighted so that the mean over ranks is the mean over samples.
+
+        Args:
+            by_items: the loss is a sum, divided by the update's number of items; else a mean over the micro-batch.
+            over_ranks: that number is one of all ranks: then only a rank without samples is not weighed by 1.
+        """
+        weight = self._weight(by_items, over_ranks)
+        return loss if weight == 1.0 else loss * weight
+
+    def _weight(self, by_items: bool, over_ranks: bool) -> float:
+        rows, rank = self._current, self._process.rank
+        if rows is None:
+            return 1.0
+        if not by_items:
+            return rows.weight(rank)
+        if not self._own(rows):
+            return 0.0
+        if over_ranks:
+            return 1.0
+        update = tuple(map(sum, zip(*(each.rows for each in self._window), strict=True)))
+        return BatchRows(update, update).weight(rank)
+
+    def _own(self, rows: BatchRows) -> int:
+        return rows.rows[self._process.rank]
+
+
 @dataclass(slots=True)
 class EpochRun:
-    """The state of one pass over the training data. Losses and callback order are upstream's."""
+    """State of one pass over the training data. Losses and the order of callbacks are those of transformers."""
 
     trainer: SteppingTrainer
     reader: WindowReader
@@ -41,7 +136,7 @@ class EpochRun:
     grad_norm: Tensor | float | None = None
     learning_rate: float | None = None
     sync: bool | None = None
-    """Whether the model was last told to exchange gradients; telling a sharded model walks through its modules."""
+    """Last value of `set_gradient_sync`, which walks through all modules of a sharded model."""
 
     def train(self, restore_rng_from: str | None) -> None:
         """Train the updates of the epoch that are left, until it ends or a callback stops it. Collective.
@@ -94,7 +189,7 @@ class EpochRun:
             trainer.control = handler.on_step_begin(trainer.args, trainer.state, trainer.control)
         self._add_loss(trainer.training_step(self.model, inputs, num_items))
         trainer.current_flos += float(trainer.floating_point_ops(inputs))
-        trainer._track_num_input_tokens(self.reader.without_stand_in(inputs))
+        trainer._track_num_input_tokens(self.reader.without_filler(inputs))
         if is_last:
             self._update()
         else:

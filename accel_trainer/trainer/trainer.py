@@ -28,12 +28,11 @@ from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.best_model import keeping_best
 from accel_trainer.trainer.checkpoint.methods import CheckpointMethods
 from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
-from accel_trainer.trainer.epoch import EpochRun
+from accel_trainer.trainer.epoch import EpochRun, WindowReader
 from accel_trainer.trainer.evaluation import run_evaluation
 from accel_trainer.trainer.inputs import ColumnFilter, ShiftingLabelSmoother, check_dataset, load_model, shifts_labels
 from accel_trainer.trainer.loss_normalization import LossNormalization
 from accel_trainer.trainer.model_preparation import ModelPreparation
-from accel_trainer.trainer.window import WindowReader
 
 __all__ = ["AccelTrainerMixin", "CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
 
@@ -291,8 +290,8 @@ class AccelTrainerMixin(CheckpointMethods, _Upstream):
         if not is_scaled:
             loss = loss / self.current_gradient_accumulation_steps
         if self._reader is not None:
-            weight = self._reader.weight(is_scaled and has_items, over_ranks=args.average_tokens_across_devices)
-            loss = loss if weight == 1.0 else loss * weight
+            over_ranks = args.average_tokens_across_devices
+            loss = self._reader.weigh(loss, by_items=is_scaled and has_items, over_ranks=over_ranks)
         fault_point("train.backward")
         # Not accelerator.backward(): it weighs by the batch that the loader gave last, and a window is read ahead.
         self.accelerator.unit_of(model).backward(loss, **kwargs)
@@ -301,7 +300,7 @@ class AccelTrainerMixin(CheckpointMethods, _Upstream):
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         if self._reader is None:
             return super()._get_num_items_in_batch(batch_samples, device)
-        counted = [self._reader.without_stand_in(batch) for batch in batch_samples]
+        counted = [self._reader.without_filler(batch) for batch in batch_samples]
         num_items = super()._get_num_items_in_batch(counted, device)
         if isinstance(num_items, Tensor) and all(map(operator.is_not, counted, batch_samples)):
             # This rank's own number, where ranks are not summed: a loss that weighs nothing would be divided by 0.

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from accel_trainer.data.plan import BatchRows
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.trainer.window import WindowReader
+from accel_trainer.trainer.epoch import WindowReader
 from tests.ranks import preload, run_ranks
 from tests.trainer_jobs import TokenDataset, build_trainer, on_ranks, summary
 
