@@ -1,4 +1,4 @@
-"""Accumulation windows that a save finds half full: what they hold, so that another run can fill them."""
+"""Accumulation windows that a save finds half full: their gradients, so that another run can fill them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["OpenWindows"]
 logger = logging.get_logger(__name__)
 
 Stored = Tensor | StoredTensor
-"""A gradient in a file: a rank's own whole one, or one of which every rank has written its part."""
+"""A gradient in a file: a rank's own, unsharded, or one of which every rank has written its shard."""
 
 
 class OpenWindows:
@@ -33,7 +33,7 @@ class OpenWindows:
         self._is_sharded = is_sharded
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return this rank's part of the windows that are open; None where all are closed.
+        """Return this rank's gradients of the windows that are open; None where all are closed.
 
         Collective where parameters are sharded.
         """
@@ -42,41 +42,38 @@ class OpenWindows:
         return {"units": [_save(prepared) for prepared in self._prepared]}
 
     def plan_load(self, read: Callable[[int], Mapping[str, Any]] | None, num_ranks: int) -> Callable[[], None]:
-        """Return what opens the windows again; without a reader, what closes them all. Ranks do not communicate.
+        """Check that saved windows fit, and return a function that opens them; one that closes all without a reader.
+
+        Ranks do not communicate.
 
         Args:
-            read: returns what a rank saved.
-            num_ranks: how many ranks that were.
+            read: returns the saved state of a rank.
+            num_ranks: how many ranks there were.
 
         Raises:
             IncompatibleCheckpointError: windows have another size in this run, and none of its micro-batches ends
                 where the state was saved.
         """
-        if read is None:
-            return self._close_all
-        first = read(0)["units"]
-        for prepared, saved in zip(self._prepared, first, strict=True):
-            if saved is not None:
-                _check_size(prepared, saved)
+        if read is not None:
+            for prepared, saved in zip(self._prepared, read(0)["units"], strict=True):
+                if saved is not None:
+                    _check_size(prepared, saved)
         return partial(self._load, read, num_ranks)
 
-    def _close_all(self) -> None:
-        for prepared in self._prepared:
-            _close(prepared)
-
-    def _load(self, read: Callable[[int], Mapping[str, Any]], num_ranks: int) -> None:
-        # Ranks that hold gradients of their own go on with them bit by bit; shards are parts of everybody's mean.
+    def _load(self, read: Callable[[int], Mapping[str, Any]] | None, num_ranks: int) -> None:
+        # Ranks that hold gradients of their own go on with them bit by bit; shards belong to the mean of all ranks.
         is_own = num_ranks == self._process.world_size and not self._is_sharded
-        for index, (prepared, saved) in enumerate(zip(self._prepared, read(0)["units"], strict=True)):
-            if saved is None:
+        units = [None] * len(self._prepared) if read is None else read(0)["units"]
+        for index, (prepared, saved) in enumerate(zip(self._prepared, units, strict=True)):
+            if read is None or saved is None:
                 _close(prepared)
                 continue
             ranks = [self._process.rank] if is_own and not saved["is_mean"] else range(num_ranks)
-            parts = [read(rank)["units"][index] for rank in ranks]
-            _open(prepared, parts)
+            states = [read(rank)["units"][index] for rank in ranks]
+            _open(prepared, states)
             if saved["tokens"] is not None:
                 prepared.tokens = prepared.tokens or TokenWindow(self._process)
-                prepared.tokens.load_state_dicts([part["tokens"] for part in parts], is_own=len(ranks) < num_ranks)
+                prepared.tokens.load_state_dicts([state["tokens"] for state in states], is_own=len(ranks) < num_ranks)
 
 
 def _save(prepared: PreparedUnit) -> dict[str, Any] | None:
@@ -89,10 +86,8 @@ def _save(prepared: PreparedUnit) -> dict[str, Any] | None:
             "the state is saved after %d of %d micro-batches of an update, and the engine of %s keeps their gradients "
             "to itself: a run that goes on from it begins an update with its first batch. Save where sync_gradients is "
             "true",
-            window.held,
-            window.num_steps,
-            type(prepared.unit.module).__name__,
-        )
+            window.held, window.num_steps, type(prepared.unit.module).__name__,
+        )  # fmt: skip
         return None
     return {
         "held": window.held,
@@ -113,9 +108,9 @@ def _check_size(prepared: PreparedUnit, saved: Mapping[str, Any]) -> None:
         )
 
 
-def _open(prepared: PreparedUnit, parts: Sequence[Mapping[str, Any]]) -> None:
-    """Fill a window with the mean of what ranks have held, which is what the exchange at its end makes of it."""
-    window, saved = prepared.window, parts[0]
+def _open(prepared: PreparedUnit, states: Sequence[Mapping[str, Any]]) -> None:
+    """Fill a window with the mean over the ranks that saved, as the all_reduce at its end would have made it."""
+    window, saved = prepared.window, states[0]
     ratio = window.num_steps / saved["num_steps"]
     window.held = round(saved["held"] * ratio)
     window.divisor = max(1, round(saved["divisor"] * ratio))
@@ -123,29 +118,29 @@ def _open(prepared: PreparedUnit, parts: Sequence[Mapping[str, Any]]) -> None:
     prepared.took_backward, prepared.corrected = True, False
     # Losses are divided by the divisor, those that are weighed by tokens are not.
     factor = saved["divisor"] * ratio / window.divisor if saved["tokens"] is None else 1.0
-    sharers = 1 if saved["is_mean"] else len(parts)
+    # A mean is that of all ranks: each has saved the place of its shard, and the state of one of them is enough.
+    states = states[:1] if saved["is_mean"] else states
     held: dict[str, list[Stored]] = {}
-    # A mean is everybody's: each rank has saved where its part of it is, and one of them is enough.
-    for part in parts[:1] if saved["is_mean"] else parts:
-        for name, gradient in part["gradients"].items():
+    for state in states:
+        for name, gradient in state["gradients"].items():
             held.setdefault(name, []).append(gradient)
-    weight = factor / sharers
+    weight = factor / len(states)
     prepared.unit.put_gradients({name: partial(_sum, stored, weight) for name, stored in held.items()})
 
 
 def _sum(stored: Sequence[Stored], weight: float, box: Box) -> Tensor:
-    """Return the sum of a part of each, weighed."""
+    """Return the weighed sum of the gradients in a box."""
     total: Tensor | None = None
     for each in stored:
-        part = each[box.within(Box.full(each.shape))] if isinstance(each, Tensor) else each.read(box)
-        part = part if weight == 1.0 else part * weight
-        total = part if total is None else total + part
+        values = each[box.within(Box.full(each.shape))] if isinstance(each, Tensor) else each.read(box)
+        values = values if weight == 1.0 else values * weight
+        total = values if total is None else total + values
     assert total is not None
     return total
 
 
 def _close(prepared: PreparedUnit) -> None:
-    """Forget what this run's window holds: it belongs to another state."""
+    """Drop the gradients of this run's window: they belong to another state."""
     if prepared.window.is_open:
         prepared.window.is_last = True
         prepared.unit.zero_grad()

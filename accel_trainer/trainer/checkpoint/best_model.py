@@ -1,4 +1,4 @@
-"""The best checkpoint at the end of a run: the same on all ranks, and whole before others make room for it."""
+"""The best checkpoint at the end of a run: the same on all ranks, and verified before others make room for it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)[^/]*|pytorch_model_f
 
 @contextmanager
 def keeping_best(trainer: CheckpointingTrainer) -> Iterator[None]:
-    """Agree on the best checkpoint and, with `save_total_limit=1`, keep it alone; the block ends a run. Collective.
+    """Name rank 0's best checkpoint on all ranks and, with `save_total_limit=1`, keep it alone; the block ends a run.
 
-    Upstream does that without looking into it: it would remove the last good checkpoint beside a best one that is
-    corrupt, and also what is no complete checkpoint of this Trainer.
+    Collective. Upstream does so without verification: it would remove the last good checkpoint beside a best one that
+    is corrupt, and also directories that are no complete checkpoint of this Trainer.
     """
     args, state = trainer.args, trainer.state
     # Each rank has looked for its directory by itself, and loading it is collective.
@@ -65,7 +65,7 @@ def verify_best(trainer: CheckpointingTrainer, best: Path) -> None:
     """Verify the weights of the best checkpoint before they are loaded. Collective; one without manifest passes.
 
     Raises:
-        CorruptCheckpointError, CheckpointNotFoundError: they are not what was saved.
+        CorruptCheckpointError, CheckpointNotFoundError: they were changed after the save.
         ProcessGroupError: another rank cannot read them.
     """
     try:

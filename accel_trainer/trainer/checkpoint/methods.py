@@ -76,7 +76,7 @@ class CheckpointMethods(_Upstream):
 
     @property
     def checkpoint_metrics(self) -> dict[str, float]:
-        """Figures of the last train(), as they are logged: of its last save, of its resume, and of what that lost.
+        """Metrics of the last train(), as they are logged: of its last save, of its resume, and of the updates it lost.
 
         `ckpt/stall_s` (how long training stood still), `ckpt/duration_s` (until the commit), `ckpt/bytes` (on the rank
         that commits), `resume/select_s`, `resume/verify_s`, `resume/load_s`, `resume/data_s`, `lost_steps` (updates
@@ -85,7 +85,7 @@ class CheckpointMethods(_Upstream):
         return dict(self.run_checkpoints.metrics.values)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; see upstream. The first log of training after a save or a resume has the figures of it, too.
+        """Log; see upstream. The first log of training after a save or a resume has its metrics, too.
 
         Callbacks and trackers see them; `state.log_history` does not keep them: it is saved, and that of a resumed run
         is that of an uninterrupted one.
@@ -275,18 +275,18 @@ def _write(trainer: CheckpointingTrainer, target: Path, staged: StagedDirectory)
     """Write the files of the checkpoint `target`. Collective."""
     args, process = trainer.args, trainer.accelerator.process
     directory = os.fspath(staged)
-    with trainer.run_checkpoints.staging(staged):
-        with raise_together(process, f"save of {target}"):  # the optimizer's state is gathered next
-            trainer.save_model(directory, _internal_call=True)
-        _name_best(trainer, target)
-        if not args.save_only_model:
-            trainer._save_optimizer_and_scheduler(directory)
-            trainer._save_scaler(directory)
-            trainer._save_rng_state(directory)
-        if args.should_save:
-            _save_state(trainer, os.path.join(directory, TRAINER_STATE_NAME))
-        staged.metadata |= {"trainer": _describe_progress(trainer), "reserved_names": RESERVED_NAMES}
-        staged.metadata["tied"] = _tied_names(trainer.model)
+    trainer.run_checkpoints.staged = staged
+    with raise_together(process, f"save of {target}"):  # the optimizer's state is gathered next
+        trainer.save_model(directory, _internal_call=True)
+    _name_best(trainer, target)
+    if not args.save_only_model:
+        trainer._save_optimizer_and_scheduler(directory)
+        trainer._save_scaler(directory)
+        trainer._save_rng_state(directory)
+    if args.should_save:
+        _save_state(trainer, os.path.join(directory, TRAINER_STATE_NAME))
+    staged.metadata |= {"trainer": _describe_progress(trainer), "reserved_names": RESERVED_NAMES}
+    staged.metadata["tied"] = _tied_names(trainer.model)
 
 
 def _need_bytes(trainer: CheckpointingTrainer) -> int:

@@ -1,4 +1,4 @@
-"""A Trainer's resume from a checkpoint: which ones there are, what is restored, and the sample that is next."""
+"""A Trainer's resume: the checkpoints that there are, the state that is restored, and the sample that is next."""
 
 from __future__ import annotations
 
@@ -78,10 +78,6 @@ class Resumption:
             return self.manifest.world_size
         return sum(1 for _ in self.path.glob("rng_state*.pth")) or None
 
-    def is_same_world(self, process: ProcessContext) -> bool:
-        """Whether as many processes wrote it as will read it."""
-        return self.num_writers in (None, process.world_size)
-
     def take_position(self, args: TrainingArguments, loader: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Have the loader's next pass begin after the samples that were trained; return the lengths of the run.
 
@@ -143,7 +139,7 @@ class Resumption:
             CheckpointNotFoundError: the checkpoint should have this rank's streams and has not.
         """
         name = f"rng_state_{process.rank}.pth" if process.is_distributed else "rng_state.pth"
-        if not self.is_same_world(process):
+        if self.num_writers not in (None, process.world_size):
             set_seed(mix_seed(seed, step, process.rank) % 2**32)
             return False
         if (self.path / name).is_file():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,7 +77,7 @@ class RunCheckpoints:
         self.resumption: Resumption | None = None
         """The checkpoint that this train() goes on from."""
         self.staged: StagedDirectory | None = None
-        """The directory that a save is writing."""
+        """The directory of the last save. Files that this package writes to it are hashed on their way."""
         self._position: dict[str, Any] | None = None
         self._note: UpdateNote | None = None
 
@@ -133,15 +132,6 @@ class RunCheckpoints:
     def position(self, loader: Any) -> dict[str, Any] | None:
         """Return the loader's position after the last update that is complete; None of one not made by us."""
         return self._position or _position_of(loader)
-
-    @contextmanager
-    def staging(self, staged: StagedDirectory) -> Iterator[None]:
-        """Have files that this package writes hashed on their way; others are read once for that."""
-        self.staged = staged
-        try:
-            yield
-        finally:
-            self.staged = None
 
     def note_saved(self, run_dir: Path, step: int) -> None:
         """Take note of updates from the first checkpoint on; on rank 0, elsewhere nothing."""

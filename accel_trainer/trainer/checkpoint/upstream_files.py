@@ -3,21 +3,21 @@
 A sharded Trainer writes:
 
     model.safetensors, config.json, ...   always, in Hugging Face's format
-    optimizer.bin                         state_dict_type full: the whole state by parameter name, one torch file
+    optimizer.bin                         state_dict_type full: the full state by parameter name, one torch file
     optimizer_0/                          state_dict_type sharded: a torch.distributed.checkpoint directory
-    optimizer.json, optimizer.optimizer.* under DeepSpeed: each rank its part, as `save_state` writes it
+    optimizer.json, optimizer.optimizer.* under DeepSpeed: each rank its shard, as `save_state` writes it
     scheduler.pt  rng_state_R.pth  trainer_state.json  training_args.bin
 
-Read as well: what the stock Trainer writes (`optimizer.pt`; `pytorch_model_fsdp.bin`, `pytorch_model_fsdp_0/`; under
-DeepSpeed `global_step*/`).
+Read as well: the files of transformers' Trainer (`optimizer.pt`; `pytorch_model_fsdp.bin`, `pytorch_model_fsdp_0/`;
+under DeepSpeed `global_step*/`).
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -59,9 +59,9 @@ logger = logging.get_logger("transformers.trainer")
 FULL_OPTIMIZER_NAME = "optimizer.bin"
 SHARDED_OPTIMIZER_NAME = "optimizer_0"
 PLAIN_OPTIMIZER_NAME = "optimizer.pt"
-PARTS_PREFIX = "optimizer"
-PARTS_NAME = f"{PARTS_PREFIX}.json"
-_OPTIMIZER_NAMES = (FULL_OPTIMIZER_NAME, SHARDED_OPTIMIZER_NAME, PLAIN_OPTIMIZER_NAME, PARTS_NAME)
+SHARDS_PREFIX = "optimizer"
+SHARDS_NAME = f"{SHARDS_PREFIX}.json"
+_OPTIMIZER_NAMES = (FULL_OPTIMIZER_NAME, SHARDED_OPTIMIZER_NAME, PLAIN_OPTIMIZER_NAME, SHARDS_NAME)
 SCHEDULER_NAME = "scheduler.pt"
 ENGINE_STATE_PATTERN = "global_step*"
 
@@ -77,17 +77,13 @@ def _staged(trainer: CheckpointingTrainer, directory: Path) -> StagedDirectory |
     return staged if staged is not None and staged.path == directory else None
 
 
-@contextmanager
-def _create(trainer: CheckpointingTrainer, directory: Path, name: str) -> Iterator[BinaryIO]:
+def _create(trainer: CheckpointingTrainer, directory: Path, name: str) -> AbstractContextManager[BinaryIO]:
     """Open a new file of a checkpoint, or of any other directory."""
     staged = _staged(trainer, directory)
     if staged is not None:
-        with staged.open(name) as file:
-            yield file
-    else:
-        directory.mkdir(parents=True, exist_ok=True)
-        with open(directory / name, "wb") as file:
-            yield file
+        return staged.open(name)
+    directory.mkdir(parents=True, exist_ok=True)
+    return open(directory / name, "wb")
 
 
 def save_model(trainer: CheckpointingTrainer, output_dir: str) -> None:
@@ -117,11 +113,11 @@ def save_optimizer(trainer: CheckpointingTrainer, output_dir: str) -> None:
                 torch.save(trainer.optimizer.state_dict(), file)
     elif trainer.accelerator.config.fsdp.state_dict_type is StateDictType.SHARDED:
         _io(trainer).save_sharded_optimizer(directory / SHARDED_OPTIMIZER_NAME)
-        _adopt_own_parts(trainer, directory)
+        _adopt_own_shards(trainer, directory)
     elif (
         trainer.accelerator.strategy.capabilities.builds_engine and (staged := _staged(trainer, directory)) is not None
     ):
-        _io(trainer).save(staged, PARTS_PREFIX, weights=False)
+        _io(trainer).save(staged, SHARDS_PREFIX, weights=False)
     else:
         state = _io(trainer).full_optimizer_state()
         if state:
@@ -133,12 +129,12 @@ def save_optimizer(trainer: CheckpointingTrainer, output_dir: str) -> None:
         reissue_pt_warnings(caught)
 
 
-def _adopt_own_parts(trainer: CheckpointingTrainer, directory: Path) -> None:
-    """Have each rank hash the parts that it has written, not one rank all of them."""
+def _adopt_own_shards(trainer: CheckpointingTrainer, directory: Path) -> None:
+    """Have each rank hash the files that it has written, not one rank all of them."""
     staged, rank = _staged(trainer, directory), trainer.accelerator.process_index
     if staged is not None:
-        for part in sorted((directory / SHARDED_OPTIMIZER_NAME).glob(f"__{rank}_*.distcp")):
-            staged.adopt(f"{SHARDED_OPTIMIZER_NAME}/{part.name}")
+        for file in sorted((directory / SHARDED_OPTIMIZER_NAME).glob(f"__{rank}_*.distcp")):
+            staged.adopt(f"{SHARDED_OPTIMIZER_NAME}/{file.name}")
 
 
 def _open_weights(directory: Path) -> Mapping[str, Tensor]:
@@ -153,7 +149,7 @@ def _open_weights(directory: Path) -> Mapping[str, Tensor]:
 
 
 def load_model(trainer: CheckpointingTrainer, model: nn.Module, directory: Path) -> None:
-    """Load a checkpoint's weights into a laid-out model. Collective; rank 0 reads."""
+    """Load a checkpoint's weights into a prepared model. Collective; rank 0 reads."""
     logger.info(f"Loading model from {directory}.")
     weights: Mapping[str, Tensor] = {}
     with raise_together(trainer.accelerator.process, "load_model"):
@@ -183,7 +179,7 @@ def _warn_of_differences(trainer: CheckpointingTrainer, own: set[str], stored: s
 
 
 def has_engine_state(directory: str) -> bool:
-    """Whether the stock Trainer wrote a checkpoint under DeepSpeed: the engine's own files hold weights and state."""
+    """Whether transformers' Trainer wrote it under DeepSpeed: the engine's own files hold weights and state."""
     folder = Path(directory)
     return not any((folder / name).exists() for name in _OPTIMIZER_NAMES) and any(folder.glob(ENGINE_STATE_PATTERN))
 
@@ -253,10 +249,10 @@ def load_optimizer(trainer: CheckpointingTrainer, directory: Path) -> None:
     if (directory / SHARDED_OPTIMIZER_NAME).is_dir():
         io.load_sharded_optimizer(directory / SHARDED_OPTIMIZER_NAME)
         return
-    if (directory / PARTS_NAME).is_file():
+    if (directory / SHARDS_NAME).is_file():
         # Contents were compared with their checksums when the checkpoint was chosen.
         stored = open_checkpoint(directory, trainer.accelerator.process, verify="size")
-        io.load(stored, PARTS_PREFIX, weights=False)
+        io.load(stored, SHARDS_PREFIX, weights=False)
         return
     state: Mapping[str, Any] = {}
     own = io.full_optimizer_state()
