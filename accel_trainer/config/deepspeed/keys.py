@@ -30,15 +30,6 @@ def _keys(text: str, **sections: Keys) -> dict[str, Any]:
     return {**dict.fromkeys(text.split()), **sections}
 
 
-_OFFLOAD_PARAM = _keys("device nvme_path buffer_count buffer_size max_in_cpu pin_memory")
-_OFFLOAD_OPTIMIZER = _keys(
-    "device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload "
-    "cpuadam_cores_perc"
-)
-_ZENFLOW = _keys(
-    "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio full_warm_up_rounds "
-    "pt_reserved_cores_perc steps_per_epoch"
-)
 _ZERO = _keys(
     "stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
     "allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights "
@@ -52,14 +43,16 @@ _ZERO = _keys(
     "parameter_alignment zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights "
     "zero_quantized_gradients memory_efficient_linear pipeline_loading_checkpoint override_module_apply "
     "log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory",
-    offload_param=_OFFLOAD_PARAM,
-    offload_optimizer=_OFFLOAD_OPTIMIZER,
-    zenflow=_ZENFLOW,
+    offload_param=_keys("device nvme_path buffer_count buffer_size max_in_cpu pin_memory"),
+    offload_optimizer=_keys(
+        "device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload "
+        "cpuadam_cores_perc"
+    ),
+    zenflow=_keys(
+        "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio "
+        "full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch"
+    ),
     leaf_module=_keys("classes names name_suffixes"),
-)
-_FP16 = _keys(
-    "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
-    "min_loss_scale fp16_master_weights_and_grads"
 )
 _BF16 = _keys("enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states")
 _COMPILE = _keys(
@@ -74,14 +67,6 @@ _TENSOR_PARALLEL = _keys(
     tensor_parallel=_keys("tp_size tp_grain_size mpu tp_group"),
     tp=_keys("tp_size tp_grain_size mpu tp_group"),
 )
-_CHECKPOINT = _keys(
-    "tag_validation checkpoint_serialization load_universal use_node_local_storage",
-    parallel_write=_keys("pipeline_stage"),
-    writer=_keys("type io_buffer_size io_buffer_double io_multiplier show_statistics data_parallel decoupled"),
-)
-_COMET = _keys(
-    "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode",
-)
 
 KNOWN_KEYS: Keys = _keys(
     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation "
@@ -94,7 +79,10 @@ KNOWN_KEYS: Keys = _keys(
     optimizer=_keys("type params legacy_fusion"),
     scheduler=_keys("type params"),
     zero_optimization=_ZERO,
-    fp16=_FP16,
+    fp16=_keys(
+        "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
+        "min_loss_scale fp16_master_weights_and_grads"
+    ),
     bf16=_BF16,
     bfloat16=_BF16,
     torch_autocast=_keys("enabled dtype lower_precision_safe_modules"),
@@ -103,7 +91,11 @@ KNOWN_KEYS: Keys = _keys(
         "profile cpu_checkpointing"
     ),
     aio=_keys("block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds"),
-    checkpoint=_CHECKPOINT,
+    checkpoint=_keys(
+        "tag_validation checkpoint_serialization load_universal use_node_local_storage",
+        parallel_write=_keys("pipeline_stage"),
+        writer=_keys("type io_buffer_size io_buffer_double io_multiplier show_statistics data_parallel decoupled"),
+    ),
     data_types=_keys("grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules"),
     comms_logger=_keys("enabled prof_all prof_ops verbose debug"),
     flops_profiler=_keys("enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file"),
@@ -115,7 +107,7 @@ KNOWN_KEYS: Keys = _keys(
     tensorboard=_keys("enabled output_path job_name"),
     csv_monitor=_keys("enabled output_path job_name"),
     wandb=_keys("enabled group team project"),
-    comet=_COMET,
+    comet=_keys("enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"),
     compile=_COMPILE,
     tensor_parallel=_TENSOR_PARALLEL,
 )

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration as one for FSDP2, and back, with what gets lost on the way."""
+"""A DeepSpeed configuration as one for FSDP2, and back, with the losses of each way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STAGE = "zero_optimization.stage"
 _DEVICES = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
 _TAKEN = (_STAGE, *_DEVICES, "bf16.enabled", "fp16.enabled", "gradient_accumulation_steps")
 _UNNEEDED = (
-    # What FSDP2 does anyway, or what its loader knows by itself.
+    # FSDP2 does these anyway, or its loader knows them by itself.
     "zero_optimization.overlap_comm", "zero_optimization.contiguous_gradients", "zero_optimization.reduce_scatter",
     "zero_optimization.allgather_partitions", "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     "zero_optimization.leaf_module.classes", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
@@ -73,7 +73,7 @@ def _approximations(stage: int, data: Mapping[str, Any]) -> Iterator[str]:
 def _without_counterpart(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     seen = set()
     for path, value in leaves(data):
-        # What asks for nothing, or is left to the run, is not lost.
+        # A value that asks for nothing, or is left to the run, is not lost.
         if path in (*_TAKEN, *_UNNEEDED) or value in (None, False, 0, "auto", "none", {}):
             continue
         top = path.partition(".")[0]
@@ -84,7 +84,7 @@ def _without_counterpart(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def to_deepspeed(config: RunConfig) -> tuple[dict[str, Any], list[str]]:
-    """Return what a run with FSDP2, or with DDP, is in DeepSpeed, and a line for everything that is not the same.
+    """Return the DeepSpeed configuration of a run with FSDP2 or DDP, and a line for everything that is not the same.
 
     FSDP2 becomes stage 3, or stage 2 where it keeps gathered parameters until the backward; DDP becomes stage 0.
 
@@ -137,9 +137,11 @@ def _lost_options(config: RunConfig, stage: int) -> Iterator[str]:
 
 _OPTION_INSTEAD = {
     "fsdp.activation_checkpointing": ": call model.gradient_checkpointing_enable()",
-    "fsdp.wrap_policy": ": DeepSpeed needs no groups of layers",
-    "fsdp.wrap_classes": ": DeepSpeed needs no groups of layers",
-    "fsdp.min_num_params": ": DeepSpeed needs no groups of layers",
-    "fsdp.replicate_size": "; zero_optimization.zero_hpz_partition_size is the nearest",
-    "fsdp.replicate_per_node": "; zero_optimization.zero_hpz_partition_size is the nearest",
+    **dict.fromkeys(
+        ("fsdp.wrap_policy", "fsdp.wrap_classes", "fsdp.min_num_params"), ": DeepSpeed needs no groups of layers"
+    ),
+    **dict.fromkeys(
+        ("fsdp.replicate_size", "fsdp.replicate_per_node"),
+        "; zero_optimization.zero_hpz_partition_size is the nearest",
+    ),
 }

@@ -16,7 +16,7 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}:,]|[^\s\[\]{}:,"]+|\n')
 
 
 def read_json(text: str, name: str) -> Document:
-    """Parse JSON text; `name` is what messages call it.
+    """Parse JSON text; `name` stands for it in messages.
 
     Raises:
         ConfigError: not valid JSON, a key that occurs twice, NaN or Infinity, or more values than a configuration has.

@@ -30,7 +30,7 @@ _KINDS = (("bool", _BOOL), ("int", _INT), ("float", _FLOAT), ("null", _NULL))
 
 
 def read_yaml(text: str, name: str) -> Document:
-    """Parse YAML text; `name` is what messages call it.
+    """Parse YAML text; `name` stands for it in messages.
 
     Raises:
         ConfigError: not valid YAML, more than one document, aliases that expand beyond `MAX_NODES` values, or nesting
