@@ -36,7 +36,7 @@ class FileConfig:
     """A configuration that was read and checked, before it is merged with the other sources.
 
     Attributes:
-        name: the path as given, `JSON text` or `the config dict`, for messages.
+        name: the path as given, `the JSON text` or `the config dict`, for messages.
         path: the file, absolute; None for text and mappings.
         dialect: the spelling.
         settings: the options it sets, by dotted path.
@@ -62,11 +62,12 @@ def read_file(source: ConfigSource) -> FileConfig:
     Raises:
         FileProblemsError: a `ConfigError` with all problems of the file; also when it is missing or unreadable.
     """
-    name, path, document = load_document(source)
+    document = load_document(source)
+    name = document.name
     dialect, layer = _translate(document)
     if layer.problems:
         raise FileProblemsError(sorted(layer.problems, key=lambda problem: _line_of(problem, name)), name)
-    return FileConfig(name, path, dialect, layer.settings, tuple(layer.notes), document.root.plain())
+    return FileConfig(name, document.path, dialect, layer.settings, tuple(layer.notes), document.root.plain())
 
 
 def _line_of(problem: str, name: str) -> int:

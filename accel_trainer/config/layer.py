@@ -43,8 +43,8 @@ class Setting:
     path: str
     value: Any
     source: Source
-    parts: Mapping[str, Source] = field(default_factory=dict)
-    """Where single keys of a block came from, where that is known more exactly."""
+    key_sources: Mapping[str, Source] = field(default_factory=dict)
+    """Sources of single keys of a block, where they are known more exactly."""
 
 
 class Layer:

@@ -1,4 +1,4 @@
-"""From the sources of a configuration to the tree: explicit Python > command line > environment > file > default.
+"""The tree of a configuration from its sources: explicit Python > command line > environment > file > default.
 
 Each option is decided on its own, and every value remembers where it came from.
 """
@@ -74,8 +74,8 @@ class Resolved:
         text = "the DeepSpeed configuration" if path == "deepspeed" else f"{path}={show_plain(self.value(path))}"
         return f"{text} ({origin})"
 
-    def block_places(self) -> dict[str, str]:
-        """Return where each key of the DeepSpeed block came from, for messages."""
+    def block_origins(self) -> dict[str, str]:
+        """Return the origin of each key of the DeepSpeed block, for messages."""
         named = ((path, source) for path, source in self.sources.items() if path.startswith(KEY_PREFIX))
         return {path.removeprefix(KEY_PREFIX): source.where for path, source in named}
 
@@ -87,14 +87,14 @@ class Resolved:
         """
         if not self.config.deepspeed:
             return []
-        places = self.block_places()
-        block = read_block(self.config.deepspeed, places=places)
+        origins = self.block_origins()
+        block = read_block(self.config.deepspeed, origins=origins)
         content, default = {**block.data, **block.launch}, self.sources["deepspeed"]
         return [
             (
                 f"{KEY_PREFIX}{key}",
                 value,
-                Source(default.kind, block.origins.get(key) or places.get(key) or default.where),
+                Source(default.kind, block.origins.get(key) or origins.get(key) or default.where),
             )
             for key, value in leaves(content)
         ]
@@ -215,9 +215,10 @@ def _named_layer(values: Mapping[str, Any], kind: SourceKind, name_of: Callable[
                 layer.settings[path] = Setting(path, value, Source(kind, name_of(path)))
         elif path == "deepspeed":
             # A flag sets one key of the block, and the block is the flags that were given.
-            parts = {key: f"--{key}" for key in value} if kind is SourceKind.CLI and isinstance(value, Mapping) else {}
-            name = ", ".join(parts.values()) or name_of(path)
-            put_block(layer, Entry(path, value, name, name), parts=parts)
+            is_cli = kind is SourceKind.CLI and isinstance(value, Mapping)
+            origins = {key: f"--{key}" for key in value} if is_cli else {}
+            name = ", ".join(origins.values()) or name_of(path)
+            put_block(layer, Entry(path, value, name, name), origins=origins)
         elif path in field_specs():
             layer.put(path, Entry(path, value, name_of(path), name_of(path)))
         else:

@@ -1,6 +1,6 @@
 """The configuration tree: plain frozen values, one field for each option, a line of documentation under each field.
 
-Nothing here reads a file or the environment (`sources.py`) and nothing imports torch. Options are addressed by their
+Nothing here reads a file or the environment (`resolve.py`) and nothing imports torch. Options are addressed by their
 dotted path in the tree: `mixed_precision`, `fsdp.wrap_classes`, `accumulation.num_steps`.
 """
 
@@ -44,7 +44,7 @@ class MixedPrecision(StrEnum):
 
 
 class OutputDtype(StrEnum):
-    """What mixed precision does to floating-point outputs of the model."""
+    """The number format of floating-point outputs of the model under mixed precision."""
 
     FP32 = "fp32"
     KEPT = "kept"
@@ -99,7 +99,7 @@ class DataConfig:
     split_batches: bool = False
     """A loader's batch size is the global one, cut into one slice for each rank; else it is the size on each rank."""
     dispatch_batches: bool | None = None
-    """Rank 0 reads the data and sends it to the others; None lets every rank read its own part."""
+    """Rank 0 reads the data and sends it to the others; None lets every rank read its own shard."""
     even_batches: bool = True
     """Fill the last round of batches with samples from the beginning, so that all ranks take as many steps."""
     use_seedable_sampler: bool = True
@@ -126,7 +126,7 @@ class AccumulationConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileConfig:
-    """What torch.compile does to the model."""
+    """Options of torch.compile."""
 
     backend: str = "no"
     """`no` does not compile; else a backend of torch.compile such as `inductor`, `eager`, `aot_eager`."""
@@ -163,7 +163,7 @@ class FSDPConfig:
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward (ZeRO-3); false keeps them until the backward (ZeRO-2)."""
     wrap_policy: WrapPolicy = WrapPolicy.TRANSFORMER
-    """What becomes one communication group: transformer layers, modules of `min_num_params`, or the whole model."""
+    """The modules of one communication group: transformer layers, modules of `min_num_params`, or the whole model."""
     wrap_classes: tuple[str, ...] = ()
     """Class names of the layers to wrap; empty takes the model's own `_no_split_modules`."""
     min_num_params: int = 100_000_000
@@ -173,7 +173,7 @@ class FSDPConfig:
     activation_checkpointing: bool = False
     """Compute the activations of wrapped layers again in the backward instead of keeping them."""
     cpu_ram_efficient_loading: bool = False
-    """Values may come from rank 0 alone, or from files that each rank reads its part of; see docs/fsdp.md."""
+    """Values may come from rank 0 alone, or from files of which each rank reads its shard; see docs/fsdp.md."""
     state_dict_type: StateDictType = StateDictType.FULL
     """The Trainer stores the optimizer's state in one file (full), or as the shards of each rank (sharded)."""
     ignored_modules: tuple[str, ...] = ()
@@ -237,7 +237,7 @@ class RunConfig:
     mixed_precision: MixedPrecision = MixedPrecision.NO
     """no, bf16 or fp16; fp8 is known, and refused on every device."""
     output_dtype: OutputDtype = OutputDtype.FP32
-    """fp32 casts what the model returns under mixed precision; kept leaves it in 16 bits, half the memory of logits."""
+    """fp32 casts the model's outputs under mixed precision; kept leaves them in 16 bits, half the memory of logits."""
     use_cpu: bool = False
     """Run on the CPU even when the machine has an accelerator."""
     debug: bool = False

@@ -106,7 +106,7 @@ def resolve_engine_config(block: Mapping[str, Any], *, facts: Facts, partial: bo
     Raises:
         ConfigError: unknown keys, values that cannot be, autos that nothing fills, and conflicts, all at once.
     """
-    resolver = Resolver(read_block(block, places=facts.origins), facts, partial=partial)
+    resolver = Resolver(read_block(block, origins=facts.origins), facts, partial=partial)
     resolver.resolve()
     if resolver.problems:
         raise ConfigError(problem_report(resolver.problems, facts.name))

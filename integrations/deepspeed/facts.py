@@ -41,7 +41,7 @@ class Facts:
     """What the user prepares: a torch optimizer, a DummyOptim, or nothing (evaluation, or not known yet)."""
     given_scheduler: Literal["none", "torch", "dummy"] = "none"
     origins: Mapping[str, str] = field(default_factory=dict)
-    """Where keys of the block came from, as `Resolved.block_places` tells: {"zero_stage": "train.yaml:7"}."""
+    """Where keys of the block came from, as `Resolved.block_origins` has it: {"zero_stage": "train.yaml:7"}."""
     name: str = "the DeepSpeed configuration"
 
 

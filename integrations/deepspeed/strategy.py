@@ -196,7 +196,7 @@ def _resolve(
             resolved.describe("mixed_precision"),
             is_default=not resolved.is_set("mixed_precision"),
         ),
-        origins=resolved.block_places(),
+        origins=resolved.block_origins(),
         **known,
     )
     engine_config = resolve_engine_config(config.deepspeed, facts=facts, partial=partial)

@@ -65,7 +65,7 @@ def resolve_arguments(
         hidden_size=hidden_size_of(getattr(model, "config", None)),
         given_optimizer=given_optimizer,  # type: ignore[arg-type]
         given_scheduler=given_scheduler,  # type: ignore[arg-type]
-        origins=resolved.block_places(),
+        origins=resolved.block_origins(),
     )
     return resolve_engine_config(resolved.config.deepspeed, facts=facts, partial=num_steps is None)
 

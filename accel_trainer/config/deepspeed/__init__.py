@@ -1,1 +1,1 @@
-"""The DeepSpeed block of a configuration: its keys, its place among the levels, its translation to FSDP2."""
+"""The DeepSpeed block of a configuration: its keys, its merging over the levels, its translation to FSDP2."""

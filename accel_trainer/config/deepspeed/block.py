@@ -23,6 +23,7 @@ from accel_trainer.config.readers.document import Node
 from accel_trainer.config.validation import show
 
 __all__ = [
+    "ACCELERATE_FIELDS",
     "CONFIG_FILE",
     "FIELDS",
     "LAUNCH_FIELDS",
@@ -31,7 +32,7 @@ __all__ = [
     "EngineBlock",
     "block_of",
     "get_key",
-    "is_whole",
+    "is_complete",
     "leaves",
     "located",
     "merge_blocks",
@@ -68,8 +69,12 @@ LAUNCH_FIELDS = (
 
 SHARED_KEYS = ("gradient_accumulation_steps", "gradient_clipping")
 """Keys that accelerate's fields and DeepSpeed's own have in common."""
+
+ACCELERATE_FIELDS = (CONFIG_FILE, *FIELDS, *LAUNCH_FIELDS, *SHARED_KEYS)
+"""Every key of accelerate's `deepspeed_config` block."""
+
 _NESTED_IN = ("deepspeed_config", "deepspeed")
-"""The key of a whole run's configuration file that holds the block: accelerate's, and our own."""
+"""The keys that hold the block in the configuration file of a run: accelerate's, and our own."""
 _SWITCH = ("true or false", {"true": True, "false": False})
 _DEVICE = ("one of 'none', 'cpu', 'nvme'", {"none": "none", "cpu": "cpu", "nvme": "nvme"})
 _CHOICES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -91,7 +96,7 @@ class EngineBlock:
 
     Attributes:
         data: a DeepSpeed configuration, "auto" included; `zero3_init_flag` stands in it where it was given.
-        origins: where a value came from, by dotted path, where that is a line of a file.
+        origins: line of a file, by dotted path of the value.
         launch: the fields that starting processes needs.
     """
 
@@ -114,9 +119,8 @@ def block_of(source: BlockSource) -> dict[str, Any]:
     if isinstance(source, str):
         text = source if source.lstrip().startswith("{") else _decoded(source)
         if text is not None:
-            return load_document(text)[2].root.plain()
-    _, path, _ = load_document(source)
-    return {CONFIG_FILE: str(path)}
+            return load_document(text).root.plain()
+    return {CONFIG_FILE: str(load_document(source).path)}
 
 
 def _decoded(text: str) -> str | None:
@@ -134,7 +138,7 @@ def read_deepspeed(source: BlockSource) -> dict[str, Any]:
     """Return the DeepSpeed configuration that a source holds, "auto" included.
 
     Args:
-        source: as for `block_of`; a file may also be a whole run's configuration with a DeepSpeed block in it.
+        source: as for `block_of`; a file may also be the configuration of a run, with a DeepSpeed block in it.
 
     Raises:
         ConfigError: it cannot be found or read, or its fields are wrong or contradict each other.
@@ -142,10 +146,9 @@ def read_deepspeed(source: BlockSource) -> dict[str, Any]:
     return read_block(block_of(source)).data
 
 
-def is_whole(block: Mapping[str, Any]) -> bool:
+def is_complete(block: Mapping[str, Any]) -> bool:
     """Tell whether a block describes DeepSpeed by itself, instead of giving single fields."""
-    fields = (*FIELDS, *LAUNCH_FIELDS, *SHARED_KEYS, CONFIG_FILE)
-    has_keys = any(name not in fields and value is not None for name, value in block.items())
+    has_keys = any(name not in ACCELERATE_FIELDS and value is not None for name, value in block.items())
     return has_keys or named_file(block) is not None
 
 
@@ -156,15 +159,15 @@ def named_file(block: Mapping[str, Any]) -> Any:
 
 
 def merge_blocks(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one block of two levels of precedence: single fields win one by one, a whole one replaces the lower.
+    """Return one block of two levels of precedence: single fields win one by one, a complete one replaces the lower.
 
     Raises:
         ConfigError: the lower block has to be read for that, and it cannot be.
     """
     kept = {name: value for name, value in below.items() if name in LAUNCH_FIELDS}
-    if is_whole(above):
+    if is_complete(above):
         return {**kept, **above}
-    if not is_whole(below) or above.keys() <= set(LAUNCH_FIELDS):
+    if not is_complete(below) or above.keys() <= set(LAUNCH_FIELDS):
         return {**below, **above}
     lower, upper = read_block(below), read_block({**above, "zero_stage": above.get("zero_stage", _DEFAULT_STAGE)})
     for path, value in leaves(upper.data, known_only=True):
@@ -177,34 +180,34 @@ def merge_blocks(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str
     return {**lower.launch, **lower.data, **upper.launch}
 
 
-def read_block(block: Mapping[str, Any], *, places: Mapping[str, str] | None = None) -> EngineBlock:
+def read_block(block: Mapping[str, Any], *, origins: Mapping[str, str] | None = None) -> EngineBlock:
     """Return a block as one DeepSpeed configuration; the file that it names is read.
 
-    A value of the file and a field that says otherwise contradict each other; a field fills what the file leaves out
-    or leaves to "auto". Fields alone mean stage 2, as in accelerate.
+    A value of the file and a field of another value contradict each other; a field fills keys that the file leaves
+    out or leaves to "auto". Fields alone mean stage 2, as in accelerate.
 
     Args:
         block: in any spelling.
-        places: where keys of the block came from, for messages.
+        origins: of keys of the block, for messages.
 
     Raises:
         FileProblemsError: a `ConfigError` with all problems of the block, and of the file.
     """
-    reader = _Reader(places or {})
+    origins = origins or {}
+    reader = _Reader(origins)
     result = reader.read(block)
     for path in list(_paths(result.data, "")):
-        named = [name for name in places or {} if _sets(name, path)]
-        if named and places:
+        if named := [name for name in origins if _sets(name, path)]:
             nearest = max(named, key=lambda name: len(FIELDS.get(name, name)))
-            result.origins.setdefault(path, places[nearest])
+            result.origins.setdefault(path, origins[nearest])
     if reader.problems:
         raise FileProblemsError(reader.problems, "the DeepSpeed block")
     return result
 
 
 class _Reader:
-    def __init__(self, places: Mapping[str, str]) -> None:
-        self.places = places
+    def __init__(self, origins: Mapping[str, str]) -> None:
+        self.origins = origins
         self.folder: Path | None = None  # of the file that is read; else the working directory
         self.problems: list[str] = []
         self.num_files = 0
@@ -221,12 +224,12 @@ class _Reader:
                 self.field(name, value, result)
             elif name != CONFIG_FILE and not (name in SHARED_KEYS and value is None):
                 self.own(name, _plain(value), result)
-        if not is_whole(block):
+        if not is_complete(block):
             result.data.setdefault("zero_optimization", {}).setdefault("stage", _DEFAULT_STAGE)
         return result
 
     def file(self, source: Any) -> EngineBlock:
-        """Read a file: a DeepSpeed configuration, or a whole run's with a DeepSpeed block in it."""
+        """Read a file: a DeepSpeed configuration, or that of a run with a DeepSpeed block in it."""
         self.num_files += 1
         if self.num_files > _MAX_FILES:
             self.problems.append(f"{CONFIG_FILE} {source!r} names a file that names another, {_MAX_FILES} times over")
@@ -234,20 +237,22 @@ class _Reader:
         if isinstance(source, str):
             source = located(source, self.folder)
         try:
-            name, _, document = load_document(source)
+            document = load_document(source)
         except FileProblemsError as error:
             self.problems.extend(error.problems)
             return EngineBlock({})
         self.problems.extend(document.problems)
         content = document.root.plain()
         if not isinstance(content, dict):
-            self.problems.append(f"{name} holds {show(content)}; expected the keys of a DeepSpeed configuration")
+            self.problems.append(
+                f"{document.name} holds {show(content)}; expected the keys of a DeepSpeed configuration"
+            )
             return EngineBlock({})
         nested = next((content[key] for key in _NESTED_IN if isinstance(content.get(key), str | Mapping)), None)
         if nested is not None:
             self.folder = document.folder
             return self.read(nested) if isinstance(nested, Mapping) else self.file(nested)
-        origins = {where: f"{name}:{line}" for where, line in _lines(document.root, "") if line is not None}
+        origins = {path: document.where(line) for path, line in _lines(document.root, "") if line is not None}
         return EngineBlock(content, origins)
 
     def field(self, name: str, value: Any, result: EngineBlock) -> None:
@@ -283,8 +288,8 @@ class _Reader:
             )
 
     def at(self, name: str) -> str:
-        """Return where a key of the block came from, in brackets, where that is known."""
-        return f" ({self.places[name]})" if name in self.places else ""
+        """Return the origin of a key of the block in brackets, if it is known."""
+        return f" ({self.origins[name]})" if name in self.origins else ""
 
 
 def located(file: str, folder: Path | None) -> str:

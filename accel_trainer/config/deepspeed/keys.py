@@ -74,7 +74,7 @@ KNOWN_KEYS: Keys = _keys(
     "disable_allgather prescale_gradients gradient_predivide_factor gradient_allreduce_op communication_data_type "
     "seq_parallel_communication_data_type zero_allow_untested_optimizer zero_force_ds_cpu_optimizer vocabulary_size "
     "dataloader_drop_last log_level use_data_before_expert_parallelism data_parallel_size sequence_parallel_size "
-    # Free inside: DeepSpeed reads what it wants from them, at several places.
+    # Free inside: DeepSpeed reads their keys in several modules, and refuses none.
     "pipeline autotuning data_efficiency expert_parallel weight_quantization datastates_ckpt",
     optimizer=_keys("type params legacy_fusion"),
     scheduler=_keys("type params"),

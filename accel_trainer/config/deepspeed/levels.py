@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from accel_trainer.config.deepspeed.block import (
+    ACCELERATE_FIELDS,
     CONFIG_FILE,
     FIELDS,
-    LAUNCH_FIELDS,
-    SHARED_KEYS,
     block_of,
     get_key,
-    is_whole,
+    is_complete,
     located,
     merge_blocks,
     read_block,
@@ -40,19 +39,18 @@ __all__ = [
 KEY_PREFIX = "deepspeed."
 """Beginning of the path of a single key of the block: `deepspeed.zero_optimization.stage`."""
 
-_NAMES = (CONFIG_FILE, *FIELDS, *LAUNCH_FIELDS, *SHARED_KEYS)
 _STRENGTH = tuple(SourceKind)
 
 
 def put_block(
-    layer: Layer, entry: Entry, *, parts: Mapping[str, str] | None = None, folder: Path | None = None
+    layer: Layer, entry: Entry, *, origins: Mapping[str, str] | None = None, folder: Path | None = None
 ) -> None:
     """Put a block into a layer: a mapping, or text that names a file, a packaged configuration, or holds JSON.
 
     Args:
         layer: gets the setting, or the problem.
         entry: the block; None means "not set".
-        parts: where single keys of a mapping came from.
+        origins: of single keys of a mapping.
         folder: the folder that a path in the block is relative to, besides the working directory.
     """
     value = entry.value
@@ -68,29 +66,29 @@ def put_block(
             value = {**value, CONFIG_FILE: located(file, folder)}
     layer.put("deepspeed", entry, value)
     setting = layer.settings.get("deepspeed")
-    if parts and setting is not None:
-        sources = {name: Source(layer.kind, place) for name, place in parts.items()}
+    if origins and setting is not None:
+        sources = {name: Source(layer.kind, origin) for name, origin in origins.items()}
         layer.settings["deepspeed"] = Setting("deepspeed", setting.value, setting.source, FrozenDict(sources))
 
 
 def put_document_block(document: Document, key: Key, node: Node, layer: Layer) -> None:
     """Put a block of a file into a layer, with the lines of its keys."""
     content = node.value if isinstance(node.value, dict) else {}
-    parts = {item.name: document.where(item.line) for item in content}
-    put_block(layer, document.entry(key, node), parts=parts, folder=document.folder)
+    origins = {item.name: document.where(item.line) for item in content}
+    put_block(layer, document.entry(key, node), origins=origins, folder=document.folder)
 
 
 def check_fields(document: Document, section: str, content: Mapping[Key, Node], layer: Layer) -> None:
     """Refuse keys of accelerate's block that neither accelerate nor DeepSpeed has."""
     for key in content:
-        if key.name not in _NAMES and key.name not in KNOWN_KEYS:
-            hint = did_you_mean(key.name, (*_NAMES, *KNOWN_KEYS))
+        if key.name not in ACCELERATE_FIELDS and key.name not in KNOWN_KEYS:
+            hint = did_you_mean(key.name, (*ACCELERATE_FIELDS, *KNOWN_KEYS))
             layer.problems.append(document.unknown_key_problem(key, hint, section))
 
 
 def block_sources(setting: Setting) -> dict[str, Source]:
-    """Return where each key of a block came from."""
-    return {**dict.fromkeys(setting.value, setting.source), **setting.parts}
+    """Return the source of each key of a block."""
+    return {**dict.fromkeys(setting.value, setting.source), **setting.key_sources}
 
 
 def merge_settings(below: Setting, above: Setting) -> Setting:
@@ -103,7 +101,7 @@ def merge_settings(below: Setting, above: Setting) -> Setting:
     upper = block_sources(above)
     upper |= {FIELDS[name]: source for name, source in upper.items() if name in FIELDS}
     source = above.source
-    if not is_whole(above.value):
+    if not is_complete(above.value):
         source = Source(source.kind, f"{source.where}, {below.source.where}")
     return Setting("deepspeed", value, source, FrozenDict({**_lower_sources(below, value), **upper}))
 
@@ -113,7 +111,7 @@ def _lower_sources(below: Setting, value: Mapping[str, Any]) -> dict[str, Source
     known = block_sources(below)
     if CONFIG_FILE in below.value and CONFIG_FILE not in value:
         lines = read_block(below.value).origins
-        known |= {path: Source(below.source.kind, place) for path, place in lines.items()}
+        known |= {path: Source(below.source.kind, line) for path, line in lines.items()}
     return {name: source for name, source in known.items() if name in value or "." in name}
 
 
@@ -146,7 +144,7 @@ def _put_key(below: Setting | None, path: str, above: Setting) -> Setting:
         FileProblemsError: the lower block has to be read for that, and it cannot be.
     """
     content = FrozenDict({path: above.value})
-    if path in _NAMES:
+    if path in ACCELERATE_FIELDS:
         single = Setting("deepspeed", content, above.source)
         return single if below is None else merge_settings(below, single)
     block = read_block(below.value if below is not None else {})
@@ -164,9 +162,9 @@ def _fix_options(settings: dict[str, Setting], block: Setting, problems: list[st
     The block of a stronger level wins; an option of the same or of a stronger level than the block's has to be the
     same.
     """
-    places = {name: source.where for name, source in block_sources(block).items()}
+    origins = {name: source.where for name, source in block_sources(block).items()}
     try:
-        content = read_block(block.value, places=places)
+        content = read_block(block.value, origins=origins)
     except FileProblemsError as error:
         problems.extend(error.problems)
         return

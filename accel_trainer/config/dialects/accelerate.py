@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from accel_trainer.config.deepspeed.block import is_whole, named_file
+from accel_trainer.config.deepspeed.block import is_complete, named_file
 from accel_trainer.config.deepspeed.levels import check_fields, put_document_block
 from accel_trainer.config.dialects.fsdp import entries_of, is_neutral, translate_entries
 from accel_trainer.config.layer import Layer
@@ -115,9 +115,9 @@ class _Reader:
         self.parallelism(kind)
 
     def key(self, name: str, entry: Entry) -> None:
-        """Translate a key that says all by itself, and check the others."""
+        """Translate a key that depends on no other, and check the others."""
         if name in _DIRECT:
-            # `accelerate config` writes -1 for "ask at launch" and null for every default.
+            # accelerate's ClusterConfig has -1 for a number that the launch command gives, and null for defaults.
             if name != "num_processes" or entry.value != -1:
                 self.layer.put(_DIRECT[name], entry)
         elif name in _NOT_OFFERED:
@@ -200,7 +200,7 @@ class _Reader:
         if named_file(content) is None:
             self.accumulation(block)
             has_stage = any(content.get(name) is not None for name in ("zero_stage", "zero_optimization"))
-            if is_whole(content) and not has_stage:
+            if is_complete(content) and not has_stage:
                 block[Key("zero_stage", line)] = Node(2, line)  # accelerate's default
         put_document_block(self.document, Key(section, line), Node(block, line), self.layer)
 

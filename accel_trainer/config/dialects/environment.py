@@ -29,7 +29,7 @@ LAUNCH_VARIABLE = "ACCEL_TRAINER_LAUNCH"
 _BLOCK_PREFIX = "ACCEL_TRAINER_DEEPSPEED__"
 
 RESERVED_VARIABLES = {
-    LAUNCH_VARIABLE: "what `accel-trainer launch` was told: its configuration file and its flags, as JSON",
+    LAUNCH_VARIABLE: "the configuration file and the flags of `accel-trainer launch`, as JSON",
     "ACCEL_TRAINER_FAULT": "fault injection, read in tests only",
     "ACCEL_TRAINER_TEST_MODE": "1 lets ACCEL_TRAINER_FAULT act",
     LEVEL_VARIABLE: "level of the package's log messages: debug, info, warning, ...",
@@ -122,7 +122,7 @@ def _read_deepspeed(given: Mapping[str, str], layer: Layer) -> None:
     if names:
         where = ", ".join(names.values())
         block = {key: _parsed(given[name]) for key, name in names.items()}
-        put_block(layer, Entry(where, block, where, f"environment variables {where}"), parts=names)
+        put_block(layer, Entry(where, block, where, f"environment variables {where}"), origins=names)
 
 
 def _parsed(text: str) -> Any:
@@ -152,7 +152,7 @@ def _read_fsdp(given: Mapping[str, str], layer: Layer) -> None:
 
 
 def _drop_launcher_defaults(entries: dict[str, Entry]) -> None:
-    """Forget the defaults that accelerate's launcher exports beside the one value that was asked for."""
+    """Drop the defaults that accelerate's launcher exports beside the one option that its user gave."""
 
     def word(key: str) -> str:
         return str(entries[key].value).strip().lower() if key in entries else ""

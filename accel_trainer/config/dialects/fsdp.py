@@ -1,7 +1,7 @@
 """Hugging Face's spellings of FSDP options: a flat `fsdp_config`, accelerate's `fsdp_config:`, `FSDP_*` variables.
 
-All three name the same things, with or without a `fsdp_` prefix and with the values of FSDP1 or FSDP2. FSDP2 is what
-runs here: keys of FSDP1 are accepted, mapped where FSDP2 has the thing, and named in one note.
+All three name the same options, with or without a `fsdp_` prefix and with the values of FSDP1 or FSDP2. Runs use
+FSDP2: keys of FSDP1 are accepted, mapped where FSDP2 has the option, and named in one note.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def own_name_hint(name: str) -> str:
 
 
 def translate_file(document: Document, content: Mapping[Key, Node], layer: Layer) -> None:
-    """Read a flat `fsdp_config`: it asks for FSDP by being there."""
+    """Put a flat `fsdp_config` into the layer; the file by itself selects FSDP."""
     translate_entries(entries_of(document, content, layer), layer, source_name=document.name, default_version=2)
     if "strategy" not in layer.settings:
         layer.put("strategy", Entry("strategy", "fsdp2", document.where(document.root.line), document.name))
@@ -241,8 +241,8 @@ def _put_note(by_key: Mapping[str, Entry], layer: Layer, source_name: str, versi
     if version == 2 and not mapped and not unused:
         return
     if version == 1:
-        said = "fsdp_version is 1" if "version" in by_key else "no fsdp_version, which means 1"
-        parts = [f"{source_name} is written for FSDP1 ({said}); it runs with FSDP2"]
+        reason = "fsdp_version is 1" if "version" in by_key else "no fsdp_version, which means 1"
+        parts = [f"{source_name} is written for FSDP1 ({reason}); it runs with FSDP2"]
     else:
         parts = [f"{source_name} holds keys of FSDP1; it runs with FSDP2"]
     if mapped:

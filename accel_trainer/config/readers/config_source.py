@@ -50,8 +50,8 @@ def packaged_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _PACKAGED_FOLDER.iterdir() if path.suffix in _SUFFIXES))
 
 
-def load_document(source: ConfigSource) -> tuple[str, Path | None, Document]:
-    """Return what messages call a configuration, its absolute path if it has one, and its parsed content.
+def load_document(source: ConfigSource) -> Document:
+    """Find and parse a configuration.
 
     Args:
         source: the path of a YAML or JSON file (with or without suffix), the name of a packaged configuration, the
@@ -60,20 +60,18 @@ def load_document(source: ConfigSource) -> tuple[str, Path | None, Document]:
     Raises:
         FileProblemsError: it is missing, unreadable, or not valid YAML or JSON.
     """
-    path: Path | None = None
     name = "the config dict"
     try:
         if isinstance(source, Mapping):
-            return name, path, document_from_mapping(source, name)
+            return document_from_mapping(source, name)
         if isinstance(source, str) and source.lstrip().startswith("{"):
             name = "the JSON text"
-            return name, path, read_json(source, name)
+            return read_json(source, name)
         name, path = _locate(source)
         text = _read_text(path)
         suffix = path.suffix.lower()
         is_json = suffix == ".json" or (suffix not in _SUFFIXES and text.lstrip().startswith("{"))
-        document = (read_json if is_json else read_yaml)(text, name)
-        return name, path, dataclasses.replace(document, path=path)
+        return dataclasses.replace((read_json if is_json else read_yaml)(text, name), path=path)
     except ConfigError as error:
         raise FileProblemsError([str(error)], name) from None
 

@@ -267,7 +267,7 @@ def test_the_variables_of_accelerates_launcher_are_read(folder):
         "gradient_clipping": 1.0,
     }
     assert resolved.config.accumulation.num_steps == 2
-    assert resolved.block_places()["zero_stage"] == "ACCELERATE_DEEPSPEED_ZERO_STAGE"
+    assert resolved.block_origins()["zero_stage"] == "ACCELERATE_DEEPSPEED_ZERO_STAGE"
 
 
 def test_they_are_left_alone_without_the_engine():
@@ -303,9 +303,9 @@ def test_our_own_variables_set_the_block_or_one_key_of_it(folder):
         "zero3_init_flag": False,
         "optimizer": {"params": {"lr": 1}},
     }
-    places = resolved.block_places()
-    assert places["zero_optimization.stage"] == "ACCEL_TRAINER_DEEPSPEED__ZERO_OPTIMIZATION__STAGE"
-    assert places["bf16.enabled"] == f"{folder / 'ds.json'}:9"
+    origins = resolved.block_origins()
+    assert origins["zero_optimization.stage"] == "ACCEL_TRAINER_DEEPSPEED__ZERO_OPTIMIZATION__STAGE"
+    assert origins["bf16.enabled"] == f"{folder / 'ds.json'}:9"
 
 
 # Levels.
@@ -327,7 +327,7 @@ def test_a_single_field_of_a_stronger_level_wins(folder):
         "gradient_clipping": 0.3,
     }
     assert read.launch == {"deepspeed_hostfile": "hosts"}
-    assert resolved.block_places()["zero_optimization.stage"] == "--zero_stage"
+    assert resolved.block_origins()["zero_optimization.stage"] == "--zero_stage"
     assert resolved.source("deepspeed").kind is SourceKind.PYTHON
 
 
