@@ -1,4 +1,4 @@
-"""Reading data: who reads which sample, and what every step holds."""
+"""Reading data: the samples of each rank, and the rows of each step."""
 
 from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
 from accel_trainer.data.metrics import drop_padding, keep_valid, trim_gathered

@@ -41,19 +41,7 @@ def build_index_source(
     Raises:
         ConfigError: the dataset is empty, the sampler shards by rank already, or the batch size cannot be split.
     """
-    dataset: Any = loader.dataset
-    if length_of(dataset) == 0:
-        raise ConfigError(
-            f"the dataset has 0 samples ({type(dataset).__name__} of a {type(loader).__name__}); "
-            "check its path, split and filters"
-        )
-    sharding = find_replicated(loader.sampler) or find_replicated(loader.batch_sampler)
-    if sharding is not None and shards > 1:
-        raise ConfigError(
-            f"the loader's sampler {type(sharding).__name__} shards by rank already (num_replicas="
-            f"{sharding.num_replicas}), and each part would be cut again into {shards}; give the loader a sampler over "
-            "the whole dataset"
-        )
+    _check(loader, shards)
     base: Any = _without_torchdata(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, loader)
     generator = find_generator(base)
     order_seed = seed if generator is None else broadcast_object(generator.initial_seed(), process)
@@ -67,13 +55,29 @@ def build_index_source(
             f"a loader has no steps: drop_last leaves out what does not fill a batch of {sampler.batch_size} "
             f"{'over all' if config.split_batches else 'on each'} of {shards} processes"
         )
-    # All ranks must meet the same steps in the same order: rank 0, which reads for all, hands them out in turn.
+    # Rank 0, when it reads for all, deals the batches out in turn.
     in_order = loader.in_order or shard is None or type(base) is not BatchSampler
     if not in_order:
         sampler.num_ahead = loader.num_workers * (loader.prefetch_factor or 0)
     worker_seed = seed if loader.generator is None else loader.generator.initial_seed()
     is_batched = loader.batch_sampler is not None
-    return IndexSource(sampler, dataset, worker_seed, is_batched=is_batched, in_order=in_order)
+    return IndexSource(sampler, loader.dataset, worker_seed, is_batched=is_batched, in_order=in_order)
+
+
+def _check(loader: DataLoader[Any], shards: int) -> None:
+    dataset: Any = loader.dataset
+    if length_of(dataset) == 0:
+        raise ConfigError(
+            f"the dataset has 0 samples ({type(dataset).__name__} of a {type(loader).__name__}); "
+            "check its path, split and filters"
+        )
+    sharding = find_replicated(loader.sampler) or find_replicated(loader.batch_sampler)
+    if sharding is not None and shards > 1:
+        raise ConfigError(
+            f"the loader's sampler {type(sharding).__name__} shards by rank already (num_replicas="
+            f"{sharding.num_replicas}), and each part would be cut again into {shards}; give the loader a sampler over "
+            "the whole dataset"
+        )
 
 
 def _without_torchdata(sampler: Any, loader: DataLoader[Any]) -> Any:

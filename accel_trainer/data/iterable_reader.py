@@ -1,7 +1,7 @@
-"""Reading streams: what runs where an iterable dataset is iterated, in the workers or in the main process.
+"""Streams of steps over an iterable dataset, iterated in the workers or in the main process.
 
-A stream can be read once per rank, each rank keeping its slice of every global batch (`SlicedStream`), or it offers
-shards of its own and each rank reads its part of them (`ShardedStream`). Both say how many rows of a batch are valid.
+A dataset is read by every rank, which keeps its slice of every global batch (`SlicedStream`), or it has shards of its
+own, and each rank reads some of them (`ShardedStream`). Both count the valid rows of a batch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StreamRule:
 
     shards: int
     shard: int | None
-    """The shard that reads; None reads the slices of all of them."""
+    """The shard that is read; None reads the slices of all of them."""
     per_shard: int
     """Samples in a full slice."""
     even: bool = True
@@ -53,14 +53,14 @@ class StreamRule:
         return self.shards * self.per_shard
 
     def rows(self, num_samples: int) -> BatchRows:
-        """Return what each shard's slice of a global batch of `num_samples` holds."""
+        """Return the rows of each shard's slice of a global batch of `num_samples`."""
         rows = tuple(min(max(num_samples - s * self.per_shard, 0), self.per_shard) for s in range(self.shards))
         if self.shards == 1:
             return BatchRows(rows, rows)
         sizes = (self.per_shard,) * self.shards if self.even else tuple(max(1, count) for count in rows)
         return BatchRows(rows, sizes)
 
-    def cut(self, samples: list[Any], shard: int, rows: BatchRows) -> list[Any]:
+    def slice_of(self, samples: list[Any], shard: int, rows: BatchRows) -> list[Any]:
         """Return a shard's slice, filled to its size with samples of the same global batch."""
         begin = shard * self.per_shard
         mine = samples[begin : begin + self.per_shard]
@@ -68,10 +68,10 @@ class StreamRule:
 
 
 class Step:
-    """What a reader hands over for one step: its samples, which are collated in their place, and what is known of them.
+    """The samples of one step, which are collated in place, with their rows and the end of the reader's stream.
 
-    Nearly all steps of a stream are full ones of which nothing is to be told: of those, readers hand over the samples
-    alone, because making an object for each costs a tenth of a small batch.
+    Nearly all steps of a stream are full ones, whose rows are known: of those, readers hand over the samples alone,
+    because making an object for each costs a tenth of a small batch.
     """
 
     __slots__ = ("content", "dataset_state", "ends_reader", "is_step", "rows")
@@ -93,11 +93,11 @@ class Step:
         self.is_step = is_step
         """False for the one message of a reader whose stream is empty."""
         self.dataset_state = dataset_state
-        """What the dataset said of itself after these samples, where it is asked."""
+        """The dataset's `state_dict()` after these samples, where the stream keeps it."""
 
 
 class _EpochStream(IterableDataset[Any]):
-    """A stream that tells its dataset the epoch when a pass begins, in whatever process it is iterated."""
+    """A stream that sets its dataset's epoch when a pass begins, in whatever process it is iterated."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
@@ -105,7 +105,7 @@ class _EpochStream(IterableDataset[Any]):
         self._epoch = torch.zeros((), dtype=torch.int64)
 
     def share(self) -> None:
-        """Let worker processes see what changes between passes: persistent ones hold a copy from the first pass on."""
+        """Share the epoch with worker processes: persistent ones hold a copy of the stream from the first pass on."""
         self._epoch.share_memory_()
 
     def begin_epoch(self, epoch: int) -> None:
@@ -123,11 +123,11 @@ class _EpochStream(IterableDataset[Any]):
 
 
 class SlicedStream(_EpochStream):
-    """The whole stream, of which this shard keeps its slice of every global batch.
+    """All samples of a dataset, of which this shard keeps its slice of every global batch.
 
     Args:
-        draws_alike: give what the stream draws from global random streams private ones that begin at seed and epoch,
-            so that another rank, or a later run, draws the same. In workers they are seeded alike already.
+        draws_alike: replace the global random streams, while the dataset is read, by private ones that begin at seed
+            and epoch, so that another rank, or a later run, draws the same. In workers they are seeded alike already.
         keeps_state: ask the dataset for its `state_dict()` at every step.
     """
 
@@ -142,7 +142,7 @@ class SlicedStream(_EpochStream):
         self._origin: tuple[int, Any] = (0, None)
 
     def share(self) -> None:
-        """Let worker processes see what changes between passes."""
+        """Share the epoch and the steps to skip with worker processes."""
         super().share()
         self._skip.share_memory_()
 
@@ -151,19 +151,14 @@ class SlicedStream(_EpochStream):
         self._skip.fill_(num_steps)
 
     def begin_at(self, num_samples: int, dataset_state: Any) -> None:
-        """Begin the next pass after some samples: the dataset goes there by its state, or is read and left out."""
+        """Begin the next pass after some samples: the dataset loads its state, or is read up to there."""
         self._origin = (num_samples, dataset_state)
 
     def __iter__(self) -> Iterator[Step | list[list[Any]]]:
-        worker = get_worker_info()
         alike: AbstractContextManager[None] | None = None
-        if worker is None and self._draws_alike:
+        if self._draws_alike and get_worker_info() is None:
             alike = PrivateStreams(seed_for_epoch(self.seed, int(self._epoch)))
-        skip = int(self._skip)
-        # Workers take turns, so the j-th step of any worker is at most the (j * workers + worker)-th step of all.
-        unseen = skip if worker is None else -(-max(0, skip - worker.id) // worker.num_workers)
-        step = 0
-        rule = self.rule
+        step, unseen, rule = 0, self._steps_to_skip(), self.rule
         is_alone, keeps_state = rule.shards == 1, self.keeps_state
         shards = range(rule.shards) if rule.shard is None else (rule.shard,)
         rows = rule.rows(rule.per_round)
@@ -174,10 +169,15 @@ class SlicedStream(_EpochStream):
                 continue
             if is_last:
                 rows = rule.rows(len(chunk))
-            slices = [chunk] if is_alone else [rule.cut(chunk, shard, rows) for shard in shards]
+            slices = [chunk] if is_alone else [rule.slice_of(chunk, shard, rows) for shard in shards]
             yield Step(slices, rows, is_last, True, state) if is_last or keeps_state else slices
         if step == 0:
             yield Step([], None, ends_reader=True, is_step=False)
+
+    def _steps_to_skip(self) -> int:
+        skip, worker = int(self._skip), get_worker_info()
+        # Workers take turns, so the j-th step of any worker is at most the (j * workers + worker)-th step of all.
+        return skip if worker is None else -(-max(0, skip - worker.id) // worker.num_workers)
 
     def _chunks(self, alike: AbstractContextManager[None] | None) -> Iterator[tuple[list[Any], bool, Any]]:
         """Yield global batches, whether each is the last, and the dataset's state after it.
@@ -238,7 +238,7 @@ class StepCollate:
 
 
 class ShardedStream(_EpochStream):
-    """This rank's own part of a stream, one list of samples for each step."""
+    """The samples of this rank's own shards, one list for each step."""
 
     def __init__(self, dataset: Any, rule: StreamRule, seed: int) -> None:
         super().__init__(dataset, seed)
@@ -255,14 +255,14 @@ class ShardedStream(_EpochStream):
             yield Step([filled], BatchRows((count,), (len(filled),)))
 
 
-# Steps of `datasets` that sharding changes: other samples are taken, skipped or interleaved then, or all in each part.
+# Steps of `datasets` that sharding changes: they take, skip or interleave other samples then, or all in each shard.
 _UNSHARDABLE = ("Cycling", "HorizontallyConcatenated", "RandomlyCycling", "Skip", "Step", "Take")
 
 
 def num_shards_of(dataset: Any) -> int:
-    """Return how many shards a stream offers through `num_shards` and `shard(num_shards, index)`, or 0.
+    """Return the number of shards that a stream offers through `num_shards` and `shard(num_shards, index)`, or 0.
 
-    Also 0 where the shards of `datasets` together are not what the stream yields: after `take`, for one.
+    Also 0 where the shards of `datasets` together yield other samples than the stream: after `take`, for one.
     """
     count = getattr(dataset, "num_shards", 0)
     for node in _nodes_of(dataset):
@@ -282,10 +282,10 @@ def _nodes_of(dataset: Any) -> Iterator[Any]:
 
 
 def is_sharded_by_rank(dataset: Any) -> bool:
-    """Return whether a stream yields this rank's samples only, so that cutting it again would lose data.
+    """Return whether a stream yields this rank's samples only, so that slicing it would lose data.
 
     It says so itself (`is_sharded_by_rank = True`), `datasets.distributed.split_dataset_by_node` made it or a stream
-    that it wraps, or `apply_sharding` has cut a pipe at its `sharding_filter`.
+    that it wraps, or `apply_sharding` was called on a pipe with a `sharding_filter`.
     """
     declared = getattr(dataset, "is_sharded_by_rank", None)
     if declared is not None:
@@ -302,7 +302,7 @@ def _is_split_by_rank(dataset: Any) -> bool:
 
 
 def open_pipe(dataset: Any, seed: int) -> None:
-    """Prepare an `IterDataPipe` as torch's loader does: one seed for all its readers, and a part for each worker."""
+    """Prepare an `IterDataPipe` as torch's loader does: one seed for all its readers, and a shard for each worker."""
     if not isinstance(dataset, IterDataPipe):
         return
     # Workers that shuffle before a sharding_filter must shuffle alike, or samples are lost.
@@ -321,7 +321,7 @@ def _sharding_filters(dataset: Any) -> list[Any]:
 def can_resume_itself(dataset: Any) -> bool:
     """Return whether a stream can go on exactly where its `state_dict()` was taken.
 
-    `datasets` loses what its shuffle buffers hold; such a stream is read from its beginning instead.
+    `datasets` loses the samples in its shuffle buffers; such a stream is read from its beginning instead.
     """
     if not all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")):
         return False

@@ -40,8 +40,8 @@ def build_stream_source(
 ) -> SliceSource | ShardSource:
     """Return the source of a loader over an iterable dataset.
 
-    Each rank reads shards of its own where the stream is sharded by rank already, or has enough shards and its order
-    may depend on the number of ranks: not in a loader that resumes by itself. Other streams are read by every rank.
+    Each rank reads shards of its own where the stream is sharded by rank already or has enough shards. Other streams
+    are read by every rank.
 
     Args:
         shard: the shard whose batches are read; None reads those of all.
@@ -49,31 +49,42 @@ def build_stream_source(
     Raises:
         ConfigError: the batch size cannot be split, or the stream yields one rank's samples where all are read.
     """
-    dataset: Any = loader.dataset
-    is_sharded = is_sharded_by_rank(dataset)
-    if shard is None and is_sharded:
-        raise ConfigError(
-            f"dispatch_batches=True has rank 0 read for all ranks, and this {type(dataset).__name__} yields the "
-            "part of one rank; leave dispatch_batches off, or give the loader the whole stream"
-        )
     rule = _stream_rule(loader, config, shards, shard)
     worker_seed = seed if loader.generator is None else loader.generator.initial_seed()
+    own = _own_shard(loader.dataset, process, config, shards, shard)
+    if own is not None:
+        own_stream = ShardedStream(own, rule, seed)
+        return ShardSource(_reader(loader, own_stream, in_order=loader.in_order), own_stream, worker_seed, process)
     is_resumable = config.use_stateful_dataloader
-    if shard is not None and 1 < shards == process.world_size:
-        if not is_sharded and not is_resumable and num_shards_of(dataset) >= shards:
-            dataset, is_sharded = dataset.shard(num_shards=shards, index=shard), True
-        if is_sharded:
-            own = ShardedStream(dataset, rule, seed)
-            return ShardSource(_reader(loader, own, in_order=loader.in_order), own, worker_seed, process)
     stream = SlicedStream(
-        dataset,
+        loader.dataset,
         rule,
         seed,
         draws_alike=shards > 1 or is_resumable,
-        keeps_state=is_resumable and loader.num_workers == 0 and can_resume_itself(dataset),
+        keeps_state=is_resumable and loader.num_workers == 0 and can_resume_itself(loader.dataset),
     )
     # Every rank must meet the same steps in the same order, whichever worker is ready first.
     return SliceSource(_reader(loader, stream, in_order=loader.in_order or shards > 1), stream, worker_seed)
+
+
+def _own_shard(dataset: Any, process: ProcessContext, config: DataConfig, shards: int, shard: int | None) -> Any:
+    """Return the stream of this rank's samples alone; None where a stream of all samples is to be read."""
+    is_sharded = is_sharded_by_rank(dataset)
+    if shard is None:
+        if is_sharded:
+            raise ConfigError(
+                f"dispatch_batches=True has rank 0 read for all ranks, and this {type(dataset).__name__} yields the "
+                "part of one rank; leave dispatch_batches off, or give the loader the whole stream"
+            )
+        return None
+    if not 1 < shards == process.world_size:
+        return None
+    if is_sharded:
+        return dataset
+    # A loader that resumes by itself reads all samples: in shards, their order would depend on the number of ranks.
+    if config.use_stateful_dataloader or num_shards_of(dataset) < shards:
+        return None
+    return dataset.shard(num_shards=shards, index=shard)
 
 
 def _stream_rule(loader: DataLoader[Any], config: DataConfig, shards: int, shard: int | None) -> StreamRule:
@@ -108,7 +119,7 @@ def _reader(loader: DataLoader[Any], stream: SlicedStream | ShardedStream, *, in
 
 
 class _StreamSource:
-    """What sources over iterable datasets share: a reader, which is the user's loader over a stream of steps."""
+    """An iterable dataset, read through the user's loader over a stream of steps."""
 
     def __init__(self, reader: DataLoader[Any], stream: SlicedStream | ShardedStream, seed: int) -> None:
         self._start = 0
@@ -120,7 +131,7 @@ class _StreamSource:
 
     @property
     def has_exact_length(self) -> bool:
-        """Whether the length is what a pass will take: with several workers it is an estimate, as it is torch's."""
+        """Whether a pass takes exactly `num_steps`: with several workers that is an estimate, as torch's is."""
         return self._reader.num_workers <= 1
 
     @property
@@ -130,7 +141,7 @@ class _StreamSource:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next pass: the dataset's, where it tells."""
+        """The epoch of the next pass: the dataset's own, if it has one."""
         dataset = self._stream.dataset
         epoch = getattr(dataset, "epoch", None) if hasattr(dataset, "set_epoch") else None
         return epoch if isinstance(epoch, int) else self._clock.epoch
@@ -141,12 +152,12 @@ class _StreamSource:
         return self._stream.rule.per_round
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass, in the dataset and in what it wraps."""
+        """Choose the epoch of the next pass, in the dataset and in those it wraps."""
         self._clock.epoch = epoch
         set_dataset_epoch(self._stream.dataset, epoch)
 
     def num_steps(self) -> int:
-        """Steps of a whole pass, from the length of the dataset."""
+        """Steps of a full pass, from the length of the dataset."""
         return self._steps_of(len(self._stream.dataset))
 
     def num_left(self) -> int:
@@ -171,16 +182,16 @@ class _StreamSource:
         self._start, self._resumed = 0, None
 
     def settings(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        """Return what changes in the loader's settings: nothing; only the reader is another."""
+        """Return no attributes: only the reader differs from the user's loader."""
         return {}
 
     @property
     def readers(self) -> int:
-        """Into how many parts reading cuts the stream, where its order depends on that."""
+        """Number of readers that share the stream, where its order depends on that."""
         return max(1, self._reader.num_workers)
 
     def position(self, epoch: int, progress: Progress | None) -> Position:
-        """Return where a pass stands, with the dataset's own state where it was asked for one."""
+        """Return the position of a pass, with the dataset's own state where the stream keeps it."""
         return Position.at(
             progress or self.loaded,
             epoch,
@@ -191,7 +202,7 @@ class _StreamSource:
         )
 
     def resume(self, position: Position) -> None:
-        """Begin the next pass of an epoch where `position` says."""
+        """Begin the next pass of an epoch at `position`."""
         check_length(self._stream.dataset, position)
         if position.samples and position.readers != self.readers:
             raise IncompatibleCheckpointError(
@@ -219,17 +230,24 @@ class _StreamSource:
 
     @property
     def loaded(self) -> Position | None:
-        """The position that the next pass will begin at, if it came from `resume`."""
+        """The position at which the next pass begins, if it came from `resume`."""
         return self._resumed if self._resumed is not None and self._resumed.epoch == self.epoch else None
 
     def forget(self) -> None:
-        """Leave out the position that came from `resume`."""
+        """Drop the position that came from `resume`."""
         self._resumed = None
 
     def __getstate__(self) -> dict[str, Any]:
         reader = copy.copy(self._reader)
         reader.__dict__.update(LOADER_AT_REST)
         return {**self.__dict__, "_reader": reader}
+
+    def _locate(self, progress: Progress) -> int:
+        """Note in `progress` where the pass begins, and return the steps before it."""
+        origin = self.loaded
+        steps = self.start if origin is None else origin.steps
+        progress.start = steps * self._stream.rule.per_round if origin is None else origin.samples, steps
+        return steps
 
     def _begin(self, progress: Progress, shard: int) -> Iterator[Any]:
         self._stream.begin_epoch(progress.epoch)
@@ -254,8 +272,7 @@ class SliceSource(_StreamSource):
         """Yield the batch (or, for a rule without a shard, the batches of all shards) of each step, and its rows."""
         full = self._full_rows
         for item in self._steps(progress):
-            is_told = type(item) is Step
-            yield (item.content, item.rows or full) if is_told else (item, full)
+            yield (item.content, item.rows or full) if type(item) is Step else (item, full)
 
     def read(self, loader: Any, progress: Progress) -> Iterator[Any]:
         """Yield this shard's slices."""
@@ -271,22 +288,20 @@ class SliceSource(_StreamSource):
 
     @property
     def _full_rows(self) -> BatchRows:
-        """What a step holds of which nothing is told."""
+        """Rows of a step that comes as a bare batch."""
         return self._stream.rule.rows(self._stream.rule.per_round)
 
     def _steps(self, progress: Progress) -> Iterator[Any]:
-        """Yield the steps of a pass, those of which something is told as `Step`, of others the batch."""
-        stream, origin, skip = self._stream, self.loaded, self.start
-        progress.start = skip * stream.rule.per_round, skip
+        """Yield the steps of a pass: full ones as a bare batch, others as `Step`."""
+        stream, origin, skip = self._stream, self.loaded, self._locate(progress)
         stream.begin_at(0, None)
         if origin is not None:
-            progress.start, progress.dataset_state = (origin.samples, origin.steps), origin.dataset_state
+            progress.dataset_state = origin.dataset_state
             if origin.is_complete:
                 return iter(())
             if self._can_begin_anywhere:
                 stream.begin_at(origin.samples, origin.dataset_state if can_resume_itself(stream.dataset) else None)
-            else:
-                skip = origin.steps
+                skip = 0
         stream.skip(skip)
         # All ranks read the same stream, so their workers are seeded alike.
         items = _last_marked(self._begin(progress, shard=0), max(1, self._reader.num_workers))
@@ -302,10 +317,10 @@ def _with_state(items: Iterator[Any], progress: Progress) -> Iterator[Any]:
 
 
 def _last_marked(items: Iterator[Any], num_readers: int) -> Iterator[Any]:
-    """Yield steps, the last one's rows saying so, when each reader says only where its own stream ends.
+    """Yield steps with the last one's rows marked, where each reader marks the end of its own stream only.
 
-    A step that ends one reader's stream is held back while others are open: what they send next may be that they
-    have nothing.
+    A step that ends one reader's stream is held back while others are open: their next message may be that they have
+    nothing.
     """
     held: Step | None = None
     for item in items:
@@ -334,9 +349,9 @@ def _last_marked(items: Iterator[Any], num_readers: int) -> Iterator[Any]:
 
 
 class ShardSource(_StreamSource):
-    """A stream that offers shards: each rank reads its own, and the ranks agree at every step on who has samples.
+    """A stream in shards: each rank reads its own, and the ranks exchange at every step which of them have samples.
 
-    That agreement is one exchange of three integers for each step. It is under way while the step before it is used.
+    Three integers for each step, under way while the step before it is used.
     """
 
     has_exact_length = False
@@ -348,7 +363,7 @@ class ShardSource(_StreamSource):
 
     @property
     def readers(self) -> int:
-        """Into how many parts reading cuts the stream: ranks times workers."""
+        """Number of readers that share the stream: ranks times workers."""
         return super().readers * self._process.world_size
 
     def read(self, loader: Any, progress: Progress) -> Iterator[Any]:
@@ -356,29 +371,26 @@ class ShardSource(_StreamSource):
 
         Collective at every step.
         """
-        drop_last = self._stream.rule.drop_last
-        origin = self.loaded
-        skip = self.start if origin is None else origin.steps
-        progress.start = skip * self._stream.rule.per_round if origin is None else origin.samples, skip
+        origin, skip = self.loaded, self._locate(progress)
         if origin is not None and origin.is_complete:
             return
+        suffices = all if self._stream.rule.drop_last else any
         steps = islice(self._begin(progress, self._process.rank), skip, None)
         current, following = next(steps, None), next(steps, None)
         spare: Step | None = None
         pending = self._announce(current, following, spare)
         while True:
-            table = pending()
-            rows, sizes, more = (tuple(column) for column in zip(*table, strict=True))
-            if not any(rows) or (drop_last and not all(rows)):
+            rows, sizes, more = zip(*pending(), strict=True)
+            if not suffices(rows):
                 return
             if not all(sizes):
                 spare, sizes = self._lend(current, rows, sizes)
-            goes_on = all(more) if drop_last else any(more)
+            goes_on = suffices(more)
             present, current = current or spare, following
             spare = present
             assert present is not None
             if goes_on:
-                following = next(steps, None) if current is not None else None
+                following = next(steps, None)
                 pending = self._announce(current, following, spare)
             progress.change(BatchRows(rows, sizes, is_last=not goes_on))
             progress.num_yielded += 1
@@ -387,7 +399,7 @@ class ShardSource(_StreamSource):
                 return
 
     def _announce(self, current: Step | None, following: Step | None, spare: Step | None) -> Any:
-        """Start telling the others: valid rows of this rank's next batch, its size, and whether another follows."""
+        """Begin the exchange of this rank's next batch: its valid rows, its size, and whether another follows."""
         shown = current or spare
         size = shown.rows.sizes[0] if shown is not None and shown.rows is not None else 0
         valid = current.rows.rows[0] if current is not None and current.rows is not None else 0
@@ -396,7 +408,7 @@ class ShardSource(_StreamSource):
     def _lend(
         self, current: Step | None, rows: tuple[int, ...], sizes: tuple[int, ...]
     ) -> tuple[Step, tuple[int, ...]]:
-        """Give ranks that never had a sample the first batch of one that has, so that they can take part."""
+        """Lend ranks that never had a sample the first batch of one that has. Collective."""
         donor = next(rank for rank, count in enumerate(rows) if count)
         spare = broadcast_object(current if self._process.rank == donor else None, self._process, donor)
         return spare, tuple(size or sizes[donor] for size in sizes)

@@ -315,6 +315,31 @@ def _restore(user_class: type[DataLoader[Any]], state: dict[str, Any]) -> Prepar
     return loader
 
 
+def _build_source(
+    loader: DataLoader[Any],
+    *,
+    process: ProcessContext,
+    config: DataConfig,
+    seed: int,
+    shards: int,
+    shard: int,
+    dispatch: bool,
+) -> Source:
+    if any(is_loader_iterator(value) for name, value in vars(loader).items() if name != LOADER_ITERATOR):
+        raise ConfigError(
+            f"this {type(loader).__name__} keeps an iterator that reads the whole dataset; use a loader that makes its "
+            "iterator in __iter__"
+        )
+    if dispatch and shards != process.world_size:
+        raise ConfigError(
+            f"dispatch_batches=True sends each of {process.world_size} ranks its own batch, and the data is cut into "
+            f"{shards} parts; leave dispatch_batches off when ranks share their data"
+        )
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    build: Callable[..., Source] = build_stream_source if is_stream else build_index_source
+    return build(loader, process=process, config=config, seed=seed, shards=shards, shard=None if dispatch else shard)
+
+
 def prepare_data_loader(
     loader: DataLoader[Any],
     *,
@@ -348,35 +373,22 @@ def prepare_data_loader(
         return loader
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"expected a torch DataLoader, got {type(loader).__name__}; wrap the dataset in a DataLoader")
-    if any(is_loader_iterator(value) for name, value in vars(loader).items() if name != LOADER_ITERATOR):
-        raise ConfigError(
-            f"this {type(loader).__name__} keeps an iterator that reads the whole dataset; use a loader that makes its "
-            "iterator in __iter__"
-        )
-    shards = process.world_size if shards is None else shards
-    dispatch = process if config.dispatch_batches and process.is_distributed else None
-    if dispatch is not None and shards != process.world_size:
-        raise ConfigError(
-            f"dispatch_batches=True sends each of {process.world_size} ranks its own batch, and the data is cut into "
-            f"{shards} parts; leave dispatch_batches off when ranks share their data"
-        )
-    build: Callable[..., Source] = (
-        build_stream_source if isinstance(loader.dataset, IterableDataset) else build_index_source
-    )
-    source = build(
+    dispatch = bool(config.dispatch_batches) and process.is_distributed
+    source = _build_source(
         loader,
         process=process,
         config=config,
         seed=config.data_seed if config.data_seed is not None else seed,
-        shards=shards,
-        shard=None if dispatch is not None else process.rank if shard is None else shard,
+        shards=process.world_size if shards is None else shards,
+        shard=process.rank if shard is None else shard,
+        dispatch=dispatch,
     )
     prepared_class = _prepared_class(type(loader))
     prepared = prepared_class.__new__(prepared_class)
     prepared.__dict__.update(
         loader.__dict__,
         _source=source,
-        _dispatch=dispatch,
+        _dispatch=process if dispatch else None,
         _device=None if device is None or device.type == "cpu" else device,
         _non_blocking=config.non_blocking,
         _config=config,

@@ -1,12 +1,13 @@
-"""Gathered outputs with every sample exactly once: what the loader's plan says is padding is left out."""
+"""Gathered outputs with every sample exactly once: without the rows that the loader's plan calls padding."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
-from torch import Tensor, cat
+from torch import Tensor, atleast_1d, cat
 
 from accel_trainer.data.plan import BatchRows
 from accel_trainer.errors import ConfigError
@@ -21,7 +22,7 @@ __all__ = ["drop_padding", "keep_valid", "trim_gathered"]
 def drop_padding(data: Any, rows: BatchRows, shard: int) -> Any:
     """Keep the valid rows of this shard's batch, or of anything that has one row (or k rows) for each of its samples.
 
-    Tensors without a row for each sample, 0-d ones for instance, are kept whole.
+    Tensors without a row for each sample, 0-d ones for instance, are kept as they are.
     """
     if rows.rows[shard] == rows.sizes[shard]:
         return data
@@ -29,7 +30,7 @@ def drop_padding(data: Any, rows: BatchRows, shard: int) -> Any:
 
 
 def keep_valid(data: Any, rows: BatchRows) -> Any:
-    """Keep exactly the valid rows of what was gathered from every shard, in the order of the shards.
+    """Keep exactly the valid rows of data gathered from every shard, in the order of the shards.
 
     That order is the order of the samples. A leaf that has no row for each sample but one block for each shard (a loss
     per rank) keeps the blocks of the shards that had a sample.
@@ -58,7 +59,7 @@ def trim_gathered(
         data: tensors of equal shapes but for their first dimension, arrays, lists of other values or tuples of strings
             with one entry for each sample, or nestings of them. `pad_index` or `as_samples` let other dimensions of
             tensors differ between ranks.
-        rows: what the loader says of its present batch; None gathers everything.
+        rows: those of the loader's present batch; None gathers everything.
         use_objects: take `data` as picklable objects: a list with one entry for each sample gives one list over all
             ranks, a mapping of such lists one mapping for each rank.
         debug: compare shapes over the ranks before any data moves.
@@ -74,48 +75,56 @@ def trim_gathered(
             the rows of an uneven step.
         ProcessGroupError: with `debug`, the ranks' tensors do not fit together.
     """
-    is_ragged = check_uneven_options(pad_index, as_samples)
-    if is_ragged and use_objects:
+    if check_uneven_options(pad_index, as_samples) and use_objects:
         raise ConfigError(
             f"use_gather_object=True sends objects as they are, and pad_index={pad_index}, as_samples={as_samples} are "
             "for tensors; leave one of them out"
         )
     if rows is not None and len(rows.rows) != process.world_size:
-        rows = None  # the sampler shards by rank itself: nobody can say what is padding
+        rows = None  # the sampler shards by rank itself: which rows are padding is not known
     if use_objects:
-        if rows is not None:
-            data = _keep_own(data, rows, process.rank)
-        return gather_object(data, process)
-    own = None if rows is None else rows.sizes[process.rank]
+        return gather_object(data if rows is None else _keep_own(data, rows, process.rank), process)
+    own_size = None if rows is None else rows.sizes[process.rank]
 
     def is_column(node: Any) -> bool:
-        return _is_column(node) or _is_texts(node, own)
+        return _is_column(node) or _is_texts(node, own_size)
 
     if not process.is_distributed:
         return map_leaves(lambda leaf: _alone(leaf, process, as_samples), data, is_leaf=is_column)
-    ragged: dict[str, Any] = {"pad_index": pad_index, "as_samples": as_samples}
     columns = list(leaves(data, is_leaf=is_column))
     tensors = [column for column in columns if isinstance(column, Tensor)]
-    if has_items and rows is not None and max(rows.sizes) == 1:
-        # A rank that was lent another's item has no rows of its own.
-        own_tensors = tensors if rows.rows[process.rank] else [_without_rows(tensor) for tensor in tensors]
-        gathered = (
-            gather_unknown_rows(own_tensors, process) if not is_ragged else gather(own_tensors, process, **ragged)
-        )
-    else:
-        if is_ragged:
-            gathered = gather(tensors, process, **ragged)
-        elif rows is None or rows.is_even:
-            gathered = gather(tensors, process, debug=debug)
-        else:
-            gathered = gather_known_rows(tensors, rows.sizes, process, debug=debug)
-        gathered = gathered if rows is None else [_keep(column, rows.rows, rows.sizes) for column in gathered]
-    merged = iter(_merge_columns(columns, iter(gathered), rows, process, as_samples=as_samples))
+    gathered = _gather_tensors(
+        tensors, rows, process, debug=debug, has_items=has_items, pad_index=pad_index, as_samples=as_samples
+    )
+    merged = iter(_merge_columns(columns, gathered, rows, process, as_samples))
     return map_leaves(lambda _: next(merged), data, is_leaf=is_column)
 
 
-def _without_rows(tensor: Tensor) -> Tensor:
-    return (tensor if tensor.ndim else tensor[None])[:0]
+def _gather_tensors(
+    tensors: list[Tensor],
+    rows: BatchRows | None,
+    process: ProcessContext,
+    *,
+    debug: bool,
+    has_items: bool,
+    **uneven: Any,
+) -> list[Any]:
+    """Gather the valid rows of tensors that have one (or k) for each sample of a rank's batch. Collective."""
+    gathered: list[Any]
+    if has_items and rows is not None and max(rows.sizes) == 1:
+        if not rows.rows[process.rank]:
+            # This rank was lent another's item, and has no rows of its own.
+            tensors = [atleast_1d(tensor)[:0] for tensor in tensors]
+        is_uneven = check_uneven_options(**uneven)
+        gathered = gather(tensors, process, **uneven) if is_uneven else gather_unknown_rows(tensors, process)
+        return gathered
+    if check_uneven_options(**uneven):
+        gathered = gather(tensors, process, **uneven)
+    elif rows is None or rows.is_even:
+        gathered = gather(tensors, process, debug=debug)
+    else:
+        gathered = gather_known_rows(tensors, rows.sizes, process, debug=debug)
+    return gathered if rows is None else [_keep(column, rows.rows, rows.sizes) for column in gathered]
 
 
 def _alone(leaf: Any, process: ProcessContext, as_samples: bool) -> Any:
@@ -129,38 +138,26 @@ def _alone(leaf: Any, process: ProcessContext, as_samples: bool) -> Any:
 
 
 def _merge_columns(
-    columns: list[Any],
-    gathered: Iterator[Any],
-    rows: BatchRows | None,
-    process: ProcessContext,
-    *,
-    as_samples: bool,
+    columns: list[Any], gathered: list[Any], rows: BatchRows | None, process: ProcessContext, as_samples: bool
 ) -> list[Any]:
-    """Return every column over all ranks. The tensors among them have been gathered, and are in `gathered`."""
+    """Return every column over all ranks: the gathered tensors, and the others, which travel as objects. Collective."""
     others = [column for column in columns if not isinstance(column, Tensor) and column is not None]
     if rows is not None:
         others = [_keep_own(column, rows, process.rank) for column in others]
     by_rank = gather_object([others], process) if others else []
-    results: list[Any] = []
-    position = 0
-    for column in columns:
-        if isinstance(column, Tensor):
-            results.append(next(gathered))
-        elif column is None:
-            results.append(None)
-        else:
-            parts = [rank[position] for rank in by_rank]
-            results.append(_join(parts, as_samples))
-            position += 1
-    return results
+    joined = (_join(pieces, as_samples) for pieces in zip(*by_rank, strict=True))
+    tensors = iter(gathered)
+    return [
+        None if column is None else next(tensors) if isinstance(column, Tensor) else next(joined) for column in columns
+    ]
 
 
-def _join(parts: list[Any], as_samples: bool) -> Any:
-    """Join what the ranks have of a column that is no tensor; what is no column is one entry for each rank."""
-    if all(map(_is_array, parts)):
-        return [row for part in parts for row in part] if as_samples else np.concatenate(parts)
-    is_column = all(isinstance(part, (list, tuple)) for part in parts)
-    return [entry for part in parts for entry in part] if is_column else parts
+def _join(pieces: Sequence[Any], as_samples: bool) -> Any:
+    """Concatenate the ranks' arrays, lists or tuples; of anything else, return one entry for each rank."""
+    if all(map(_is_array, pieces)):
+        return [row for piece in pieces for row in piece] if as_samples else np.concatenate(pieces)
+    is_column = all(isinstance(piece, (list, tuple)) for piece in pieces)
+    return [entry for piece in pieces for entry in piece] if is_column else list(pieces)
 
 
 def _is_column(node: Any) -> bool:
@@ -190,25 +187,29 @@ def _keep_own(data: Any, rows: BatchRows, shard: int) -> Any:
 
 def _keep(column: Any, rows: Sequence[int], sizes: Sequence[int]) -> Any:
     """Of a column that is one block for each shard, keep the valid rows of each block."""
-    if not isinstance(column, (Tensor, np.ndarray, list, tuple)) or rows == sizes:
+    is_array, is_list = isinstance(column, (Tensor, np.ndarray)), isinstance(column, (list, tuple))
+    if rows == sizes or not (is_array or is_list):
         return column
-    length = len(column) if not isinstance(column, (Tensor, np.ndarray)) or column.ndim else 0
-    total = sum(sizes)
-    if length and length % total == 0:
-        per_row = length // total
+    slices = _valid_slices(len(column) if is_list or column.ndim else 0, rows, sizes)
+    if slices is None:
+        return column
+    pieces = [column[piece] for piece in slices]
+    if is_list:
+        return type(column)(chain.from_iterable(pieces))
+    join: Any = cat if isinstance(column, Tensor) else np.concatenate
+    return pieces[0] if len(pieces) == 1 else join(pieces or [column[:0]])
+
+
+def _valid_slices(length: int, rows: Sequence[int], sizes: Sequence[int]) -> list[slice] | None:
+    """Return the valid rows of each shard; None where the length is no multiple of samples or of shards."""
+    if length and length % sum(sizes) == 0:
+        per_row = length // sum(sizes)
     elif length and length % len(sizes) == 0:
-        # One block for each shard that has nothing to do with its samples: whole blocks stay or go.
+        # One block for each shard that has nothing to do with its samples: a block stays or goes.
         per_row = length // len(sizes)
         rows, sizes = [min(1, count) for count in rows], [1] * len(sizes)
     else:
-        return column
-    parts: list[Any] = []
-    begin = 0
-    for valid, size in zip(rows, sizes, strict=True):
-        if valid:
-            parts.append(column[begin * per_row : (begin + valid) * per_row])
-        begin += size
-    if isinstance(column, (Tensor, np.ndarray)):
-        join: Any = cat if isinstance(column, Tensor) else np.concatenate
-        return column[:0] if not parts else parts[0] if len(parts) == 1 else join(parts)
-    return type(column)(entry for part in parts for entry in part)
+        return None
+    begins = accumulate(sizes, initial=0)
+    spans = zip(begins, rows, strict=False)  # one more begin than rows
+    return [slice(begin * per_row, (begin + valid) * per_row) for begin, valid in spans if valid]

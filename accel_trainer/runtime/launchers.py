@@ -1,4 +1,4 @@
-"""What launchers say about a process: torchrun, SLURM, Open MPI and other MPIs. Pure: reads the mapping it is given."""
+"""Rank, world size and address as launchers give them: torchrun, SLURM, Open MPI and other MPIs. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True, slots=True)
 class LaunchInfo:
-    """What a launcher said about this process, before anything is initialised."""
+    """A process's rank and address by its launcher, before anything is initialised."""
 
     launcher: str
     rank: int
@@ -68,20 +68,21 @@ def first_slurm_host(node_list: str) -> str:
 
 
 def _slurm_tasks_on_this_node(environ: Mapping[str, str], world_size: int) -> int:
-    """Return this node's number in a layout such as `4(x2),3`: 4 tasks on two nodes, 3 on the third."""
+    """Return this node's number of tasks in a layout such as `4(x2),3`: 4 tasks on two nodes, 3 on the third."""
     layout = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     nodes = [int(tasks) for tasks, repeats in layout for _ in range(int(repeats or 1))]
     node = _integer(environ, "SLURM_NODEID", 0)
     return nodes[node] if node < len(nodes) else world_size
 
 
-def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo:
+def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
+    """Return srun's answer; None for a step of one task, which stands alone."""
     rank, world_size = _integer(environ, "SLURM_PROCID"), _integer(environ, "SLURM_STEP_NUM_TASKS")
     node_list = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     address = environ.get("MASTER_ADDR") or (first_slurm_host(node_list) if node_list else None)
     # Two jobs on one node must not meet: the port follows the job number.
     port = _integer(environ, "MASTER_PORT", 12000 + _integer(environ, "SLURM_JOB_ID", 0) % 20000)
-    return LaunchInfo(
+    info = LaunchInfo(
         launcher="SLURM",
         rank=rank,
         local_rank=_integer(environ, "SLURM_LOCALID"),
@@ -91,6 +92,7 @@ def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo:
         main_port=port,
         has_own_device="SLURM_GPUS_PER_TASK" in environ,
     )
+    return info if world_size > 1 else None
 
 
 def _from_mpi(environ: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> LaunchInfo:
@@ -131,7 +133,7 @@ def _check_consistent(info: LaunchInfo) -> None:
 
 
 def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo | None:
-    """Return what the launcher says: torchrun's variables first, then Open MPI, Intel MPI / MPICH and SLURM (srun).
+    """Return the launcher's answer: torchrun's variables first, then Open MPI, Intel MPI / MPICH and SLURM (srun).
 
     Returns:
         None when no launcher started this process.
@@ -154,8 +156,6 @@ def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo | None:
         info = _from_mpi(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     elif "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
         info = _from_slurm(environ)
-        if info.world_size == 1:
-            return None
     elif environ.get("WORLD_SIZE", "1") != "1":
         # Somebody expects several processes, and this one does not know which it is: not a job of one.
         info = _from_torchrun(environ)

@@ -1,4 +1,4 @@
-"""When memory runs out: release what is held, and look for a batch size that fits, on all ranks together."""
+"""When memory runs out: release models and caches, and search for a batch size that fits, on all ranks together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _searches = itertools.count()
 
 
 class MemoryOwner(Protocol):
-    """What holds models and optimizers, and can let go of them."""
+    """An owner of models and optimizers that can let go of them."""
 
     def free_memory(self) -> Any:
         """Let go of everything."""
@@ -97,7 +97,7 @@ def find_executable_batch_size(
 
     Args:
         function: the function; None when used as a decorator with options.
-        starting_batch_size: what every call tries first.
+        starting_batch_size: the size that every call tries first.
         reduce_batch_size_fn: returns the next size; called with the last one if it takes an argument. The default is
             nine tenths, rounded down.
 
@@ -174,26 +174,29 @@ def _reduce(batch_size: int, function: Callable[..., int] | None) -> int:
     return smaller
 
 
-def _attempt(function: Callable[[], Any], name: str) -> tuple[bool, Any]:
-    """Call the function; whether memory sufficed on every rank, and the result. Collective."""
-    result = None
-    vote = _DONE
+def _call(function: Callable[[], Any], name: str) -> tuple[str, Any]:
+    """Call the function; return this rank's vote, and the result.
+
+    A function of its own: the traceback of an error holds the failed step's tensors until this frame is left.
+    """
     try:
-        result = function()
+        return _DONE, function()
     except Exception as error:
         if is_out_of_memory(error):
-            vote = _OUT_OF_MEMORY
-        elif _is_joined():
-            ballot = Ballot(name)
-            # A rank that ran out of memory has left, and this one's collective with it failed.
-            if isinstance(error, RuntimeError) and ballot.is_cast(_OUT_OF_MEMORY):
-                vote = _STOPPED
-            else:
-                ballot.cast(f"{_FAILED}{type(error).__name__}: {error}")
-                raise
-        else:
+            return _OUT_OF_MEMORY, None
+        if not _is_joined():
             raise
-    # Outside of the handler: the traceback held the failed step's tensors.
+        ballot = Ballot(name)
+        # A rank that ran out of memory has left, and this one's collective with it failed.
+        if isinstance(error, RuntimeError) and ballot.is_cast(_OUT_OF_MEMORY):
+            return _STOPPED, None
+        ballot.cast(f"{_FAILED}{type(error).__name__}: {error}")
+        raise
+
+
+def _attempt(function: Callable[[], Any], name: str) -> tuple[bool, Any]:
+    """Call the function; return whether memory sufficed on every rank, and the result. Collective."""
+    vote, result = _call(function, name)
     if not _is_joined():
         return vote == _DONE, result
     ballot = Ballot(name)
