@@ -1,4 +1,4 @@
-"""From TrainingArguments to the Accelerator that a Trainer drives."""
+"""The Accelerator of a Trainer, built from its arguments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
         check_recomputation(args, accelerator.resolved)
     if shards and args.save_on_each_node:
         raise ConfigError(
-            "save_on_each_node is set with a sharded model, whose whole weights rank 0 alone gathers; leave it out; "
+            "save_on_each_node is set with a sharded model, whose full weights rank 0 alone gathers; leave it out; "
             "give an output_dir that all nodes share"
         )
     if args.auto_find_batch_size and accelerator.strategy.capabilities.builds_engine:

@@ -30,11 +30,11 @@ logger = logging.get_logger("transformers.trainer")
 
 
 @dataclass(slots=True)
-class _Kept:
-    """What one rank holds of one kind of result (losses, predictions, labels, inputs), one entry for each step."""
+class _Results:
+    """Results of one kind (losses, predictions, labels, inputs) on this rank, one entry for each step."""
 
     steps: list[Any] = field(default_factory=list)
-    offloaded: int = 0
+    num_offloaded: int = 0
 
     def add(self, step: Any) -> None:
         """Keep a step's result; None means that there is none of this kind."""
@@ -42,19 +42,19 @@ class _Kept:
             self.steps.append(step)
 
     def offload(self) -> None:
-        """Move to the CPU what is not there yet."""
-        for index in range(self.offloaded, len(self.steps)):
+        """Move the steps that came since the last call to the CPU."""
+        for index in range(self.num_offloaded, len(self.steps)):
             self.steps[index] = map_leaves(
                 lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf,
                 self.steps[index],
                 is_leaf=lambda node: isinstance(node, Tensor),
             )
-        self.offloaded = len(self.steps)
+        self.num_offloaded = len(self.steps)
 
 
 @dataclass(slots=True)
 class _MeanLoss:
-    """The weighted mean of batch losses. Values stay on the device until the end: a step waits for nothing."""
+    """Weighted mean of batch losses. Values stay on the device until the end: a step waits for nothing."""
 
     losses: list[Tensor] = field(default_factory=list)
     weights: list[Tensor | float] = field(default_factory=list)
@@ -122,7 +122,7 @@ def _local_counts(args: Any) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """One batch as it came, and how much of it counts."""
+    """One batch of the loader, and its rows that are no padding."""
 
     inputs: Any
     rows: int | None
@@ -131,13 +131,13 @@ class _Batch:
 
 
 def _batches(dataloader: DataLoader, rank: int) -> Iterator[_Batch]:
-    """Yield the batches of this rank without the rows that are padding, as the loader's plan knows them.
+    """Yield the batches of this rank without the rows that are padding, by the loader's plan.
 
-    A batch that is padding altogether is left whole, with 0 valid rows: a sharded model's forward is collective, so
-    every rank makes one at every step.
+    A batch of padding only keeps its rows, of which 0 are valid: a sharded model's forward is collective, so that every
+    rank runs one at every step.
     """
     if not hasattr(dataloader, "rows"):
-        yield from _foreign_batches(dataloader)
+        yield from _unplanned_batches(dataloader)
         return
     for inputs in dataloader:
         size, plan = find_batch_size(inputs), dataloader.rows
@@ -148,7 +148,7 @@ def _batches(dataloader: DataLoader, rank: int) -> Iterator[_Batch]:
         yield _Batch(trim_rows(inputs, size, valid) if valid else inputs, valid, plan.is_last)
 
 
-def _foreign_batches(dataloader: DataLoader) -> Iterator[_Batch]:
+def _unplanned_batches(dataloader: DataLoader) -> Iterator[_Batch]:
     """Yield the batches of a loader that the Accelerator did not prepare: every row counts, on every rank."""
     iterator = iter(dataloader)
     upcoming = next(iterator, None)
@@ -167,13 +167,13 @@ class _Pass:
         self.keeps_predictions = not self.args.batch_eval_metrics or description == "Prediction"
         self.wants_losses = "loss" in self.args.include_for_metrics
         self.wants_inputs = "inputs" in self.args.include_for_metrics
-        self.losses, self.predictions, self.labels, self.inputs = _Kept(), _Kept(), _Kept(), _Kept()
+        self.losses, self.predictions, self.labels, self.inputs = _Results(), _Results(), _Results(), _Results()
         self.mean_loss = _MeanLoss()
         self.num_rows = 0
         self.metrics: dict[str, Any] | None = None
 
     def step(self, model: nn.Module, batch: _Batch, loss_only: bool, ignore_keys: list[str] | None) -> None:
-        """Predict one batch and keep the results of its valid rows."""
+        """Predict one batch and keep the results of its valid rows. Collective with `batch_eval_metrics`."""
         trainer, args = self.trainer, self.args
         weight = self._weight(batch)
         loss, logits, labels = trainer.prediction_step(model, batch.inputs, loss_only, ignore_keys=ignore_keys)
@@ -198,7 +198,7 @@ class _Pass:
                 self.inputs.add(self._main_input(batch))
 
     def _weight(self, batch: _Batch) -> Tensor | float:
-        """Label tokens of the batch where its loss is a mean over them, else its rows; 0 for a batch of padding."""
+        """Return the label tokens of the batch if its loss is a mean over them, else its rows; 0 for one of padding."""
         if batch.rows == 0:
             return 0.0
         rows = float(batch.rows if batch.rows is not None else 1)
@@ -237,25 +237,25 @@ class _Pass:
         )
 
     def offload(self) -> None:
-        """Move what this rank keeps to the CPU."""
-        for kept in (self.losses, self.predictions, self.labels, self.inputs):
-            kept.offload()
+        """Move this rank's results to the CPU."""
+        for results in (self.losses, self.predictions, self.labels, self.inputs):
+            results.offload()
 
-    def collect(self, kept: _Kept) -> Any:
+    def collect(self, results: _Results) -> Any:
         """Return all ranks' results of one kind in sample order as numpy arrays. Collective.
 
         Returns:
             None when there are none; with `eval_do_concat_batches=False` a list with one entry for each step.
         """
         accelerator = self.trainer.accelerator
-        num_steps = len(kept.steps)
+        num_steps = len(results.steps)
         if accelerator.num_processes > 1:
             num_steps = max(accelerator.gather_object([num_steps]))
         if not num_steps:
             return None
         if self.args.eval_do_concat_batches:
-            return to_numpy(self.gatherer.gather(kept.steps))
-        return [to_numpy(self.gatherer.gather(kept.steps[index : index + 1])) for index in range(num_steps)]
+            return to_numpy(self.gatherer.gather(results.steps))
+        return [to_numpy(self.gatherer.gather(results.steps[index : index + 1])) for index in range(num_steps)]
 
     def count_rows(self) -> int:
         """Return the number of samples over all ranks. Collective."""

@@ -1,4 +1,4 @@
-"""What a Trainer is given, checked before anything starts: the model and the datasets."""
+"""Inputs of a Trainer, the model and the datasets: loaded, checked, and adapted before anything starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CAUSAL_MODELS = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
 class ColumnFilter(RemoveColumnsCollator):
-    """Upstream's collator that drops the columns a model does not take; quick where there are none to drop."""
+    """Collator that drops the columns a model does not take, without filtering rows that have none to drop."""
 
     @classmethod
     def of(cls, collator: RemoveColumnsCollator) -> ColumnFilter:
@@ -50,23 +50,23 @@ class ColumnFilter(RemoveColumnsCollator):
 class ShiftingLabelSmoother(LabelSmoother):
     """Label smoothing for a model that predicts the next token.
 
-    Upstream finds out at every step, by the class name of the model, which has a prefix once the model is sharded.
+    transformers looks at the model's class name in every step, and FSDP2 puts a prefix before it.
     """
 
     def __call__(self, model_output: Any, labels: Any, shift_labels: bool = True, **kwargs: Any) -> Any:
-        """Return the smoothed loss, labels shifted whatever the caller has found out."""
+        """Return the smoothed loss; labels are shifted, whatever the caller says."""
         return super().__call__(model_output, labels, shift_labels=True, **kwargs)
 
 
 _EMPTY: WeakKeyDictionary[nn.Module, Path] = WeakKeyDictionary()
-"""Models that wait to be laid out, and where their weights are."""
+"""Models without values that are to be sharded, and the directories of their weights."""
 
 
 def load_model(model: Any, args: TrainingArguments) -> nn.Module | None:
-    """Return `model`, or the model that a path or a hub name stands for, of the class that its configuration names.
+    """Return `model`, or the model saved under a path or a hub name, of the class that its configuration names.
 
     One that will be sharded with `fsdp.cpu_ram_efficient_loading`, from a directory of safetensors, has no values yet:
-    `fill_empty` loads them once it is laid out.
+    `fill_empty` loads them once it is sharded.
 
     Raises:
         ConfigError: it is neither a module nor a path, or its configuration names no class.
@@ -95,7 +95,7 @@ def load_model(model: Any, args: TrainingArguments) -> nn.Module | None:
 
 
 def _build_empty(model_class: Any, config: Any, directory: Path) -> nn.Module | None:
-    """Return the model without values, or None where its files are not such that each rank can read its part."""
+    """Return the model without values, or None where ranks cannot read their shards of its files."""
     if not any((directory / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME)):
         return None
     with init_empty_weights():
@@ -110,7 +110,7 @@ def _build_empty(model_class: Any, config: Any, directory: Path) -> nn.Module | 
 
 
 def fill_empty(model: nn.Module) -> None:
-    """Load a model that `load_model` has built without values, now that it is laid out. Every rank calls it."""
+    """Load a model that `load_model` has built without values, once it is sharded. Every rank calls it."""
     directory = _EMPTY.pop(model, None)
     if directory is not None:
         load_checkpoint_in_model(model, directory, init_missing=True)

@@ -1,4 +1,4 @@
-"""What every rank predicted, put back into the order of the samples: linear in their number, padding left out."""
+"""Predictions of all ranks in the order of the samples, without padding, in time linear in their number."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from accel_trainer.tree import leaves, map_leaves
 __all__ = ["PAD_INDEX", "Gatherer", "concat_steps", "to_numpy", "trim_rows"]
 
 PAD_INDEX = -100
-"""What fills up predictions and labels of different lengths; the value that losses ignore."""
+"""Padding of predictions and labels of different lengths; the value that losses ignore."""
 
 # Rows are exchanged in pieces of about this size, so that the device never holds all predictions of all ranks.
 _PIECE_BYTES = 64 * 2**20
 
 
 class Communicator(Protocol):
-    """What gathering needs of an Accelerator."""
+    """Members of an Accelerator that gather."""
 
     @property
     def num_processes(self) -> int: ...
@@ -42,14 +42,14 @@ def _is_tensor(node: Any) -> bool:
 
 
 def trim_rows(data: Any, size: int, keep: int) -> Any:
-    """Return `data` with the tensors of `size` rows cut to their first `keep` rows; other leaves stay as they are."""
+    """Return `data` with tensors of `size` rows trimmed to the first `keep`; other leaves stay as they are."""
     if keep == size:
         return data
 
-    def cut(leaf: Any) -> Any:
+    def trim(leaf: Any) -> Any:
         return leaf[:keep] if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size else leaf
 
-    return map_leaves(cut, data, is_leaf=_is_tensor)
+    return map_leaves(trim, data, is_leaf=_is_tensor)
 
 
 def to_numpy(data: Any) -> Any:
@@ -87,7 +87,7 @@ def _spec_of(steps: Sequence[Tensor]) -> _LeafSpec:
 
 
 def _merge(specs: Sequence[_LeafSpec]) -> _LeafSpec:
-    """Return the spec that holds the rows of all ranks; `rows` are summed over steps, one number for each rank."""
+    """Return the spec of the joined rows of all ranks; its `rows` has the sum over steps of each rank."""
     ndim = max(len(spec.tail) for spec in specs)
     tail = tuple(max(spec.tail[dim] for spec in specs if len(spec.tail) > dim) for dim in range(ndim))
     return _LeafSpec(specs[0].dtype, tail, tuple(sum(spec.rows) for spec in specs))
@@ -101,7 +101,7 @@ def _new_full(rows: int, spec: _LeafSpec, device: torch.device | str) -> Tensor:
 
 
 def _write(target: Tensor, start: int, rows: Tensor) -> None:
-    """Copy `rows` into `target` from row `start` on, into the lower corner of the other dimensions."""
+    """Copy `rows` into `target` from row `start` on; the rest of the other dimensions is left as it is."""
     corner = (slice(start, start + rows.shape[0]), *(slice(0, size) for size in rows.shape[1:]))
     target[corner] = rows
 
@@ -119,7 +119,7 @@ def _join(steps: Sequence[Tensor], spec: _LeafSpec, device: torch.device | str) 
 
 
 def _rows_of(leaf: Any) -> Tensor:
-    """A leaf as a tensor with a row dimension: a model's scalar output is one row."""
+    """Return a leaf as a tensor with a row dimension: a model's scalar output is one row."""
     if not isinstance(leaf, Tensor):
         raise ConfigError(
             f"the model returned a {type(leaf).__name__} among its predictions, and only tensors can be gathered; "
@@ -129,7 +129,7 @@ def _rows_of(leaf: Any) -> Tensor:
 
 
 def _columns(steps: Sequence[Any]) -> list[list[Tensor]]:
-    """For each leaf of the structure, its tensors over all steps."""
+    """Return the tensors of all steps, for each leaf of the structure."""
     if all(isinstance(step, Tensor) for step in steps):
         return [[_rows_of(step) for step in steps]] if steps else []
     rows = [[_rows_of(leaf) for leaf in leaves(step, is_leaf=_is_tensor)] for step in steps]
@@ -192,7 +192,7 @@ class Gatherer:
     def _exchange(
         self, own: Tensor, start: int, stop: int, merged: _LeafSpec, places: list[np.ndarray], result: Tensor
     ) -> None:
-        """Gather rows `start:stop` of each rank and put them where they belong."""
+        """Gather rows `start:stop` of each rank, and copy them to their positions in the result."""
         sent = _new_full(stop - start, merged, self.communicator.device)
         _write(sent, 0, own[start:stop])
         received = self.communicator.gather(sent).view(len(places), stop - start, *merged.tail)
@@ -203,7 +203,7 @@ class Gatherer:
 
 
 def _destinations(rows_by_rank: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """For each rank, the position of each of its rows in the joined result."""
+    """Return the position of each row in the joined result, for each rank."""
     num_steps = max(len(rows) for rows in rows_by_rank)
     table = np.zeros((num_steps, len(rows_by_rank)), dtype=np.int64)
     for rank, rows in enumerate(rows_by_rank):

@@ -75,6 +75,8 @@ class AccelTrainerMixin(CheckpointMethods, _Upstream):
 
     arguments_class: type[TrainingArguments] = TrainingArguments
     _reader: WindowReader | None = None
+    _num_flops_parameters: tuple[int, int] | None = None
+    """The model's id, and how many of its parameters multiply inputs."""
 
     def __init__(self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any) -> None:
         """Build a Trainer as upstream's; `model` may also be the path or name that `from_pretrained` takes.
@@ -145,11 +147,11 @@ class AccelTrainerMixin(CheckpointMethods, _Upstream):
                 newest good one in `output_dir`, and bad ones are renamed to `_bad-...` with a warning.
 
         Raises:
-            CheckpointNotFoundError, CorruptCheckpointError: the named one is not whole; none of several is good.
+            CheckpointNotFoundError, CorruptCheckpointError: the named one is incomplete; none of several is good.
         """
-        # Upstream's own search for a batch size needs accelerate: it is hidden here and done in _inner_training_loop.
+        # Upstream's search for a batch size (5.23, trainer.py:1570) needs accelerate: _inner_training_loop has its own.
         self._searches_batch_size = self.args.auto_find_batch_size
-        self._num_flops_parameters: tuple[int, int] | None = None
+        self._num_flops_parameters = None
         self.args.auto_find_batch_size = False
         try:
             with self._resuming(resume_from_checkpoint) as checkpoint:
@@ -187,7 +189,7 @@ class AccelTrainerMixin(CheckpointMethods, _Upstream):
         return output
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
-        """Begin an attempt of the batch-size search: nothing of the one before may hold memory or gradients."""
+        """Begin an attempt of the batch-size search, with nothing of the one before in memory."""
         self._train_batch_size = batch_size
         self.model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
         self.model_wrapped = self.model
@@ -198,12 +200,12 @@ class AccelTrainerMixin(CheckpointMethods, _Upstream):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, DataLoader]:
-        """Lay out the model, build optimizer and schedule, load a checkpoint. Collective."""
+        """Prepare the model, build optimizer and schedule, load a checkpoint. Collective."""
         if isinstance(self.optimizer, AcceleratedOptimizer):
-            # Of an earlier train(): the unit it belonged to went with the memory that was freed. Its state stays.
+            # Of an earlier train(), whose unit was freed with the Accelerator's memory. Its state stays.
             self.optimizer = self.optimizer.optimizer
         if not self.is_sharded:
-            # A second train() begins from the bare model: its wrapper went with the memory that was freed.
+            # A second train() begins with the bare model: the wrapper was freed with the Accelerator's memory.
             self.model_wrapped = self.model
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self._created_lr_scheduler:
@@ -308,31 +310,28 @@ class AccelTrainerMixin(CheckpointMethods, _Upstream):
         return num_items
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if grad_norm is not None:
-            return grad_norm
-        return self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+        return self.accelerator.clip_grad_norm_(model.parameters(), float("inf")) if grad_norm is None else grad_norm
 
     def _get_learning_rate(self) -> Any:
         if self.accelerator.strategy.capabilities.describes_optimizers:
-            # An engine's schedule cannot tell before its first step, nor after a resume; upstream then logs 0.
+            # An engine's schedule knows no rate before its first step, nor after a resume; transformers 5.23 then logs
+            # 0 (trainer.py:1433).
             return self.optimizer.param_groups[0]["lr"]
         return super()._get_learning_rate()
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return the number of operations of a forward and backward pass; see upstream.
-
-        The parameters are counted once for each model: upstream walks through them at every step.
-        """
+        """Return the number of operations of a forward and backward pass; see upstream."""
         name = getattr(self.model, "main_input_name", "input_ids")
         if name not in inputs or not hasattr(self.model, "num_parameters"):
             return 0
-        known = getattr(self, "_num_flops_parameters", None)
+        known = self._num_flops_parameters
         if known is None or known[0] != id(self.model):
+            # Counted once for a model: num_parameters() walks through all of them, and upstream calls it in every step.
             known = self._num_flops_parameters = (id(self.model), self.model.num_parameters(exclude_embeddings=True))
         return 6 * inputs[name].numel() * known[1]
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
-        # What came after the last log is this rank's own; upstream reports it as the loss of the job.
+        # Losses since the last log are this rank's own; transformers 5.23 (trainer.py:1998) takes them for the job's.
         self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
         with keeping_best(self):
             return super()._finalize_training(trial, num_train_samples, start_time)
@@ -353,7 +352,8 @@ class AccelTrainerMixin(CheckpointMethods, _Upstream):
             self, model, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
         if preparation_seconds is not None:
-            # Only in the evaluation that spent them: upstream repeats it, and subtracts it from every later runtime.
+            # Only in the evaluation that spent them: transformers 5.23 repeats the number in every later one, and takes
+            # it off their runtime (trainer.py:3095, :2875).
             output.metrics[f"{metric_key_prefix}_model_preparation_time"] = preparation_seconds
         return output
 
@@ -376,7 +376,7 @@ class AccelTrainerMixin(CheckpointMethods, _Upstream):
         """Search for hyperparameters; see upstream.
 
         Raises:
-            ConfigError: under DeepSpeed, whose engine holds what a trial would have to build anew.
+            ConfigError: under DeepSpeed, whose engine holds the model and the optimizer of an earlier trial.
             MissingExtraError: the search runs a loop of transformers that imports accelerate, which is not installed.
         """
         strategy = self.accelerator.strategy

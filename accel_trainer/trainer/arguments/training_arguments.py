@@ -140,13 +140,7 @@ class TrainingArguments(transformers.TrainingArguments):
         if self.torch_compile:
             options["compile.backend"] = self.torch_compile_backend
             options["compile.mode"] = self.torch_compile_mode or "default"
-        given, defaults = self.accelerator_config, AcceleratorConfig()
-        for name in _DATA_OPTIONS:
-            if getattr(given, name) != getattr(defaults, name):
-                options[f"data.{name}"] = getattr(given, name)
-        if (given.gradient_accumulation_kwargs or {}).get("sync_each_batch") is not None:
-            options["accumulation.sync_each_batch"] = given.gradient_accumulation_kwargs["sync_each_batch"]
-        return options
+        return options | _options_of(self.accelerator_config)
 
     @contextlib.contextmanager
     def _hidden_from_upstream(self) -> Iterator[None]:
@@ -235,6 +229,17 @@ class TrainingArguments(transformers.TrainingArguments):
 @dataclass(repr=False)
 class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingArguments):
     """Upstream's Seq2SeqTrainingArguments on accel_trainer; see `TrainingArguments`."""
+
+
+def _options_of(given: AcceleratorConfig) -> dict[str, Any]:
+    """Return the options in `accelerator_config` that are not at their default, by dotted path."""
+    defaults = AcceleratorConfig()
+    options = {
+        f"data.{name}": value for name in _DATA_OPTIONS if (value := getattr(given, name)) != getattr(defaults, name)
+    }
+    if (sync := (given.gradient_accumulation_kwargs or {}).get("sync_each_batch")) is not None:
+        options["accumulation.sync_each_batch"] = sync
+    return options
 
 
 def _read_accelerator_config(given: Any) -> AcceleratorConfig:
