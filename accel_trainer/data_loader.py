@@ -1,4 +1,4 @@
-"""Re-exports: prepared loaders and what they are made of, at the path that users of similar libraries expect."""
+"""Re-exports: prepared loaders and their samplers, at the path that users of similar libraries expect."""
 
 from __future__ import annotations
 

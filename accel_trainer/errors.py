@@ -1,4 +1,4 @@
-"""Errors of accel_trainer. Every message says what was found, what was expected, and what to do.
+"""Errors of accel_trainer. Every message has three parts: the value found, the one expected, and the way out.
 
 Each class is also the builtin that callers already catch, so `except ValueError` keeps working.
 """
@@ -32,7 +32,7 @@ class ConfigError(AccelTrainerError, ValueError):
 
 
 class ProcessGroupError(AccelTrainerError, RuntimeError):
-    """The processes of a job do not agree, or one of them failed."""
+    """The processes of a job contradict each other, or one of them failed."""
 
 
 class CheckpointNotFoundError(AccelTrainerError, FileNotFoundError):
@@ -44,7 +44,7 @@ class IncompatibleCheckpointError(AccelTrainerError, ValueError):
 
 
 class CorruptCheckpointError(IncompatibleCheckpointError):
-    """A checkpoint does not hold what was written: a file was changed, cut or added."""
+    """A checkpoint differs from the one that was written: a file was changed, cut or added."""
 
 
 class CheckpointLockedError(AccelTrainerError, RuntimeError):
@@ -52,7 +52,7 @@ class CheckpointLockedError(AccelTrainerError, RuntimeError):
 
 
 class DiskFullError(AccelTrainerError, OSError):
-    """A save does not fit on its disk; what was there before it is untouched."""
+    """A save does not fit on its disk; earlier checkpoints are untouched."""
 
 
 class SaveTimeoutError(AccelTrainerError, TimeoutError):

@@ -28,7 +28,7 @@ _wait: Callable[[], None] = _wait_for_nobody
 
 
 def set_rank(rank: int, world_size: int = 1, wait: Callable[[], None] = _wait_for_nobody) -> None:
-    """Tell the loggers of this process which rank it is.
+    """Set the rank of this process's loggers.
 
     Args:
         wait: returns when every rank has called it; orders the lines of several ranks.

@@ -1,4 +1,4 @@
-"""Import paths of release 0.1 and earlier: what was written or pickled under them still finds its module."""
+"""Import paths of release 0.1 and earlier: scripts and pickles that name them still find the modules."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ MOVED_MODULES = {
     "engine_plugins": "plugins.deepspeed_plugin",
     "exchange": "accelerator.gathering",
     "fsdp_plugin": "plugins.fsdp_plugin",
-    "gathering": "accelerator.gathered_parameters",
+    "gathering": "accelerator.operations",
     "integrations.deepspeed_arguments": "integrations.deepspeed.trainer_arguments",
     "integrations.deepspeed_building": "integrations.deepspeed.building",
     "integrations.deepspeed_checkpoint": "integrations.deepspeed.checkpoint_io",
@@ -151,7 +151,7 @@ class _MovedModules(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         old = module.__name__
-        # The import system hands out what is in sys.modules when the loader returns, not the module that it made.
+        # The import system returns the entry of sys.modules when the loader is done, not the module that it made.
         sys.modules[old] = importlib.import_module(f"{_PACKAGE}.{MOVED_MODULES[old.removeprefix(f'{_PACKAGE}.')]}")
 
 

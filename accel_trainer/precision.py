@@ -1,4 +1,4 @@
-"""Which dtype each part of a step runs in. Values here; the strategies apply them."""
+"""The dtypes of a training step, and autocast of a model's forward. The strategies apply both."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class AutocastForward:
 
     An instance attribute named `forward`, not a hook and not a wrapper module: it compiles with fullgraph, pickles and
     deep-copies with the model, keeps the signature that others inspect, and `del model.forward` undoes it. A forward
-    that somebody has put on the instance before (kernel libraries, torch.compile's wrapper) is the one that runs.
+    that is on the instance already (of kernel libraries, or torch.compile's wrapper) is the one that runs.
     """
 
     def __init__(self, model: nn.Module, policy: PrecisionPolicy) -> None:
@@ -123,7 +123,7 @@ class AutocastForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own forward under autocast."""
-        # Asked on each call: with device_placement=False the user moves the model after prepare().
+        # Looked up on each call: with device_placement=False the user moves the model after prepare().
         device_type = next((p.device.type for p in self.model.parameters()), "cpu")
         with self.policy.autocast(device_type):
             if self.inner is None:
@@ -134,7 +134,7 @@ class AutocastForward:
 
 
 def cast_floating(data: Any, dtype: torch.dtype) -> Any:
-    """Return `data` with its 16-bit floating-point tensors cast to `dtype`; other leaves are left as they are."""
+    """Return `data` with its 16-bit floating-point tensors cast to `dtype`, and other leaves as they are."""
 
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16):

@@ -34,10 +34,10 @@ class _Catalogue:
         self.group = group
         self.targets = targets
         self.reserved = reserved or {}
-        """Names with a meaning of their own in a configuration, and what that is."""
+        """Names with a meaning of their own in a configuration, by that meaning."""
 
     def _declared(self) -> dict[str, str]:
-        """What installed packages declare; a name of ours always wins over a package's."""
+        """Targets that installed packages declare; a name of ours always wins over a package's."""
         return {point.name: point.value for point in entry_points(group=self.group)}
 
     def add(self, name: str, target: str) -> None:
@@ -85,7 +85,7 @@ _STRATEGIES = _Catalogue(
     },
     reserved={"auto": "the choice by the number of processes"},
 )
-# What reads a Trainer's arguments for a strategy with a configuration in a format of its own.
+# Readers of a Trainer's arguments, for strategies with a configuration in a format of their own.
 _ARGUMENTS_ADAPTERS = {"deepspeed": "accel_trainer.integrations.deepspeed.trainer_arguments"}
 _TRACKERS = _Catalogue(
     "tracker",

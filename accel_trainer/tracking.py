@@ -1,4 +1,4 @@
-"""What a tracker of experiments is: the base of those that come along, and of one's own."""
+"""The base class of experiment trackers, the package's and a user's own, and the masking of secrets."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _SECRET = re.compile(
 _CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
-# The trackers that come along, under the names of their classes: imported when somebody asks for one.
-_COMING_ALONG = {
+# The package's trackers by class name, imported at first use: their libraries are optional.
+_OWN_TRACKERS = {
     "MLflowTracker": "mlflow",
     "TensorBoardTracker": "tensorboard",
     "TrackioTracker": "trackio",
@@ -43,32 +43,32 @@ _COMING_ALONG = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _COMING_ALONG:
+    if name not in _OWN_TRACKERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return load_tracker(_COMING_ALONG[name])
+    return load_tracker(_OWN_TRACKERS[name])
 
 
 class GeneralTracker(ABC):
-    """Writes what a run logs to one place.
+    """Writes the logged values of a run to one place.
 
     The Accelerator calls, on the main process: `start`, `store_init_configuration` once, `log` for each set of values,
     `finish`. An exception in one of them is a warning and does not stop the training.
     """
 
     name: ClassVar[str]
-    """What `log_with`, `get_tracker`, `init_kwargs` and `log_kwargs` call it."""
+    """Its name in `log_with`, `get_tracker`, `init_kwargs` and `log_kwargs`."""
     requires_logging_directory: ClassVar[bool] = False
     """Whether it writes files, and needs `Accelerator(project_dir=...)`."""
     main_process_only: ClassVar[bool] = True
-    """False: every rank has one, and logs what it is given."""
+    """False: every rank has one, and logs its own values."""
 
     def __init__(self, project_name: str = "", logging_dir: str | Path | None = None, /, **kwargs: Any) -> None:
-        """Keep what the run was called with; nothing is opened before `start`.
+        """Keep the name and options of the run; nothing is opened before `start`.
 
         Args:
             project_name: from `init_trackers`.
             logging_dir: where files go.
-            **kwargs: this tracker's part of `init_kwargs`.
+            **kwargs: this tracker's entry of `init_kwargs`.
         """
         self.project_name = project_name
         self.logging_dir = None if logging_dir is None else Path(logging_dir)
@@ -88,7 +88,7 @@ class GeneralTracker(ABC):
 
     @abstractmethod
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Store values of a step: numbers, texts, and what else the library takes."""
+        """Store values of a step: numbers, texts, and other types that the library takes."""
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Store images of a step: by name, a sequence of arrays (height, width, channels).
@@ -134,18 +134,10 @@ class BlankTracker(GeneralTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Do nothing."""
 
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_images(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
 
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def log_table(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
 
 

@@ -1,6 +1,6 @@
 """Nested structures: dicts, lists, tuples, namedtuples, dataclasses and mapping classes such as BatchEncoding.
 
-No torch here: what a leaf is, is the caller's to say.
+No torch here: the caller defines the leaves.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def explain_options(init: F) -> F:
     Its signature, which type checkers and editors read, stays: no `**kwargs` hides a misspelt argument.
 
     Raises:
-        ConfigError: when called: an option asks for what is not offered; None asks for nothing.
+        ConfigError: when called: an option that is not offered is given; None is no value.
         TypeError: when called: a name is unknown, as of any function.
     """
     known = inspect.signature(init).parameters

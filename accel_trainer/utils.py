@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from accel_trainer.accelerator.gathered_parameters import GatheredParameters
 from accel_trainer.accelerator.operations import (
+    GatheredParameters,
     broadcast,
     broadcast_object_list,
     gather,

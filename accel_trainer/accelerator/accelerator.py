@@ -1,4 +1,4 @@
-"""The facade that a training loop drives. Composes the rooms below it, and holds no engine's code."""
+"""The Accelerator: its options, and how it joins a job and frees it. Holds no engine's code."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Accelerator(
     AcceleratorCheckpointing,
     AcceleratorTracking,
 ):
-    """Runs a plain PyTorch loop on one process or many, laid out as the configuration says.
+    """Runs a plain PyTorch loop on one process or many, with the strategy of the configuration.
 
     Make one as early as possible, on every rank; it joins the job that a launcher started. Two Accelerators share
     nothing but the process group.
@@ -203,8 +203,6 @@ class Accelerator(
         """Whether this Accelerator has prepared a model, and not let go of it since."""
         return self._prepared.find(model) is not None
 
-    # --- where this process stands ---------------------------------------------------------------------------------
-
     @property
     def distributed_type(self) -> DistributedType:
         """Kind of distributed setup; FSDP stays FSDP on the CPU."""
@@ -216,18 +214,16 @@ class Accelerator(
         return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     def whole_models(self) -> AbstractContextManager[None]:
-        """Context in which models of transformers are built whole, under ZeRO-3 too. Not collective.
+        """Context in which models of transformers are built unsharded, under ZeRO-3 too. Not collective.
 
-        For a rank that loads one alone: what is built in pieces is built by all ranks together.
+        For a rank that loads a model alone: a model that is sharded while it is built is built by all ranks together.
         """
         return self.strategy.building(in_pieces=False)
-
-    # --- the way out -----------------------------------------------------------------------------------------------
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the user's own model. A model that was never wrapped comes back as it is.
+        """Return the user's own model; a model that was never wrapped is returned as it is.
 
         Args:
             keep_fp32_wrapper: false also takes off mixed precision.
@@ -243,9 +239,9 @@ class Accelerator(
         return unwrapped
 
     def free_memory(self, *objects: Any) -> tuple[None, ...]:
-        """Let go of everything prepared; return as many None as objects were given, to assign over them.
+        """Release everything prepared; return as many None as objects were given, to assign over them.
 
-        An engine that holds on to its model by itself (DeepSpeed's) is taken off it. Every rank calls this.
+        An engine that refers to its model by itself (DeepSpeed's) is taken off it. Every rank calls this.
         """
         self._prepared.clear()
         if self.device.type != "cpu":

@@ -15,9 +15,9 @@ __all__ = ["AccumulationWindow", "PreparedUnit"]
 class AccumulationWindow:
     """The micro-batches of one optimizer step, counted as they come.
 
-    The gradient of a window is the mean over what it holds. The divisor must be known at the first backward: it is
-    `num_steps`, or what is left of a loader that knows its length. A window that ends earlier than that (a stream that
-    runs dry) is corrected by `correction` before the gradients are used.
+    The gradient of a window is the mean over its micro-batches. The divisor must be known at the first backward: it is
+    `num_steps`, or the number of batches left of a loader that knows its length. The gradients of a window that ends
+    earlier than that (a stream that runs dry) are multiplied by `correction` before they are used.
     """
 
     num_steps: int

@@ -1,18 +1,23 @@
-"""Collectives as plain functions, for code without an Accelerator: they speak for the job that this process is in."""
+"""Collectives as plain functions, for code without an Accelerator: they run over the job that this process is in."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
+from accel_trainer.errors import ConfigError
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.collectives import ReduceOp
 from accel_trainer.runtime.process import current_process
 from accel_trainer.runtime.rng import check_rng_types, synchronize_rng
 
 __all__ = [
+    "GatheredParameters",
     "broadcast",
     "broadcast_object_list",
     "gather",
@@ -72,3 +77,34 @@ def wait_for_everyone() -> None:
     """Wait until every rank is here. Collective; returns at once on one process."""
     if current_process().is_distributed:
         dist.barrier()
+
+
+def GatheredParameters(  # the name that users of DeepSpeed know
+    params: Iterable[Tensor] | Tensor, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+) -> AbstractContextManager[Any]:
+    """Return the context in which parameters that ZeRO-3 has partitioned are full; an empty one for all others.
+
+    Collective for partitioned parameters: every rank enters it with the same ones.
+
+    Args:
+        params: one parameter, or several.
+        modifier_rank: the rank whose changes in the block hold for all; None where nothing is changed.
+        fwd_module: a module that uses the parameters without holding them; see `deepspeed.zero.GatheredParameters`.
+        enabled: false leaves the parameters as they are.
+
+    Raises:
+        ConfigError: parameters are FSDP2's, which `parameter.full_tensor()` gathers.
+    """
+    given = [params] if isinstance(params, Tensor) else list(params)
+    if enabled and any(hasattr(parameter, "full_tensor") for parameter in given):
+        raise ConfigError(
+            "GatheredParameters() was given parameters that FSDP2 has sharded, and puts together those of DeepSpeed; "
+            "use parameter.full_tensor(), or accelerator.get_state_dict(model)"
+        )
+    if not enabled or not any(hasattr(parameter, "ds_id") for parameter in given):
+        return nullcontext()
+    # The library that has partitioned them is imported: no engine is imported here.
+    context: AbstractContextManager[Any] = sys.modules["deepspeed"].zero.GatheredParameters(
+        given, modifier_rank=modifier_rank, fwd_module=fwd_module
+    )
+    return context

@@ -158,7 +158,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         )
 
     def prepare_data_loader(self, data_loader: DataLoader, device_placement: bool | None = None) -> PreparedDataLoader:
-        """Return a loader that yields this rank's share, on this rank's device. Collective for the first loader."""
+        """Return a loader that yields this rank's shard, on this rank's device. Collective for the first loader."""
         return self._prepared.add_data_loader(
             self._build_loader(data_loader, self.device_placement if device_placement is None else device_placement)
         )
@@ -237,7 +237,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         return pair(models, unbound, staying, self.strategy.capabilities)
 
     def _micro_batch_size(self, loaders: Sequence[DataLoader]) -> int | None:
-        """Return the rows that one rank takes at a time, the fewest of several loaders; None where nothing tells."""
+        """Return the rows that one rank takes at a time, the fewest of several loaders; None without any."""
         sizes = [loader.batch_size for loader in loaders if loader.batch_size is not None]
         ranks = self.process.world_size if self.config.data.split_batches else 1
         return max(1, min(sizes) // ranks) if sizes else None

@@ -193,7 +193,7 @@ class ProcessView:
 
 
 def stated_timeout(resolved: Resolved) -> float | None:
-    """Return the collectives' timeout if anybody has stated one; None leaves a group that exists as it is."""
+    """Return the collectives' timeout where one is configured; None leaves a group that exists as it is."""
     is_stated = resolved.source("timeout_seconds").kind is not SourceKind.DEFAULT
     return resolved.config.timeout_seconds if is_stated else None
 
@@ -249,7 +249,7 @@ class PartialState(ProcessView):
         destroy_process_group()
 
 
-# The states of the Accelerator made last in this process, for code that asks for them without having the Accelerator.
+# The states of the Accelerator made last in this process, for `AcceleratorState()` and `GradientState()` of scripts.
 _made_last: weakref.WeakValueDictionary[type, Any] = weakref.WeakValueDictionary()
 
 

@@ -116,8 +116,8 @@ class AcceleratorStepping(AcceleratorSettings):
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Context of one micro-batch: gradients are exchanged, and the optimizer steps, on the last of a window.
 
-        A window is `gradient_accumulation_steps` micro-batches, or what the loader still has. Without a model, all
-        prepared models are meant.
+        A window is `gradient_accumulation_steps` micro-batches, or the rest of the loader. No argument means all
+        prepared models.
 
         Raises:
             ConfigError: a model is not prepared, or shares its optimizer with one that is not given.

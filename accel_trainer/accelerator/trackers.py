@@ -269,10 +269,10 @@ class AcceleratorTracking(AcceleratorSettings):
         """Record the operations of a block, and yield torch's profiler. Collective at its end, unless it raises.
 
         Args:
-            profile_handler: what to record and where to write it; without it, the one in `kwargs_handlers`.
+            profile_handler: options of the trace; without it, those in `kwargs_handlers`.
 
         Raises:
-            ConfigError: torch cannot record what was asked for.
+            ConfigError: an activity or a schedule option that torch does not know.
         """
         handler = self._options.profile if profile_handler is None else profile_handler
         with handler.build(self.process.rank) as recorder:
@@ -284,7 +284,7 @@ class AcceleratorTracking(AcceleratorSettings):
     def end_training(self) -> None:
         """Close the trackers, wait for every rank, and leave the process group. Collective; a script's last call.
 
-        A background save is waited for, and what went wrong in it is raised.
+        A background save is waited for, and its error raised.
         """
         self._checkpointer.close()
         self._trackers.finish()

@@ -113,8 +113,8 @@ class HfDeepSpeedConfig:
 class DeepSpeedPlugin(OptionObject):
     """Run with DeepSpeed: giving one chooses strategy "deepspeed". None leaves an option as configured.
 
-    After the Accelerator has been made, the plugin shows what the run has resolved. `deepspeed_config` may be changed
-    until `prepare` is called: what it holds then is what the engine gets.
+    After the Accelerator has been made, the plugin shows the resolved configuration of the run. `deepspeed_config` may
+    be changed until `prepare` is called, which gives it to the engine.
 
     Raises:
         ConfigError: the configuration cannot be read, or says something else than a field that was given.
@@ -127,7 +127,7 @@ class DeepSpeedPlugin(OptionObject):
     gradient_clipping: Any = None
     """Bound of the gradient norm, or "auto"."""
     zero_stage: int | None = None
-    """0 to 3; 2 where nobody gives one."""
+    """0 to 3; by default 2."""
     is_train_batch_min: bool = True
     """Of several prepared loaders, whether the smallest batch size is the engine's; else the largest."""
     offload_optimizer_device: str | None = None
@@ -137,7 +137,7 @@ class DeepSpeedPlugin(OptionObject):
     offload_optimizer_nvme_path: str | None = None
     offload_param_nvme_path: str | None = None
     zero3_init_flag: bool | None = None
-    """Build models in pieces, so that no rank holds a whole one; None does so at stage 3."""
+    """Shard models while they are built, so that no rank holds a full one; None does so at stage 3."""
     zero3_save_16bit_model: bool | None = None
     transformer_moe_cls_names: str | None = None
     """Classes of mixture-of-experts layers whose parameters are gathered together: names, separated by commas."""
@@ -156,7 +156,7 @@ class DeepSpeedPlugin(OptionObject):
         self.hf_ds_config = HfDeepSpeedConfig(block)
         self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
         self.building: Callable[[bool], contextlib.AbstractContextManager[None]] | None = None
-        """What switches it in the strategy of the Accelerator that uses the plugin."""
+        """Switch of the strategy of the Accelerator that uses the plugin: true shards models while they are built."""
         self.selected = False
         """Whether it is the plugin in use, of several."""
         self._show()
@@ -239,12 +239,12 @@ class DeepSpeedPlugin(OptionObject):
         )
 
     def is_zero3_init_enabled(self) -> bool:
-        """Whether models are built in pieces."""
+        """Whether models are sharded while they are built."""
         return bool(self.zero3_init_flag)
 
     @contextlib.contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Build the models of a `with` block in pieces, or not, while an Accelerator uses the plugin."""
+        """Shard the models of a `with` block while they are built, or not, where an Accelerator uses the plugin."""
         before = self.zero3_init_flag
         self.zero3_init_flag = enable
         try:
@@ -299,9 +299,9 @@ class DeepSpeedPlugin(OptionObject):
         """Put the values of `kwargs`, by dotted path, where "auto" stands, and compare them with all others.
 
         Args:
-            prefix: beginning of the paths of `config`, which is a section; empty for the whole configuration.
+            prefix: beginning of the paths of `config`, which is a section; empty for the full configuration.
             mismatches: gets a line for each difference, which is then no error.
-            config: the section; None is the whole configuration.
+            config: the section; None is the full configuration.
             must_match: False takes any value that stands there.
             kwargs: values by dotted path.
 
@@ -418,13 +418,13 @@ EnginePlugins = DeepSpeedPlugins
 
 
 class DummyOptim:
-    """Stands for the optimizer that the DeepSpeed configuration describes; `prepare` returns the engine's.
+    """Placeholder for the optimizer of the DeepSpeed configuration; `prepare` returns the engine's.
 
-    Numbers that were given here fill what the configuration leaves to "auto".
+    Its numbers take the place of "auto" in the configuration.
 
     Attributes:
         params: the parameters, or groups of them.
-        numbers: what was given, by name.
+        numbers: hyperparameters that were given, by name.
     """
 
     def __init__(
@@ -445,11 +445,11 @@ class DummyOptim:
 
 
 class DummyScheduler:
-    """Stands for the schedule that the DeepSpeed configuration describes; `prepare` returns the engine's.
+    """Placeholder for the schedule of the DeepSpeed configuration; `prepare` returns the engine's.
 
     Attributes:
         optimizer: the optimizer, or the `DummyOptim`, that is scheduled.
-        numbers: what was given, by name.
+        numbers: hyperparameters that were given, by name.
         lr_scheduler_callable: builds a torch scheduler from the engine's optimizer, where the configuration has none.
     """
 

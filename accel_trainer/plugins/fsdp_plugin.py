@@ -109,7 +109,7 @@ class FullyShardedDataParallelPlugin(OptionObject):
         for name, (path, values) in NAMED.items():
             value = _plain(getattr(self, name, None))
             if value is not None and not callable(value):
-                # An unknown name goes on as it is: the configuration refuses it, and says what there is.
+                # An unknown name is passed on: the configuration refuses it, with the known ones.
                 options[path] = values.get(value.upper(), value) if isinstance(value, str) else value
         unused = [name for name in _WITHOUT_EFFECT if getattr(self, name) is not None]
         if unused:

@@ -149,7 +149,7 @@ class ProfileKwargs(KwargsHandler):
     """Contents of the traces of `accelerator.profile()`, under the names of torch.profiler."""
 
     activities: Iterable[str] | None = None
-    """"cpu", "cuda", "xpu", ...; None records what the machine has."""
+    """"cpu", "cuda", "xpu", ...; None records those of the machine."""
     schedule_option: dict[str, int] | None = None
     """Arguments of torch.profiler.schedule: wait, warmup, active, repeat, skip_first; then call `profiler.step()`."""
     on_trace_ready: Callable[[profiler.profile], None] | None = None
@@ -234,9 +234,9 @@ class TorchDynamoPlugin(OptionObject):
     options: dict[str, Any] | None = None
     """Options of the backend, instead of a mode."""
     disable: bool = False
-    """Do not compile, whatever else is set."""
+    """True does not compile, whatever the other fields are."""
     use_regional_compilation: bool | None = None
-    """Compile each repeated block once instead of the whole model."""
+    """Compile each repeated block once instead of the full model."""
 
     def __post_init__(self) -> None:
         if self.options and self.mode not in (None, "default"):
@@ -260,7 +260,7 @@ class TorchDynamoPlugin(OptionObject):
 
 @dataclass
 class DataLoaderConfiguration(OptionObject):
-    """How prepared loaders share their data over the ranks. Field by field: `config.DataConfig`."""
+    """How prepared loaders shard their data over the ranks. Field by field: `config.DataConfig`."""
 
     split_batches: bool | None = None
     dispatch_batches: bool | None = None
@@ -332,7 +332,7 @@ class ProjectConfiguration:
         return SavePolicy(on_save_error=self.on_save_error, max_pause_s=self.max_pause_s, max_wait_s=self.max_wait_s)
 
     def __post_init__(self) -> None:
-        _ = self.save_policy  # refuses what it does not know
+        _ = self.save_policy  # refuses unknown words
         if self.total_limit is not None and self.total_limit < 1:
             raise ConfigError(f"ProjectConfiguration(total_limit={self.total_limit}): keep 1 or more, or None for all")
         self.set_directories(self.project_dir)

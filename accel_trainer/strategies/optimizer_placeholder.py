@@ -66,6 +66,6 @@ class OptimizerPlaceholder(Optimizer):
             ConfigError: always; the optimizer that `prepare` returned steps through the engine.
         """
         raise ConfigError(
-            "step() was called on the stand-in for the engine's optimizer; call it on the optimizer that prepare() "
+            "step() was called on the placeholder for the engine's optimizer; call it on the optimizer that prepare() "
             "returned"
         )
