@@ -24,7 +24,7 @@ MOVED_MODULES = {
     "checkpoint.files": "checkpoint.weights.reading",
     "checkpoint.foreign": "checkpoint.interop.accelerate_state",
     "checkpoint.hashing": "checkpoint.format.checksums",
-    "checkpoint.initial": "checkpoint.weights.new_values",
+    "checkpoint.initial": "checkpoint.weights.into_model",
     "checkpoint.layout": "checkpoint.format.placement",
     "checkpoint.loading": "checkpoint.weights.into_model",
     "checkpoint.lock": "checkpoint.commit.lock",

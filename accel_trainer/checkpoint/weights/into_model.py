@@ -1,24 +1,26 @@
-"""Weights from files into a model that exists: whole files or shards, safetensors or torch's own, without surprises."""
+"""Weights from files into an existing model, plain, sharded or on the meta device, and values for missing ones."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.placement import local_box, local_tensor, materialize
-from accel_trainer.checkpoint.weights.new_values import initialize_tensors
 from accel_trainer.checkpoint.weights.reading import BroadcastFiles, WeightFiles
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
-from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
+from accel_trainer.runtime.torch_private import ORIGINAL_MODULE, RESET_METHODS, copy_module
 
 __all__ = ["LoadReport", "WeightFiles", "load_checkpoint_and_dispatch", "load_checkpoint_in_model"]
 
@@ -26,13 +28,14 @@ logger = logging.get_logger(__name__)
 
 Device = int | str | torch.device
 DeviceMap = Mapping[str, Device]
+Weights = WeightFiles | BroadcastFiles
 
 
 class LoadReport(NamedTuple):
-    """What did not match, as `nn.Module.load_state_dict` reports it, and what is left without values."""
+    """Names that did not match, as `nn.Module.load_state_dict` reports them, and tensors left without values."""
 
     missing_keys: list[str]
-    """Of the model, and not in the files. A tied tensor is there when one of its names is."""
+    """Of the model, and not in the files. A tied tensor is in them when one of its names is."""
     unexpected_keys: list[str]
     """In the files, and not of the model."""
     left_on_meta: list[str]
@@ -49,16 +52,16 @@ def load_checkpoint_in_model(
     init_missing: bool = False,
     broadcast_from_rank0: bool = False,
 ) -> LoadReport:
-    """Load weights into a model, tensor by tensor, each rank reading only what it holds. Every rank calls it.
+    """Load weights into a model, tensor by tensor, each rank reading its own shards only. Every rank calls it.
 
     Works for a model on the meta device, whose tensors get their memory here, and for one that `prepare()` has
-    sharded, where each rank keeps its part and shards stay where they are: both together load a model that no process
-    could hold. Parameters and buffers stay the objects they were, tied ones tied, so that an optimizer keeps them.
+    sharded, whose shards stay where they are: both together load a model that no process could hold. Parameters and
+    buffers stay the objects they were, tied ones tied, so that an optimizer keeps them.
     Buffers on the meta device that no file has (rotary frequencies, positions) are computed as the model computes them.
     Ranks do not communicate, but for the two options that say so.
 
     Args:
-        checkpoint: a directory with `model.safetensors` or `pytorch_model.bin`, whole or in shards with an index; an
+        checkpoint: a directory with `model.safetensors` or `pytorch_model.bin`, one file or shards with an index; an
             index; or one file.
         device_map: which device each module's tensors go to, by the start of their names; `{"": device}` is all of
             them. None leaves them where they are; those on the meta device go to the CPU, or the devices of their mesh.
@@ -73,7 +76,7 @@ def load_checkpoint_in_model(
         IncompatibleCheckpointError: shapes differ, or names with `strict`; nothing was loaded then.
         ConfigError: `device_map` does not say where a tensor goes, or `dtype` is not that of a sharded model.
     """
-    model = _users_own(model)
+    model = _unwrap(model)
     weights = _open(Path(checkpoint), broadcast_from_rank0)
     own = model.state_dict(keep_vars=True)
     sources, missing, unexpected = _match(own, weights)
@@ -86,7 +89,7 @@ def load_checkpoint_in_model(
     order = {name: position for position, name in enumerate(weights)}
     for name, stored in sorted(sources.items(), key=lambda pair: order[pair[1]]):
         _fill(own[name], weights, stored, devices[name], dtypes[name])
-    left = _fill_what_no_file_has(model, missing, init_missing, device_map)
+    left = _fill_missing(model, missing, init_missing, device_map)
     if missing or unexpected or left:
         logger.warning("%s %s", weights.path, _describe(missing, unexpected, model, left))
     return LoadReport(missing, unexpected, left)
@@ -131,7 +134,7 @@ def load_checkpoint_and_dispatch(
     return model if device is None else model.to(device)
 
 
-def _users_own(model: nn.Module) -> nn.Module:
+def _unwrap(model: nn.Module) -> nn.Module:
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         model = model.module
     # torch.compile(model) wraps the module whose tensors have the names of the files.
@@ -139,23 +142,19 @@ def _users_own(model: nn.Module) -> nn.Module:
     return unwrapped
 
 
-def _open(checkpoint: Path, broadcast: bool) -> WeightFiles | BroadcastFiles:
-    if broadcast and dist.is_initialized() and dist.get_world_size() > 1:
-        return BroadcastFiles(checkpoint, _exchange_device())
-    return WeightFiles(checkpoint)
+def _open(checkpoint: Path, broadcast: bool) -> Weights:
+    if not (broadcast and dist.is_initialized() and dist.get_world_size() > 1):
+        return WeightFiles(checkpoint)
+    on_cpu = "cpu" in dist.get_backend_config()
+    return BroadcastFiles(checkpoint, torch.device(not on_cpu and torch.accelerator.current_accelerator() or "cpu"))
 
 
-def _exchange_device() -> torch.device:
-    """Return a device whose tensors the process group can exchange."""
-    if "cpu" in dist.get_backend_config():
-        return torch.device("cpu")
-    return torch.device(torch.accelerator.current_accelerator() or "cpu")
+def _match(own: Mapping[str, Tensor], weights: Weights) -> tuple[dict[str, str], list[str], list[str]]:
+    """Return the stored name of each distinct tensor of the model, the missing names and the unexpected ones.
 
-
-def _match(
-    own: Mapping[str, Tensor], weights: WeightFiles | BroadcastFiles
-) -> tuple[dict[str, str], list[str], list[str]]:
-    """Return the stored name of each distinct tensor of the model, what is missing and what is unexpected."""
+    Raises:
+        IncompatibleCheckpointError: shapes differ.
+    """
     groups: dict[int, list[str]] = {}
     for name, tensor in own.items():
         groups.setdefault(id(tensor), []).append(name)
@@ -166,17 +165,18 @@ def _match(
             missing.append(names[0])
         else:
             sources[names[0]] = stored
-    shapes = [
-        f"{name} is {weights.shape(stored)} in the file and {tuple(own[name].shape)} in the model"
-        for name, stored in sources.items()
-        if weights.shape(stored) != tuple(own[name].shape)
-    ]
-    if shapes:
-        more = f" and {len(shapes) - 5} more" if len(shapes) > 5 else ""
-        raise IncompatibleCheckpointError(
-            f"{weights.path} does not fit the model: {'; '.join(shapes[:5])}{more}. Build the model that was saved"
-        )
+    _check_shapes(own, weights, sources)
     return sources, missing, [name for name in weights if name not in own]
+
+
+def _check_shapes(own: Mapping[str, Tensor], weights: Weights, sources: Mapping[str, str]) -> None:
+    shapes = {name: (weights.shape(stored), tuple(own[name].shape)) for name, stored in sources.items()}
+    differ = [f"{name} is {a} in the file and {b} in the model" for name, (a, b) in shapes.items() if a != b]
+    if differ:
+        more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
+        raise IncompatibleCheckpointError(
+            f"{weights.path} does not fit the model: {'; '.join(differ[:5])}{more}. Build the model that was saved"
+        )
 
 
 def _some(names: list[str]) -> str:
@@ -185,11 +185,9 @@ def _some(names: list[str]) -> str:
 
 
 def _describe(missing: list[str], unexpected: list[str], model: nn.Module, left: list[str] | None = None) -> str:
-    parts = []
-    for what, names in (("lacks", missing), ("has, and the model has not,", unexpected)):
-        if names:
-            parts.append(f"{what} {_some(names)}")
-    text = f"does not match {type(model).__name__}: it {' and '.join(parts)}" if parts else "is loaded"
+    differences = [f"lacks {_some(missing)}"] if missing else []
+    differences += [f"has, and the model has not, {_some(unexpected)}"] if unexpected else []
+    text = f"does not match {type(model).__name__}: it {' and '.join(differences)}" if differences else "is loaded"
     return f"{text}; {len(left)} tensor(s) are left on the meta device, without values: {_some(left)}" if left else text
 
 
@@ -243,13 +241,7 @@ def _dtype(name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-def _fill(
-    tensor: Tensor,
-    weights: WeightFiles | BroadcastFiles,
-    stored: str,
-    device: torch.device | None,
-    dtype: torch.dtype,
-) -> None:
+def _fill(tensor: Tensor, weights: Weights, stored: str, device: torch.device | None, dtype: torch.dtype) -> None:
     """Give one tensor of the model its values; a sharded one stays where its shards are."""
     if tensor.is_meta:
         if device is not None and device.type == "meta":
@@ -262,18 +254,124 @@ def _fill(
     weights.fill(stored, local_box(tensor).within(Box.full(tensor.shape)), local_tensor(tensor))
 
 
-def _fill_what_no_file_has(
-    model: nn.Module, missing: list[str], init_missing: bool, device_map: DeviceMap | None
-) -> list[str]:
-    """Compute meta buffers that are in no state dict, and new parameters if asked; return what has no values."""
+def _fill_missing(model: nn.Module, missing: list[str], init_missing: bool, device_map: DeviceMap | None) -> list[str]:
+    """Compute meta buffers that are in no state dict, and new parameters if asked; return those left on meta."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    empty = [name for name, tensor in named.items() if tensor.is_meta]
+    on_meta = [name for name, tensor in named.items() if tensor.is_meta]
     stored = model.state_dict(keep_vars=True)
-    wanted = [name for name in empty if name not in stored or (init_missing and name in missing)]
+    initialized = {name for name in on_meta if name not in stored}
     seed = torch.initial_seed()
-    if init_missing and dist.is_initialized():
-        box = [seed]
-        dist.broadcast_object_list(box, src=0)
-        seed = box[0]
-    unknown = initialize_tensors(model, wanted, seed, lambda name: _device(name, device_map)) if wanted else []
-    return [name for name in empty if name in unknown or name not in wanted]
+    if init_missing:
+        initialized |= set(on_meta) & set(missing)
+        if dist.is_initialized():
+            message = [seed]
+            dist.broadcast_object_list(message, src=0)
+            seed = message[0]
+    names = [name for name in on_meta if name in initialized]
+    unknown = initialize_tensors(model, names, seed, lambda name: _device(name, device_map))
+    return [name for name in on_meta if name in unknown or name not in initialized]
+
+
+Initializer = Callable[[nn.Module], Any]
+
+
+def initialize_tensors(
+    model: nn.Module, names: Iterable[str], seed: int, device_of: Callable[[str], torch.device | None]
+) -> list[str]:
+    """Initialise meta parameters and buffers as their own modules do, and return the names for which none knows how.
+
+    By a transformers model's `_init_weights`, or the module's `reset_parameters`. Each module is initialised unsharded,
+    on the CPU, from a seed of its own; then each rank takes its shard: the strategy changes no value.
+
+    Args:
+        seed: the same on every rank.
+        device_of: the device of a tensor's memory; None leaves it to `materialize`.
+    """
+    by_owner: dict[str, list[str]] = {}
+    for name in names:
+        by_owner.setdefault(name.rpartition(".")[0], []).append(name)
+    unknown = []
+    for owner, own_names in by_owner.items():
+        initialize = _initializer_of(model, owner)
+        scratch = _scratch_of(model.get_submodule(owner))
+        if initialize is not None:
+            digest = hashlib.sha256(f"{seed} {owner}".encode()).digest()
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(int.from_bytes(digest[:7], "big"))
+                initialize(scratch)
+        tensors: dict[str, Tensor] = {
+            **dict(scratch.named_parameters(recurse=False, remove_duplicate=False)),
+            **dict(scratch.named_buffers(recurse=False, remove_duplicate=False)),
+        }
+        for name in own_names:
+            value = tensors[name.rpartition(".")[2]]
+            if initialize is None or _is_unset(value):
+                unknown.append(name)
+            else:
+                _take_shard(_tensor_of(model, name), value, device_of(name))
+    return unknown
+
+
+def _tensor_of(model: nn.Module, name: str) -> Tensor:
+    owner, _, leaf = name.rpartition(".")
+    tensor: Tensor = getattr(model.get_submodule(owner), leaf)
+    return tensor
+
+
+def _take_shard(tensor: Tensor, value: Tensor, device: torch.device | None) -> None:
+    materialize(tensor, device)
+    local_tensor(tensor).copy_(value[local_box(tensor).within(Box.full(tensor.shape))])
+
+
+def _initializer_of(model: nn.Module, owner: str) -> Initializer | None:
+    """Return the initializer of the module `owner`: of the nearest transformers model, or the module's own."""
+    path = owner.split(".") if owner else []
+    for length in range(len(path), -1, -1):
+        ancestor = model.get_submodule(".".join(path[:length]))
+        if callable(getattr(ancestor, "_init_weights", None)):
+            found: Initializer = ancestor._init_weights  # type: ignore[assignment]
+            return found
+    module = model.get_submodule(owner)
+    for method in RESET_METHODS:
+        if callable(getattr(module, method, None)):
+            return lambda scratch: getattr(scratch, method)()
+    return None
+
+
+def _scratch_of(module: nn.Module) -> nn.Module:
+    """Return a module like `module`, with CPU tensors of its own that hold a mark instead of values.
+
+    Its children have tensors without memory: some modules initialise those of their children too, where values may have
+    been loaded.
+    """
+    return _copy_of(module, _unset)
+
+
+def _copy_of(module: nn.Module, build: Callable[[Tensor], Tensor]) -> nn.Module:
+    # FSDP2 adds its class in front, whose __new__ would run the user's __init__.
+    own_class = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
+    return copy_module(
+        module,
+        own_class,
+        lambda parameter: nn.Parameter(build(parameter), requires_grad=False),
+        build,
+        lambda child: _copy_of(child, lambda tensor: torch.empty_like(tensor, device="meta")),
+    )
+
+
+def _mark(dtype: torch.dtype) -> float | int | bool:
+    if dtype == torch.bool:
+        return False
+    return math.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+
+
+def _unset(tensor: Tensor) -> Tensor:
+    return torch.full(tensor.shape, _mark(tensor.dtype), dtype=tensor.dtype)
+
+
+def _is_unset(value: Tensor) -> bool:
+    """Whether some of it was not initialised. Booleans have no value for a mark: they count as not initialised."""
+    if value.dtype == torch.bool:
+        return True
+    marked = value.isnan() if value.is_floating_point() or value.is_complex() else value == _mark(value.dtype)
+    return bool(marked.any())

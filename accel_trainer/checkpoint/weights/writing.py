@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from accel_trainer.checkpoint.commit.disk import explain_full_disk, fsync_path, write_durably
 from accel_trainer.checkpoint.format.manifest import parse_json
 from accel_trainer.checkpoint.format.safetensors_file import (
+    LazyRead,
     LazyTensor,
     tensor_file_bytes,
     write_order,
@@ -70,10 +73,11 @@ def parse_size(size: int | str) -> int:
 
 State = Mapping[str, Tensor | LazyTensor]
 Shard = State
+"""The tensors of one file."""
 
 
 def _identity(tensor: Tensor | LazyTensor) -> Any:
-    """What the names of one tied tensor have in common."""
+    """Return a key that the names of one tied tensor share."""
     if not isinstance(tensor, Tensor) or not tensor.numel():
         return id(tensor)
     return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())
@@ -88,20 +92,20 @@ def _distinct(state: State) -> dict[str, Tensor | LazyTensor]:
 
 
 def _split(state: State, limit: int) -> list[dict[str, Tensor | LazyTensor]]:
-    """Cut `state` into parts of at most `limit` bytes, in its order; the names of a tied tensor stay together."""
+    """Split `state` into shards of at most `limit` bytes, in its order; the names of a tied tensor stay together."""
     shards: list[dict[str, Tensor | LazyTensor]] = [{}]
-    homes: dict[Any, dict[str, Tensor | LazyTensor]] = {}
+    shard_of: dict[Any, dict[str, Tensor | LazyTensor]] = {}
     size = 0
     for name, tensor in state.items():
-        home = homes.get(_identity(tensor))
-        if home is None:
+        shard = shard_of.get(_identity(tensor))
+        if shard is None:
             num_bytes = tensor_file_bytes({name: tensor})
             if shards[-1] and size + num_bytes > limit:
                 shards.append({})
                 size = 0
             size += num_bytes
-            home = homes[_identity(tensor)] = shards[-1]
-        home[name] = tensor
+            shard = shard_of[_identity(tensor)] = shards[-1]
+        shard[name] = tensor
     return shards
 
 
@@ -112,7 +116,7 @@ def remove_weights(directory: Path, *, keep: Sequence[str] = (), with_bin: bool 
         keep: names that stay.
         with_bin: torch's own files too. They need not go when safetensors are written, which are read before them.
     """
-    # Indexes before what they name: a reader finds all of it or nothing.
+    # Indexes before the files that they name: a reader finds all weights or none.
     patterns = [INDEX_NAME, WEIGHTS_NAME, "model-*-of-*.safetensors"]
     if with_bin:
         patterns += [BIN_INDEX_NAME, BIN_NAME, "pytorch_model-*-of-*.bin"]
@@ -153,25 +157,56 @@ def save_weights(
     names = [f"{stem}.{suffix}"]
     if len(shards) > 1:
         names = [f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}" for number in range(1, len(shards) + 1)]
+    made = (tensor() for shard in shards for tensor in _lazy_tensors(shard, safe_serialization))
     if not writes:
-        for shard in shards:
-            _take_part(shard, safe_serialization)
+        deque(made, maxlen=0)
         return names
-    write = _write_safetensors if safe_serialization else _write_bin
-    paths = [_incomplete(directory / name) for name in names]
-    error = _write_shards(list(zip(paths, shards, strict=True)), write)
     try:
-        if error is not None:
-            raise error
+        _write_shards(directory, names, shards, made, safe_serialization)
         index = directory / f"{stem}.{suffix}.index.json" if len(shards) > 1 else None
         _publish(directory, names, index, shards)
         kept = [*names, index.name] if index is not None else names
         remove_weights(directory, keep=kept, with_bin=not safe_serialization)
         fsync_path(directory)
     finally:
-        for path in paths:
-            path.unlink(missing_ok=True)
+        for name in names:
+            _incomplete(directory / name).unlink(missing_ok=True)
     return names
+
+
+def _lazy_tensors(shard: Shard, safe_serialization: bool) -> list[LazyTensor]:
+    """Return the distinct lazy tensors of a file, in the order in which its writer makes them."""
+    in_order = [shard[name] for name in (write_order(shard) if safe_serialization else shard)]
+    return list({id(tensor): tensor for tensor in in_order if not isinstance(tensor, Tensor)}.values())
+
+
+def _write_shards(
+    directory: Path, names: Sequence[str], shards: Sequence[Shard], made: Iterator[Tensor], safe_serialization: bool
+) -> None:
+    """Write each shard under a temporary name. After an error the rest of `made` is made, in step with other ranks."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, shard in zip(names, shards, strict=True):
+            _write_shard(_incomplete(directory / name), shard, made, safe_serialization)
+    except Exception:
+        deque(made, maxlen=0)  # nothing where making one has failed: the ranks are out of step then
+        raise
+
+
+def _write_shard(path: Path, shard: Shard, made: Iterator[Tensor], safe_serialization: bool) -> None:
+    """Write a file, durably; its lazy tensors are the next ones of `made`."""
+    lazy = _lazy_tensors(shard, safe_serialization)
+    taken = {id(tensor): LazyRead(tensor.dtype, tensor.shape, partial(next, made)) for tensor in lazy}
+    state = {name: taken.get(id(tensor), tensor) for name, tensor in shard.items()}
+    with explain_full_disk(path, tensor_file_bytes(shard)), open(path, "wb") as file:
+        if safe_serialization:
+            write_tensor_file(file, state)
+        else:
+            distinct = {id(tensor): tensor for tensor in state.values()}
+            full = {key: tensor if isinstance(tensor, Tensor) else tensor() for key, tensor in distinct.items()}
+            torch.save({name: full[id(tensor)] for name, tensor in state.items()}, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _incomplete(path: Path) -> Path:
@@ -227,66 +262,6 @@ def _set_aside(index: Path, names: Sequence[str]) -> None:
         # Better no weights than some of the old ones with some of the new ones.
         index.unlink()
     fsync_path(index.parent)
-
-
-def _write_shards(shards: Sequence[tuple[Path, Shard]], write: Callable[[BinaryIO, Shard], None]) -> Exception | None:
-    """Write each shard to its path. After an error the tensors that are left are still made: others take part in it."""
-    error: Exception | None = None
-    for path, shard in shards:
-        once = {id(tensor): tensor if isinstance(tensor, Tensor) else _Once(tensor) for tensor in shard.values()}
-        tracked = {name: once[id(tensor)] for name, tensor in shard.items()}
-        try:
-            if error is None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with explain_full_disk(path, tensor_file_bytes(shard)), open(path, "wb") as file:
-                    write(file, tracked)
-                    file.flush()
-                    os.fsync(file.fileno())
-        except Exception as raised:
-            if any(isinstance(tensor, _Once) and tensor.is_broken for tensor in tracked.values()):
-                raise
-            error = raised
-        _take_part(tracked, write is _write_safetensors)
-    return error
-
-
-class _Once:
-    """A lazy tensor that is made once, and knows whether it was."""
-
-    def __init__(self, tensor: LazyTensor) -> None:
-        self.dtype, self.shape = tensor.dtype, tensor.shape
-        self.was_made = False
-        self.is_broken = False
-        self._make = tensor
-
-    def __call__(self) -> Tensor:
-        """Return the tensor; the ranks are out of step when this fails."""
-        self.was_made, self.is_broken = True, True
-        made = self._make()
-        self.is_broken = False
-        return made
-
-
-def _take_part(shard: Shard, safe_serialization: bool) -> None:
-    """Make the tensors that the writing rank makes, in its order, and let go of each."""
-    made: set[int] = set()
-    for name in write_order(shard) if safe_serialization else shard:
-        tensor = shard[name]
-        if not isinstance(tensor, Tensor) and id(tensor) not in made and not getattr(tensor, "was_made", False):
-            made.add(id(tensor))
-            tensor()
-
-
-def _write_safetensors(file: BinaryIO, shard: Shard) -> None:
-    write_tensor_file(file, shard)
-
-
-def _write_bin(file: BinaryIO, shard: Shard) -> None:
-    whole: dict[int, Tensor] = {}
-    for tensor in shard.values():
-        if id(tensor) not in whole:
-            whole[id(tensor)] = tensor if isinstance(tensor, Tensor) else tensor()
-    torch.save({name: whole[id(tensor)] for name, tensor in shard.items()}, file)
 
 
 def read_index(path: Path) -> dict[str, str]:
