@@ -35,7 +35,7 @@ _MIN_PROCESSES = {"fsdp2": 2}
 """Strategies that need several processes."""
 
 Check = Callable[[Any], str | None]
-"""Returns the expected values, where one does not fit the answers before it."""
+"""Returns the expected values, if one does not fit the answers before it."""
 
 
 def run_config(words: Sequence[str]) -> int:
@@ -73,8 +73,8 @@ def _parser() -> argparse.ArgumentParser:
         "default", help="write a file with defaults, where launch finds it", allow_abbrev=False
     )
     # Suppressed: without the option, the sub-parser would put its default over the value that stood before `default`.
-    for place, unset in ((parser, None), (default, argparse.SUPPRESS)):
-        place.add_argument(
+    for command, unset in ((parser, None), (default, argparse.SUPPRESS)):
+        command.add_argument(
             "--config_file", "--config-file", metavar="FILE", default=unset, help="where to write instead"
         )
     default.add_argument(
@@ -126,7 +126,7 @@ def _write(path: Path, text: str, *, is_new: bool) -> None:
 
 
 def _ask_answers(path: Path) -> dict[str, Any]:
-    """Ask on the terminal for a configuration that `path` is to have, and check it."""
+    """Ask on the terminal for the configuration to write to `path`, and check it."""
     try:
         print(f"Answers go to {path}. An empty answer takes what stands in brackets.")
         if path.exists() and not _ask_yes("That file exists. Replace it?", False):
@@ -164,11 +164,11 @@ def _ask_configuration() -> dict[str, Any]:
     elif strategy == "deepspeed":
         content["deepspeed"] = _ask_deepspeed()
     # A configuration of DeepSpeed's own may have answered these.
-    said = resolve(file={name: content[name] for name in ("strategy", "deepspeed") if name in content})
-    if not said.is_set("mixed_precision"):
+    answered = resolve(file={name: content[name] for name in ("strategy", "deepspeed") if name in content})
+    if not answered.is_set("mixed_precision"):
         precisions = ("no", "bf16") if content["use_cpu"] else ("no", "bf16", "fp16")
         content["mixed_precision"] = _choose("Mixed precision?", precisions, "no")
-    if not said.is_set("accumulation.num_steps"):
+    if not answered.is_set("accumulation.num_steps"):
         _ask(content, "accumulation.num_steps", "Micro-batches for each update (gradient accumulation)?", 1)
     return content
 
@@ -252,8 +252,8 @@ def _ask(content: dict[str, Any], path: str, question: str, default: Any, check:
 
     value = _read(question, default, parse, shown=_show(default), is_needed=default is None)
     section, _, name = path.rpartition(".")
-    place = content.setdefault(section, {}) if section else content
-    place[name] = list(value) if isinstance(value, tuple) else value
+    options = content.setdefault(section, {}) if section else content
+    options[name] = list(value) if isinstance(value, tuple) else value
     return value
 
 

@@ -70,11 +70,11 @@ class Flag:
     """One flag of the command line."""
 
     name: str
-    """Without dashes, with underscores."""
+    """The name without dashes, with underscores."""
     path: str | None = None
     """Dotted path of the option it sets; None for the launcher's own."""
     key: str | None = None
-    """Key of the block that the option is."""
+    """Key of the block, if `path` is one."""
     is_switch: bool = False
     """Alone it means true; `true` or `false` may follow, after an `=` where it is no option of the configuration."""
     preset: str | None = None
@@ -175,7 +175,7 @@ def options_parser(usage: str, description: str) -> argparse.ArgumentParser:
 
 
 def print_help(words: Sequence[str], command: str, synopsis: str, description: str) -> bool:
-    """Print the help of a command that takes the flags of `launch`, if that is asked for; return whether it was."""
+    """Print the help of a command with the flags of `launch` if the first word is `--help`; return whether it was."""
     is_asked = bool(words) and words[0] in ("-h", "--help")
     if is_asked:
         options_parser(f"{command} {synopsis}", description).print_help()
@@ -265,7 +265,7 @@ def _apply(options: Options, flag: Flag, value: Any, token: str) -> None:
 
 
 def _block_value(flag: Flag, value: Any) -> Any:
-    """Give a value of the DeepSpeed block the type that it has in a file; the block's reader judges it."""
+    """Return a value of the DeepSpeed block with the type that it has in a file; the block's reader checks it."""
     if flag.is_switch:
         return _BOOLEANS.get(str(value).lower(), value)
     if flag.key in ("zero_stage", "gradient_clipping"):

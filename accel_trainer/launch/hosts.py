@@ -43,7 +43,8 @@ _STANDARD = "standard"
 _WITHOUT_FILTERS = ("openmpi", "mvapich", "mpich")
 # Options that only torch's agent, which runs beside its workers, can honour.
 _OF_THE_AGENT = ("launch.max_restarts", "launch.log_dir", "launch.tee", "launch.enable_cpu_affinity")
-# By itself the runner passes on little: PYTHONPATH and, with GPUs, variables of NCCL.
+# By itself the runner of DeepSpeed 0.19 passes on MLFLOW*, PYTHON*, MV2* and UCX*, and NCCL* with GPUs
+# (EXPORT_ENVS of launcher/runner.py, export_envs() of its accelerators).
 _PASSED_ON = re.compile(
     r"(ACCEL_TRAINER|ACCELERATE|FSDP|DS|HF|TRANSFORMERS|TOKENIZERS|TORCH|NCCL|GLOO|OMP|CUDA|WANDB|MLFLOW)_"
 )
@@ -200,7 +201,7 @@ def _filter(hosts: Mapping[str, tuple[int, ...]], include: str, exclude: str) ->
 
 
 def _named_slots(hosts: Mapping[str, tuple[int, ...]], part: str, text: str) -> tuple[int, ...]:
-    """Return the slots that one machine of the filter `text` stands for: those behind its `:`, else all."""
+    """Return the slots of one machine in the filter `text`: the numbers behind its `:`, else all."""
     name, _, numbers = part.partition(":")
     words = numbers.split(",") if numbers else []
     slots = tuple(int(word) if word.isdecimal() else -1 for word in words)
@@ -315,7 +316,7 @@ def _address_options(job: HostJob) -> list[str]:
 
 
 def _script_words(job: HostJob, command: Sequence[str]) -> list[str]:
-    """Return the option that says how a worker is run (empty for a script), and what stands behind it."""
+    """Return the option for the kind of program (empty for a script), the program and its arguments."""
     kind, rest = "", list(command)
     if command[0] != sys.executable:
         kind = "--no_python"
@@ -344,7 +345,7 @@ def _for_shell(word: str) -> str:
 
 @contextlib.contextmanager
 def _environment_file(job: HostJob, environ: Mapping[str, str]) -> Iterator[str]:
-    """Write the variables that the other machines get, behind those of the user's own files, which the runner reads."""
+    """Write the variables for the other machines to a file, behind those of the user's files that the runner reads."""
     own = environ.get("DS_ENV_FILE", _ENVIRONMENT_FILE)
     folders = dict.fromkeys((os.path.expanduser("~"), "."))
     paths = [path for folder in folders if (path := Path(folder, own)).is_file()]
@@ -366,7 +367,7 @@ def _environment_file(job: HostJob, environ: Mapping[str, str]) -> Iterator[str]
 
 def _passed_variables(job: HostJob, environ: Mapping[str, str]) -> dict[str, str]:
     variables = {}
-    if job.launcher != "slurm":  # srun hands on the whole environment, and cannot take values with commas
+    if job.launcher != "slurm":  # srun hands on all variables, and separates those of --export by commas
         variables = {name: value for name, value in environ.items() if _PASSED_ON.match(name)}
         variables.pop("DS_ENV_FILE", None)
         # JSON is full of quotes, and goes through a shell with pdsh and through none with MPI.

@@ -43,10 +43,10 @@ _RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
-# Each vendor's runtime reads its own; the others are without effect.
+# Each vendor's runtime reads one of them; the others are without effect.
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "HABANA_VISIBLE_DEVICES")
 _DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg", "/dev/dri/renderD*", "/dev/accel*", "/dev/davinci[0-9]*")
-# The strategies that a process without a group can run; asking any other one for its facts costs an import of torch.
+# The strategies that a process without a group can run; the capabilities of any other cost an import of torch.
 _WITHOUT_GROUP = ("auto", "single")
 
 
@@ -104,7 +104,7 @@ def run_test(words: Sequence[str]) -> int:
 
 
 def default_config_path(environ: Mapping[str, str]) -> Path:
-    """Return the configuration file that is used when none is named: it is in the cache of Hugging Face's libraries."""
+    """Return the configuration file that is used by default: it is in the cache of Hugging Face's libraries."""
     cache = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     home = environ.get("HF_HOME") or os.path.join(cache, "huggingface")
     return Path(os.path.expanduser(home), "accel_trainer", "default_config.yaml")
@@ -136,7 +136,7 @@ def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] =
         argv: the command line as it was, for the command that a message proposes.
 
     Raises:
-        ConfigError: the job as asked for cannot run; the message says what to change.
+        ConfigError: the job cannot run; the message names the option to change.
     """
     command = _command(options)
     refuse_nesting(environ)
@@ -225,7 +225,7 @@ def _refuse_flags_without_effect(options: Options, resolved: Resolved) -> None:
 
 
 def _num_processes(resolved: Resolved) -> int:
-    """Return how many processes the job has over all machines: as asked for, else one for each device."""
+    """Return the number of processes over all machines: `num_processes`, else one for each device."""
     config = resolved.config
     if config.launch.num_processes is not None:
         return config.launch.num_processes
@@ -258,7 +258,7 @@ def _check_gpu_ids(resolved: Resolved, environ: Mapping[str, str]) -> None:
             "leave gpu_ids out"
         )
     if any(name in environ for name in (*_VISIBLE_DEVICES, "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")):
-        return  # the devices that can be counted are not all there are
+        return  # only the visible devices can be counted
     count = count_devices(False, "all")
     if max(map(int, ids.split(","))) >= count:
         raise ConfigError(

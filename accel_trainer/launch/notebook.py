@@ -41,7 +41,7 @@ _NUMBERS = {
     "launch.max_restarts": "max_restarts",
     "launch.monitor_interval_seconds": "monitor_interval",
 }
-"""Options that are checked as those of the launcher are, and the arguments that give them."""
+"""Arguments that are checked like options of the launcher, by the path of the option."""
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
 
 
@@ -173,7 +173,7 @@ def _check_can_fork(num_processes: int, use_cpu: bool) -> None:
             "this process has joined a process group, which its workers would share; start from a fresh Python, and "
             "join within the function"
         )
-    gc.collect()  # an Accelerator that nobody has any more may still be there
+    gc.collect()  # an Accelerator without references may still be there, in a reference cycle
     if is_initialized():
         raise ConfigError(
             "there is an Accelerator in this process, made outside of the function that is launched; make it within "
@@ -255,7 +255,7 @@ def _run(
             if caught.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + int(caught.sigval)) from None
-        # Of workers that did not come as far as to call the function.
+        # Errors of workers that never called the function.
         causes = [str(record.exc_info[1]) for record in logged if record.exc_info and record.exc_info[1]]
     if not result.is_failed():
         return
@@ -286,7 +286,8 @@ def _work(function: Callable[..., Any], args: Sequence[Any], folder: Path) -> No
     """Call the function in a worker, leave the job, and write the traceback of an error to `folder`."""
     for number in _SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    # The pool of this process's threads is a copy without its threads: to compute with more than one would hang.
+    # The OpenMP pool is a copy without its threads, and libgomp would wait for them forever
+    # (https://gcc.gnu.org/bugzilla/show_bug.cgi?id=60035).
     torch.set_num_threads(1)
     report = folder / f"{os.environ['RANK']}.txt"
     report.unlink(missing_ok=True)  # of the attempt before a restart

@@ -1,7 +1,8 @@
-"""Where the processes of a job find each other: a store on one address and one port, listening nowhere else.
+"""Rendezvous of the processes of a job: a store on one address and one port, listening nowhere else.
 
-torch's own rendezvous listens on every interface of the machine, also when it is told 127.0.0.1, and the protocol has
-neither authentication nor encryption. Here the listening socket is bound first and handed to the store.
+torch's own rendezvous listens on every interface of the machine, also for the address 127.0.0.1, and the protocol has
+neither authentication nor encryption (https://github.com/pytorch/pytorch/blob/main/SECURITY.md). Here the listening
+socket is bound first and handed to the store.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class BoundRendezvous(RendezvousHandler):
         address: of machine 0, as the others reach it.
         port: 0 lets the kernel choose one, which only works on one machine.
         machine_rank: number of this machine, from 0.
-        num_machines: how many take part.
+        num_machines: of the job.
         settings: `bind_address` for machine 0 to listen elsewhere than on `address`; `timeout` in seconds.
     """
 
@@ -101,8 +102,8 @@ class BoundRendezvous(RendezvousHandler):
         else:
             port = self._port
             self._store = _reach(self.address, port, self._timeout)
-        place = RendezvousStoreInfo(self.address, port)
-        return RendezvousInfo(PrefixStore("agents", self._store), self.machine_rank, self.num_machines, place)
+        store_info = RendezvousStoreInfo(self.address, port)
+        return RendezvousInfo(PrefixStore("agents", self._store), self.machine_rank, self.num_machines, store_info)
 
     def is_closed(self) -> bool:
         """A fixed set of machines is never closed."""
@@ -116,7 +117,7 @@ class BoundRendezvous(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """Return the name of the job; the port already tells two jobs apart."""
+        """Return the name of the job; two jobs differ by their port."""
         return "accel_trainer"
 
     def shutdown(self) -> bool:

@@ -1,6 +1,6 @@
-"""What `accel-trainer test` runs in each process: does a job, laid out as configured, do what it is for?
+"""The script of `accel-trainer test`: processes, collectives, loaders and training, checked in a job as configured.
 
-Every rank makes every check. Rank 0 prints what holds; a rank on which something does not says so, and ends with 1.
+Every rank makes every check. Rank 0 prints the checks that hold; a rank on which one fails prints that and ends with 1.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def _check_collectives(accelerator: Accelerator) -> str:
     _expect(lengths == list(range(1, size + 1)), f"rows {lengths}", "one more on each rank")
     words = accelerator.gather_object([f"rank {rank}"])
     _expect(words == [f"rank {number}" for number in range(size)], f"objects {words}", "one of each rank")
-    with accelerator.split_between_processes(list(range(2 * size + 1))) as part:
-        parts = accelerator.gather_object(part)
-    _expect(parts == list(range(2 * size + 1)), f"parts {parts}", "every element once")
+    with accelerator.split_between_processes(list(range(2 * size + 1))) as share:
+        gathered = accelerator.gather_object(share)
+    _expect(gathered == list(range(2 * size + 1)), f"elements {gathered}", "every element once")
     return "sum, broadcast, padding, objects and splitting are exact"
 
 
@@ -138,7 +138,7 @@ def _check_random_numbers(accelerator: Accelerator) -> str:
 
 
 class _Block(nn.Module):
-    """What FSDP shards as a unit."""
+    """A layer that FSDP wraps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def _build_model() -> nn.Module:
 
 
 def _rows(size: int) -> Tensor:
-    """Return inputs and, in the last column, what is to be learnt from them."""
+    """Return inputs and, in the last column, their target."""
     x = torch.randn(size, 8, generator=torch.Generator().manual_seed(3))
     return torch.cat([x, x[:, :1] * x[:, 1:2]], dim=1)
 
@@ -204,7 +204,7 @@ def _optimizer(accelerator: Accelerator, model: nn.Module) -> Any:
 
 
 def _train_alone(model: nn.Module, windows: tuple[Tensor, ...]) -> list[float]:
-    """Return the losses of plain PyTorch on whole windows."""
+    """Return the losses of plain PyTorch on unsharded windows."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     for window in windows:
         loss = _loss(model, window)
@@ -223,13 +223,13 @@ CHECKS: dict[str, Callable[[Accelerator], str]] = {
     "random numbers": _check_random_numbers,
     "training": _check_training,
 }
-"""Each returns what it has found to hold, and raises where it does not."""
+"""Checks by name; each returns a line about its result, and raises if it fails."""
 
 
 if __name__ == "__main__":
     code = main()
     if code:
-        # At once: leaving in order may wait for ranks that wait for this one.
+        # At once: an orderly exit may wait for ranks that wait for this one.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -43,7 +43,8 @@ __all__ = [
     "worker_variables",
 ]
 
-# The workers may need this long to save after a signal; torchrun kills after 30 s, in the middle of a large checkpoint.
+# The workers may need this long to save after a signal; torch's agent kills after 30 s, in the middle of a large
+# checkpoint.
 _GRACE_SECONDS = 120
 AGENT_LOGGERS = [
     logging.getLogger(f"torch.distributed.elastic.{name}") for name in ("agent.server.api", "multiprocessing.api")
@@ -59,7 +60,7 @@ class AgentJob:
     command: tuple[str, ...]
     """Program and arguments of every worker."""
     environment: Mapping[str, str]
-    """The whole environment of the workers, but for their ranks."""
+    """Every variable of the workers, but for their ranks."""
     num_local_processes: int
     launch: LaunchConfig
     use_cpu: bool
@@ -92,7 +93,7 @@ def run_workers(job: AgentJob) -> int:
     _check_devices(job)
     variables = {**job.environment, "TORCHELASTIC_SIGNALS_TO_HANDLE": _SIGNALS}
     with worker_variables(variables), log_destination(job.launch) as logs:
-        _quieten()
+        _silence_agent()
         agent = _Agent(job, logs)
         try:
             result = agent.run()
@@ -112,7 +113,7 @@ def run_workers(job: AgentJob) -> int:
 
 
 class _Agent(LocalElasticAgent):
-    """The elastic agent of torch, which also notes when and how each worker ended."""
+    """The elastic agent of torch, which also records the end of each worker: its time and its exit code."""
 
     def __init__(self, job: AgentJob, logs: DefaultLogsSpecs) -> None:
         launch = job.launch
@@ -138,7 +139,7 @@ class _Agent(LocalElasticAgent):
         first = self.first_failure()
         if first is not None:
             print(
-                f"accel-trainer launch: {_how(first)}; starting the workers again "
+                f"accel-trainer launch: {_describe(first)}; starting the workers again "
                 f"({self._starts} of {self._job.launch.max_restarts} restarts)",
                 file=sys.stderr,
             )
@@ -166,7 +167,7 @@ class _Agent(LocalElasticAgent):
         super()._shutdown(*args, **kwargs)
 
     def _pass_on(self, number: signal.Signals) -> None:
-        """Give the workers a signal, and the time to save and to end by themselves."""
+        """Send the workers a signal, and wait until they have saved and ended by themselves."""
         print(
             f"accel-trainer launch: {number.name} passed on to the workers, which have {self._grace} s to end; "
             "another signal ends them at once",
@@ -209,7 +210,7 @@ class _Agent(LocalElasticAgent):
 
     def report(self, first: _Exit) -> None:
         """Print which worker failed first, and which others had ended before without an error."""
-        lines = [f"accel-trainer launch: {_how(first)}; this ended the job"]
+        lines = [f"accel-trainer launch: {_describe(first)}; this ended the job"]
         lines += [
             f"  rank {exit_.rank} had ended with code 0 {first.seconds - exit_.seconds:.1f} s before that"
             for exit_ in self.exits
@@ -218,7 +219,7 @@ class _Agent(LocalElasticAgent):
         print("\n".join(lines), file=sys.stderr)
 
 
-def _how(exit_: _Exit) -> str:
+def _describe(exit_: _Exit) -> str:
     if exit_.code >= 0:
         return f"rank {exit_.rank} (pid {exit_.pid}) failed with exit code {exit_.code}"
     with contextlib.suppress(ValueError):
@@ -300,7 +301,7 @@ def _numa_binding(job: AgentJob) -> dict[str, Any]:
 
 
 def _bind_to_cores(pids: Mapping[int, int]) -> None:
-    """Give each CPU rank its own cores, in equal parts, before it has started a second thread."""
+    """Bind each CPU rank to an equal share of the cores, before it has started a second thread."""
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // len(pids)
     for local_rank, pid in pids.items():
@@ -330,7 +331,7 @@ def _set_variables(values: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def log_destination(launch: LaunchConfig) -> Iterator[DefaultLogsSpecs]:
-    """Workers write to the console, and with a log folder to files there as well; no temporary files stay behind."""
+    """Yield the destination of the workers' output: the console, and with a log folder files; none stay behind else."""
     tee = Std.from_str("3" if launch.log_dir and launch.tee == "0" else launch.tee)
     if launch.log_dir or not tee:
         try:
@@ -348,8 +349,8 @@ def log_destination(launch: LaunchConfig) -> Iterator[DefaultLogsSpecs]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _quieten() -> None:
-    """Leave out the agent's own lines on a failing worker: `report` says the same in one. LOGLEVEL brings them back."""
+def _silence_agent() -> None:
+    """Silence the agent's own lines on a failing worker, which `report` sums up in one. LOGLEVEL brings them back."""
     if "LOGLEVEL" not in os.environ:
         for logger in AGENT_LOGGERS:
             logger.setLevel(logging.CRITICAL)

@@ -192,6 +192,6 @@ def _fixed_options(data: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _is_weaker(known: Setting, source: Source) -> bool:
-    # accelerate's launcher sets this variable whether or not anyone chose a precision.
+    # accelerate's launcher always sets this variable, to "no" without a choice (1.15, utils/launch.py).
     is_unasked = known.source.where == "ACCELERATE_MIXED_PRECISION" and known.value == "no"
     return is_unasked or _STRENGTH.index(known.source.kind) < _STRENGTH.index(source.kind)

@@ -117,7 +117,7 @@ class _Reader:
     def key(self, name: str, entry: Entry) -> None:
         """Translate a key that depends on no other, and check the others."""
         if name in _DIRECT:
-            # accelerate's ClusterConfig has -1 for a number that the launch command gives, and null for defaults.
+            # -1 is ClusterConfig's default, for a number that the launch command gives (accelerate 1.15).
             if name != "num_processes" or entry.value != -1:
                 self.layer.put(_DIRECT[name], entry)
         elif name in _NOT_OFFERED:
@@ -135,7 +135,7 @@ class _Reader:
             )
 
     def legacy(self) -> None:
-        """Read the two top-level keys of old files."""
+        """Read the two top-level keys of old files, which accelerate 1.15 still converts (config_args.py)."""
         fp16, backend = self.entries.get("fp16"), self.entries.get("dynamo_backend")
         if fp16 is not None and "mixed_precision" not in self.entries and not is_neutral(fp16.value):
             self.layer.put("mixed_precision", fp16, "fp16")
