@@ -1,10 +1,14 @@
-"""The source of a map-style dataset: the indices of this shard, drawn by the loader's own sampler."""
+"""The source of a map-style dataset: the indices of this shard, drawn by the loader's own sampler.
+
+A source (here and in `iterable_source`) reads one pass at a time and writes into the pass's `Progress` which rows each
+batch holds. It knows nothing of hooks or devices. `starting_at` returns a copy whose next pass begins later.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, TypeGuard
 
@@ -16,14 +20,13 @@ from accel_trainer.data.iterable_reader import set_dataset_epoch
 from accel_trainer.data.plan import BatchRows, mix_seed
 from accel_trainer.data.position import Position, Progress
 from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler, find_generator, find_replicated
-from accel_trainer.data.source import begin_silently, check_length, length_of
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.logging import get_logger
 from accel_trainer.runtime.collectives import broadcast_object
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import stream_index
 
-__all__ = ["IndexSource", "build_index_source"]
+__all__ = ["IndexSource", "begin_silently", "build_index_source", "check_length", "length_of"]
 
 logger = get_logger(__name__)
 
@@ -237,3 +240,39 @@ class IndexSource:
         elif self.sampler.start or self.sampler.origin:
             return begin_silently(loader, loader.native_iterator)
         return loader.native_iterator()
+
+
+def begin_silently(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Begin a pass in the middle of an epoch without a draw from torch's global stream.
+
+    A loader without workers draws a number there when an epoch begins. It is drawn already in the random state that a
+    run goes on with, and another one would change every dropout after it.
+    """
+    kept, loader.generator = loader.generator, torch.Generator()
+    try:
+        return begin()
+    finally:
+        loader.generator = kept
+
+
+def length_of(dataset: Any) -> int | None:
+    """Return the length of a dataset that has one."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def check_length(dataset: Any, position: Position) -> None:
+    """Raise unless a dataset is as long as the one that a position was taken from, where both lengths are known.
+
+    Raises:
+        IncompatibleCheckpointError: it is not; a place in one dataset says nothing about another.
+    """
+    length = length_of(dataset)
+    if None not in (length, position.dataset_length) and length != position.dataset_length:
+        raise IncompatibleCheckpointError(
+            f"the state was saved after {position.samples} samples of a dataset of {position.dataset_length}, and this "
+            f"loader's dataset has {length}; prepare the loader over the same dataset. To go over to another one, turn "
+            "off use_stateful_dataloader for load_state, or give load_state_dict of the loader an epoch alone"
+        )

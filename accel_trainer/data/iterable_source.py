@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_trainer.config.schema import DataConfig
+from accel_trainer.data.index_source import begin_silently, check_length, length_of
 from accel_trainer.data.iterable_reader import (
     ShardedStream,
     SlicedStream,
@@ -25,7 +26,6 @@ from accel_trainer.data.iterable_reader import (
 from accel_trainer.data.plan import BatchRows, mix_seed
 from accel_trainer.data.position import Position, Progress
 from accel_trainer.data.sampler import Clock
-from accel_trainer.data.source import begin_silently, check_length, length_of
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.collectives import all_gather_integers, broadcast_object
 from accel_trainer.runtime.process import ProcessContext

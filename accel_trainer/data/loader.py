@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_trainer.config.schema import DataConfig
-from accel_trainer.data.index_source import build_index_source
-from accel_trainer.data.iterable_source import build_stream_source
+from accel_trainer.data.index_source import IndexSource, build_index_source
+from accel_trainer.data.iterable_source import ShardSource, SliceSource, build_stream_source
 from accel_trainer.data.plan import BatchRows
 from accel_trainer.data.position import Position, Progress
-from accel_trainer.data.source import RoundSource, Source, read_for_all
-from accel_trainer.errors import ConfigError
+from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.logging import get_logger
-from accel_trainer.runtime.collectives import send_to_device
+from accel_trainer.runtime.collectives import scatter_objects, send_to_device
 from accel_trainer.runtime.fault_injection import with_fault_point
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import LOADER_AT_REST, LOADER_ITERATOR, is_loader_iterator
@@ -26,6 +25,7 @@ __all__ = ["LoaderCheckpoint", "PreparedDataLoader", "prepare_data_loader", "ski
 
 logger = get_logger(__name__)
 
+Source = IndexSource | SliceSource | ShardSource
 Hook = Callable[["PreparedDataLoader"], None]
 """Called with the loader when a pass over it begins or ends."""
 
@@ -203,7 +203,8 @@ class PreparedDataLoader(DataLoader[Any]):
     def _read(self, progress: Progress) -> Iterator[Any]:
         if self._dispatch is None:
             return self._source.read(self, progress)
-        return read_for_all(cast(RoundSource, self._source), self, progress, self._dispatch)
+        assert not isinstance(self._source, ShardSource)
+        return _read_for_all(self._source.rounds(self, progress), progress, self._dispatch)
 
     def _num_left(self) -> int | None:
         try:
@@ -267,6 +268,47 @@ class PreparedDataLoader(DataLoader[Any]):
         state = {**self.__dict__, **LOADER_AT_REST, "_passes": [], "_on_begin": (), "_on_end": ()}
         state["_bookmark"] = _Bookmark()
         return _restore, (_user_class(type(self)), state)
+
+
+def _read_for_all(
+    rounds: Iterator[tuple[Any, BatchRows]], progress: Progress, process: ProcessContext
+) -> Iterator[Any]:
+    """Yield this rank's batches, which rank 0 reads and sends as objects: anything that pickles travels.
+
+    Collective: one scatter for each step.
+
+    Args:
+        rounds: the batches of all shards at each step, and their rows; read on rank 0 only.
+
+    Raises:
+        ProcessGroupError: rank 0 could not read; it raises the error itself.
+    """
+    parcels = _parcels(rounds, progress, process.world_size) if process.is_main else None
+    while True:
+        parcel = scatter_objects(next(parcels) if parcels is not None else None, process)
+        if isinstance(parcel, str):
+            if parcels is not None:
+                next(parcels)  # raises the error itself
+            raise ProcessGroupError(f"rank 0, which reads for all ranks, failed: {parcel}; see its traceback")
+        if parcel is None:
+            return
+        batch, rows, progress.start = parcel
+        progress.change(rows)
+        progress.num_yielded += 1
+        yield batch
+        if rows.is_last:
+            return
+
+
+def _parcels(rounds: Iterator[tuple[Any, BatchRows]], progress: Progress, num_ranks: int) -> Iterator[list[Any]]:
+    """Yield, for each rank, its batch with rows and start of the pass; an error's text; or None at the end."""
+    try:
+        for batches, rows in rounds:
+            yield [(batch, rows, progress.start) for batch in batches]
+    except Exception as error:
+        yield [f"{type(error).__name__}: {error}"] * num_ranks
+        raise
+    yield [None] * num_ranks
 
 
 class LoaderCheckpoint:
