@@ -1,4 +1,4 @@
-"""The part of the Accelerator that saves and resumes whole runs, and writes weights and single objects."""
+"""The part of the Accelerator that saves and resumes training states, and writes weights and single objects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["SAVED_STATES", "AcceleratorCheckpointing", "RegisteredState"]
 logger = logging.get_logger(__name__)
 
 SAVED_STATES = CheckpointKind(is_foreign=is_accelerate_or_dcp_state)
-"""The checkpoints of `save_state`, and what `load_state` reads besides."""
+"""The checkpoints of `save_state`, and the states of other libraries that `load_state` reads."""
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 """Called with the models, their weights, and the directory to write into."""
@@ -75,12 +75,12 @@ def _add_hook(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
 
 
 class AcceleratorCheckpointing(AcceleratorSettings):
-    """Saving and resuming of whole runs, and saving of weights and single objects."""
+    """Saving and resuming of training states, and saving of weights and single objects."""
 
     _registered: RegisteredState
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
-        """Add objects to what `save_state` and `load_state` handle; each is found again by its name.
+        """Have `save_state` and `load_state` handle objects of your own; each is found again by its name.
 
         Args:
             objects: named after their class: `EMA`, `EMA_1`. An object that is registered already is left alone.
@@ -95,8 +95,8 @@ class AcceleratorCheckpointing(AcceleratorSettings):
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Have `hook(models, weights, output_dir)` called by `save_state`, on every rank.
 
-        What it writes to `output_dir`, a temporary directory, becomes part of the checkpoint. Of a model whose entry it
-        takes out of `weights` on rank 0, `save_state` leaves the weights to it.
+        Files that it writes to `output_dir`, a temporary directory, become part of the checkpoint. Of a model whose
+        entry it takes out of `weights` on rank 0, `save_state` leaves the weights to it.
 
         Returns:
             A handle with `remove()`.
@@ -120,7 +120,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
 
     @property
     def checkpoint_metrics(self) -> dict[str, float]:
-        """Figures of the last save and the last load, to be logged.
+        """Metrics of the last save and the last load, to be logged.
 
         `ckpt/stall_s` (how long the run stood still), `ckpt/duration_s` (until the commit), `ckpt/bytes` (on the rank
         that commits), `resume/select_s`, `resume/verify_s`, `resume/load_s`.
@@ -159,16 +159,16 @@ class AcceleratorCheckpointing(AcceleratorSettings):
     ) -> Path | None:
         """Save model, optimizer, scheduler, scaler, data position, random streams and registered objects.
 
-        Collective: every rank calls it. The directory appears under its name once every rank's part is on the disk; a
+        Collective: every rank calls it. The directory appears under its name once every rank's files are on the disk; a
         failure on one rank is raised on all, and an older directory of that name stays. A background save that is still
-        in flight is waited for. ProjectConfiguration says what else may be done about a disk that is full, with
-        `on_save_error`, and about a background save that takes long, with `max_wait_s`.
+        in flight is waited for. ProjectConfiguration has other answers to a disk that is full, `on_save_error`, and to
+        a background save that takes long, `max_wait_s`.
 
         Args:
             output_dir: where to; without it, `project_dir/checkpoints/checkpoint_N` with automatic naming.
             safe_serialization: states are always written as safetensors and JSON; False is refused.
-            async_: return once everything is copied to host memory, and write in the background. What goes wrong there
-                is raised on all ranks by the next `backward`, `save_state`, `load_state` or `wait_for_checkpoint`.
+            async_: return once everything is copied to host memory, and write in the background. An error there is
+                raised on all ranks by the next `backward`, `save_state`, `load_state` or `wait_for_checkpoint`.
 
         Returns:
             The directory; None where nothing is saved and `on_save_error` is "warn".
@@ -188,8 +188,12 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         if output_dir is not None:
             target = Path(output_dir)
             directory, name, number = target.parent, target.name, _number_in(target.name)
+        elif not configuration.automatic_checkpoint_naming:
+            raise ConfigError(
+                "save_state() was called without a directory; pass output_dir, or turn on "
+                "ProjectConfiguration(automatic_checkpoint_naming=True)"
+            )
         else:
-            self._check_automatic_naming()
             directory, name, number = self._checkpoints_directory(), None, configuration.iteration
         saved = self._checkpointer.save(
             SaveJob(
@@ -208,13 +212,6 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         if saved is not None and output_dir is None:
             configuration.iteration = 1 + int(saved.name.removeprefix(PREFIX))
         return saved
-
-    def _check_automatic_naming(self) -> None:
-        if not self.project_configuration.automatic_checkpoint_naming:
-            raise ConfigError(
-                "save_state() was called without a directory; pass output_dir, or turn on "
-                "ProjectConfiguration(automatic_checkpoint_naming=True)"
-            )
 
     def _write_state(self, staged: StagedDirectory) -> None:
         """Run the user's hooks and write the state. Collective."""
@@ -244,7 +241,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         return answer
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until a background save is complete, and raise what went wrong. Collective.
+        """Wait until a background save is complete, and raise the error that it met. Collective.
 
         Raises:
             ProcessGroupError: it failed on another rank.
@@ -258,7 +255,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
     # --- resuming --------------------------------------------------------------------------------------------------
 
     def load_state(self, input_dir: str | Path | None = None, verify: str = "full") -> None:
-        """Load what `save_state` saved, on any number of processes and any native strategy. Collective.
+        """Load a saved state, on any number of processes and with any native strategy. Collective.
 
         Every file that is read is compared with its checksum before anything is changed. States of Hugging Face
         accelerate and directories of torch.distributed.checkpoint, which have none, are read as well.
@@ -309,7 +306,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
     # --- weights and single objects --------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Return the whole state of a prepared model on rank 0, by the user's parameter names, and `{}` elsewhere.
+        """Return the full state_dict of a prepared model on rank 0, by the user's parameter names, and `{}` elsewhere.
 
         Collective: every rank calls it.
         """
@@ -324,7 +321,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
     ) -> None:
         """Write the model's weights to `save_directory`. Collective: every rank calls it.
 
-        One parameter is whole at a time: sharded models are written without any process holding them.
+        One parameter is unsharded at a time: no process ever holds the full model for it.
 
         Args:
             max_shard_size: larger models are written as several files with an index.

@@ -85,10 +85,10 @@ class SaveJob:
     write: Callable[[StagedDirectory], None]
     """Writes this rank's files. Collective; it is called again where a save is tried again."""
     need_bytes: int
-    """What this rank is about to write."""
+    """About as many as this rank will write; the sum over ranks is compared with the room on the disk."""
     policy: SavePolicy
     each_node: bool = False
-    """Every node has a disk of its own, and a copy of the checkpoint with what its ranks have written."""
+    """Every node has a disk of its own, and commits a checkpoint with the files of its own ranks."""
     replaces: bool = False
     """Take `number` and the name as they are, whatever stands there; otherwise the next number that is free, and a
     name that no other files have."""
@@ -101,7 +101,7 @@ class SaveJob:
 
 
 class Checkpointer:
-    """A run's checkpoints: one save in flight at most, one directory locked, figures of the last save and resume.
+    """A run's checkpoints: one save in flight at most, one directory locked, metrics of the last save and resume.
 
     Every method is called by every rank, in the same order.
     """
@@ -177,13 +177,13 @@ class Checkpointer:
         try:
             if self.process.is_local_main if job.each_node else self.process.is_main:
                 self._lock_directory(job.directory)
-                number = number if job.replaces else max(number, next_number(job.directory))
+                number = number if job.replaces else max(number, next_number(job.directory, self.kind.prefix))
         except Exception as raised:
             error = raised
         return int(max(gather_or_raise(self.process, f"save to {job.directory}", error, number)))
 
     def _lock_directory(self, directory: Path) -> None:
-        """Lock a run's directory until `release_directory`, and remove what dead runs left in it."""
+        """Lock a run's directory until `release_directory`, and remove the remains of dead runs in it."""
         if self._lock is not None and self._lock.path.parent == directory.absolute():
             return
         self.release_directory()
@@ -279,7 +279,7 @@ class Checkpointer:
                 pass_over(path, flaw, passed_over)
 
     def _verify(self, selection: Selection, files: FilesToRead) -> str | None:
-        """Verify the files that the ranks will read; return what is corrupt. Collective."""
+        """Verify the files that the ranks will read; return the flaw of a corrupt one. Collective."""
         stored = selection.stored
         if stored is None:
             return None
@@ -290,7 +290,7 @@ class Checkpointer:
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait until a background save is complete, and raise what went wrong. Collective.
+        """Wait until a background save is complete, and raise the error that it met. Collective.
 
         Raises:
             ProcessGroupError: it failed on another rank.

@@ -175,7 +175,7 @@ class EpochRun:
                 break
         reader.forget()
         if not batches:
-            checkpoints.cancel_update()
+            checkpoints.end_update(None)
         return bool(batches)
 
     def _micro_batch(self, inputs: Any, num_items: Any, *, is_first: bool, is_last: bool) -> None:

@@ -34,14 +34,14 @@ def numbered_checkpoints(directory: Path, prefix: str = PREFIX) -> list[tuple[in
     return sorted((int(number), path) for number, path in numbers if number.isascii() and number.isdecimal())
 
 
-def next_number(directory: Path) -> int:
+def next_number(directory: Path, prefix: str = PREFIX) -> int:
     """Return the lowest number above those of all checkpoints, and of those that are being saved; the owner calls it.
 
     Another Accelerator of the process may save in the background; leftovers of dead runs have been removed.
     """
-    staged = (path.name.removeprefix(f".tmp-{PREFIX}").rpartition("-")[0] for path in directory.glob(f".tmp-{PREFIX}*"))
+    staged = (path.name.removeprefix(f".tmp-{prefix}").rpartition("-")[0] for path in directory.glob(f".tmp-{prefix}*"))
     saving = [int(number) for number in staged if number.isascii() and number.isdecimal()]
-    return 1 + max([-1, *saving, *(number for number, _ in numbered_checkpoints(directory))])
+    return 1 + max([-1, *saving, *(number for number, _ in numbered_checkpoints(directory, prefix))])
 
 
 def is_complete(path: Path) -> bool:

@@ -119,14 +119,10 @@ class RunCheckpoints:
         """Remember the position of the training loader, before the batches of an update are read."""
         self._position = _position_of(loader)
 
-    def cancel_update(self) -> None:
-        """Forget that position: there were no batches."""
+    def end_update(self, step: int | None) -> None:
+        """Forget that position, and note the update; None where there were no batches for one."""
         self._position = None
-
-    def end_update(self, step: int) -> None:
-        """Note an update that is complete."""
-        self._position = None
-        if self._note is not None:
+        if self._note is not None and step is not None:
             self._note.write(step)
 
     def position(self, loader: Any) -> dict[str, Any] | None:
@@ -135,13 +131,14 @@ class RunCheckpoints:
 
     def note_saved(self, run_dir: Path, step: int) -> None:
         """Take note of updates from the first checkpoint on; on rank 0, elsewhere nothing."""
-        if self._note is not None and self._note.path.parent != run_dir:
+        if self._note is not None and self._note.directory != run_dir:
             self._note.close(is_over=True)  # of an earlier trial
             self._note = None
         if self._note is not None:
             self._note.saved = step
         elif self.checkpointer.process.is_main:
-            self._note = UpdateNote.begin(run_dir, step)
+            with suppress(OSError):
+                self._note = UpdateNote(run_dir, step)
 
     def close(self, *, is_over: bool) -> None:
         """End the note and release the run's directory.
@@ -169,23 +166,14 @@ class UpdateNote:
     It survives the process, and not the machine. It serves a metric only: where it cannot be written, there is none.
     """
 
-    def __init__(self, path: Path, descriptor: int, saved: int) -> None:
-        self.path = path
+    def __init__(self, directory: Path, saved: int) -> None:
+        """Begin to take note in a run's directory, at an update that was just saved; OSError where that cannot be."""
+        self.directory = directory
         self.saved = saved
         """The last update of which there is a checkpoint."""
-        self._update = saved
-        self._descriptor = descriptor
-
-    @classmethod
-    def begin(cls, directory: Path, saved: int) -> UpdateNote | None:
-        """Begin to take note in a run's directory, at an update that was just saved; None where that cannot be."""
-        path = directory / NOTE_NAME
-        try:
-            note = cls(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), saved)
-        except OSError:
-            return None
-        note.write(saved)
-        return note
+        # Kept open: on a network disk an open and a close would cost every update a round trip or two.
+        self._descriptor = os.open(directory / NOTE_NAME, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self.write(saved)
 
     @staticmethod
     def read(directory: Path) -> int | None:
@@ -211,4 +199,4 @@ class UpdateNote:
         """Leave the note to the run that resumes, if it has an update to do again."""
         os.close(self._descriptor)
         if is_over or self._update <= self.saved:
-            self.remove(self.path.parent)
+            self.remove(self.directory)

@@ -138,7 +138,7 @@ def _adopt_own_shards(trainer: CheckpointingTrainer, directory: Path) -> None:
 
 
 def _open_weights(directory: Path) -> Mapping[str, Tensor]:
-    """Return the weights of a checkpoint by parameter name, read from whatever form they are in."""
+    """Return the weights of a checkpoint by parameter name, in safetensors, a torch file or shards of DCP."""
     try:
         # Contents were compared with their checksums when the checkpoint was chosen.
         return find_weights(directory, verify="off")

@@ -1,0 +1,131 @@
+"""A Checkpointer without a product: it numbers, keeps, selects and times whatever its jobs write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_trainer.checkpoint.checkpointer import Checkpointer, SaveJob
+from accel_trainer.checkpoint.commit.lock import LOCK_NAME
+from accel_trainer.checkpoint.commit.retry import SavePolicy
+from accel_trainer.checkpoint.commit.staging import StagedDirectory
+from accel_trainer.checkpoint.format.manifest import Manifest
+from accel_trainer.checkpoint.selection import CheckpointKind
+from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError
+from accel_trainer.runtime.process import ProcessContext
+
+ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
+KIND = CheckpointKind(prefix="step-", is_foreign=lambda path: (path / "theirs.txt").is_file())
+MISSING = CheckpointNotFoundError("none yet")
+
+
+@pytest.fixture
+def checkpointer() -> Checkpointer:
+    return Checkpointer(ALONE, KIND)
+
+
+def word(text: str) -> Callable[[StagedDirectory], None]:
+    return lambda staged: staged.write_json("word.json", text)
+
+
+def job(directory: Path, number: int | None, text: str = "", name: str | None = None, **changes: Any) -> SaveJob:
+    return SaveJob(
+        section="save",
+        directory=directory,
+        name=name,
+        number=number,
+        write=word(text or f"word {number}"),
+        need_bytes=0,
+        policy=SavePolicy(),
+        **changes,
+    )
+
+
+def all_files(manifest: Manifest) -> Iterable[str]:
+    return manifest.files
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_the_newest_good_one_is_selected_and_timed(tmp_path: Path, checkpointer: Checkpointer):
+    for number in (2, 10, 3):
+        assert checkpointer.save(job(tmp_path, number, replaces=True)) == tmp_path / f"step-{number}"
+    (tmp_path / "step-10" / "word.json").write_text('"word XX"')
+
+    selection = checkpointer.select_newest(tmp_path, "full", all_files, MISSING)
+
+    assert selection.stored is not None
+    assert selection.stored.json("word.json") == "word 3"
+    (line,) = selection.passed_over
+    assert line.startswith("step-10: ")
+    assert selection.describe("resumed", [selection.verified]) == (
+        f"resumed from {tmp_path / 'step-3'}; contents verified; passed over {line}"
+    )
+    assert checkpointer.metrics.values.keys() == {
+        "ckpt/stall_s", "ckpt/duration_s", "ckpt/bytes", "resume/select_s", "resume/verify_s",
+    }  # fmt: skip
+
+
+def test_a_named_one_that_is_corrupt_is_an_error(tmp_path: Path, checkpointer: Checkpointer):
+    path = checkpointer.save(job(tmp_path, None, "right", name="best"))
+    assert path == tmp_path / "best"
+    (path / "word.json").write_text('"wrong"')
+    with pytest.raises(CorruptCheckpointError, match="was changed after the save"):
+        checkpointer.select_named(path, "full", all_files)
+    assert names(tmp_path) == ["best"]  # neither renamed nor locked any longer
+
+
+def test_where_there_was_never_one_the_callers_error_is_raised(tmp_path: Path, checkpointer: Checkpointer):
+    with pytest.raises(CheckpointNotFoundError, match="none yet"):
+        checkpointer.select_newest(tmp_path, "full", all_files, MISSING)
+
+
+def test_one_of_another_library_is_selected_without_a_manifest(tmp_path: Path, checkpointer: Checkpointer):
+    checkpointer.save(job(tmp_path, 1, replaces=True))
+    theirs = tmp_path / "step-7"
+    theirs.mkdir()
+    (theirs / "theirs.txt").touch()
+
+    newest = checkpointer.select_newest(tmp_path, "full", all_files, MISSING)
+    named = checkpointer.select_named(theirs, "full", all_files)
+
+    assert (newest.path, newest.stored) == (named.path, named.stored) == (theirs, None)
+    assert not newest.is_named
+    assert named.is_named
+    assert newest.verified == "not written by accel_trainer, contents not verified"
+
+
+def test_so_many_are_kept_and_those_that_are_protected(tmp_path: Path, checkpointer: Checkpointer):
+    best = tmp_path / "step-1"
+    for number in range(1, 5):
+        checkpointer.save(job(tmp_path, number, replaces=True, keep=2, protected=lambda: [best]))
+    assert [name for name in names(tmp_path) if name != LOCK_NAME] == ["step-1", "step-4"]
+
+
+def test_a_number_that_is_taken_is_left_out_or_replaced(tmp_path: Path, checkpointer: Checkpointer):
+    saved = [checkpointer.save(job(tmp_path, 4, text, replaces=text == "c")) for text in "abc"]
+    assert saved == [tmp_path / name for name in ("step-4", "step-5", "step-4")]
+    selection = checkpointer.select_named(tmp_path / "step-4", "full", all_files)
+    assert selection.stored is not None
+    assert selection.stored.json("word.json") == "c"
+
+
+def test_the_directory_is_locked_until_the_end(tmp_path: Path, checkpointer: Checkpointer):
+    checkpointer.save(job(tmp_path, 1, replaces=True))
+    assert LOCK_NAME in names(tmp_path)
+    checkpointer.close()
+    assert LOCK_NAME not in names(tmp_path)
+
+
+def test_a_background_save_is_waited_for_by_the_next(tmp_path: Path, checkpointer: Checkpointer):
+    for number in (1, 2):
+        checkpointer.save(job(tmp_path, number, replaces=True, in_background=True))
+    assert (tmp_path / "step-1").is_dir()
+    checkpointer.close()
+    assert names(tmp_path) == ["step-1", "step-2"]
