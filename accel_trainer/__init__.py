@@ -52,45 +52,28 @@ if TYPE_CHECKING:
     from accel_trainer.utils import set_seed as set_seed
     from accel_trainer.utils import synchronize_rng_states as synchronize_rng_states
 
-_EXPORTS = {
-    "AccelTrainerMixin": "accel_trainer.trainer",
-    "AcceleratedOptimizer": "accel_trainer.optimizer",
-    "AcceleratedScheduler": "accel_trainer.scheduler",
-    "Accelerator": "accel_trainer.accelerator",
-    "AcceleratorState": "accel_trainer.state",
-    "AutocastKwargs": "accel_trainer.plugins",
-    "DDPCommunicationHookType": "accel_trainer.plugins",
-    "DataLoaderConfiguration": "accel_trainer.plugins",
-    "DeepSpeedPlugin": "accel_trainer.plugins",
-    "DistributedDataParallelKwargs": "accel_trainer.plugins",
-    "DistributedType": "accel_trainer.state",
-    "DummyOptim": "accel_trainer.plugins",
-    "DummyScheduler": "accel_trainer.plugins",
-    "FullyShardedDataParallelPlugin": "accel_trainer.plugins",
-    "GradScalerKwargs": "accel_trainer.plugins",
-    "GradientAccumulationPlugin": "accel_trainer.plugins",
-    "GradientState": "accel_trainer.state",
-    "InitProcessGroupKwargs": "accel_trainer.plugins",
-    "PartialState": "accel_trainer.state",
-    "ProfileKwargs": "accel_trainer.plugins",
-    "ProjectConfiguration": "accel_trainer.plugins",
-    "Seq2SeqTrainer": "accel_trainer.trainer",
-    "Seq2SeqTrainingArguments": "accel_trainer.trainer",
-    "TorchDynamoPlugin": "accel_trainer.plugins",
-    "Trainer": "accel_trainer.trainer",
-    "TrainingArguments": "accel_trainer.trainer",
-    "debug_launcher": "accel_trainer.launch.notebook",
-    "find_executable_batch_size": "accel_trainer.utils",
-    "init_empty_weights": "accel_trainer.utils",
-    "init_on_device": "accel_trainer.utils",
-    "load_checkpoint_and_dispatch": "accel_trainer.utils",
-    "load_checkpoint_in_model": "accel_trainer.utils",
-    "notebook_launcher": "accel_trainer.launch.notebook",
-    "prepare_data_loader": "accel_trainer.data_loader",
-    "set_seed": "accel_trainer.utils",
-    "skip_first_batches": "accel_trainer.data_loader",
-    "synchronize_rng_states": "accel_trainer.utils",
+_NAMES = {
+    "accelerator": "Accelerator",
+    "data_loader": "prepare_data_loader skip_first_batches",
+    "launch.notebook": "debug_launcher notebook_launcher",
+    "optimizer": "AcceleratedOptimizer",
+    "plugins": (
+        "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin "
+        "DistributedDataParallelKwargs DummyOptim DummyScheduler FullyShardedDataParallelPlugin "
+        "GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs ProfileKwargs "
+        "ProjectConfiguration TorchDynamoPlugin"
+    ),
+    "scheduler": "AcceleratedScheduler",
+    "state": "AcceleratorState DistributedType GradientState PartialState",
+    "trainer": "AccelTrainerMixin Seq2SeqTrainer Seq2SeqTrainingArguments Trainer TrainingArguments",
+    "utils": (
+        "find_executable_batch_size init_empty_weights init_on_device load_checkpoint_and_dispatch "
+        "load_checkpoint_in_model set_seed synchronize_rng_states"
+    ),
 }
+"""Public names by the module that has them."""
+
+_EXPORTS = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = ["__version__", *_EXPORTS]
 

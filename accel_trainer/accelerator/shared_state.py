@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,8 @@ import torch.distributed as dist
 from accel_trainer.config import Resolved, SourceKind, resolve
 from accel_trainer.data.splitting import split_evenly
 from accel_trainer.errors import ConfigError
+from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin, DeepSpeedPlugins
 from accel_trainer.runtime.process import ProcessContext, destroy_process_group, init_process, read_environment
-
-if TYPE_CHECKING:
-    from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin, DeepSpeedPlugins
 
 __all__ = [
     "AcceleratorState",
@@ -298,7 +296,7 @@ class AcceleratorState(PartialState):
         self.mixed_precision = mixed_precision
         self.fsdp_plugin = fsdp_plugin
         self.is_fsdp2 = self.distributed_type == DistributedType.FSDP  # FSDP1 is not offered
-        self._engine_plugins = engine_plugins
+        self._engine_plugins = engine_plugins or DeepSpeedPlugins()
         self._take_plugin = take_plugin
         self.parallelism_config = parallelism_config
 
@@ -308,12 +306,12 @@ class AcceleratorState(PartialState):
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The DeepSpeed plugin in use; None under other strategies."""
-        return None if self._engine_plugins is None else self._engine_plugins.current
+        return self._engine_plugins.current
 
     @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
         """All DeepSpeed plugins, by name; None under other strategies."""
-        return (self._engine_plugins.plugins or None) if self._engine_plugins is not None else None
+        return self._engine_plugins.plugins or None
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
         """Return a DeepSpeed plugin by its name.
@@ -321,7 +319,7 @@ class AcceleratorState(PartialState):
         Raises:
             ConfigError: there is none of that name.
         """
-        return self._plugins().require(name)
+        return self._engine_plugins.require(name)
 
     def select_deepspeed_plugin(self, name: str) -> None:
         """Build and prepare models with another of the plugins from now on.
@@ -329,14 +327,9 @@ class AcceleratorState(PartialState):
         Raises:
             ConfigError: there is none of that name.
         """
-        self._plugins().require(name)
+        self._engine_plugins.require(name)
         assert self._take_plugin is not None
         self._take_plugin(name)
-
-    def _plugins(self) -> DeepSpeedPlugins:
-        if self._engine_plugins is None:
-            raise ConfigError("this state belongs to no Accelerator, and has no DeepSpeed plugins; make one first")
-        return self._engine_plugins
 
 
 class GradientState:

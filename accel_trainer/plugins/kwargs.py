@@ -95,11 +95,13 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def explicit(self) -> dict[str, Any]:
         """Return the options that the configuration has, too, by their paths: it knows where each value came from."""
-        return {f"ddp.{name}": value for name, value in self.given().items() if f"ddp.{name}" in field_specs()}
+        paths = {f"ddp.{name}": value for name, value in self.given().items()}
+        return {path: value for path, value in paths.items() if path in field_specs()}
 
     def objects(self) -> dict[str, Any]:
         """Return the communication hook, and the options that the configuration has not."""
-        rest = {name: value for name, value in self.given().items() if f"ddp.{name}" not in field_specs()}
+        known = [path.rpartition(".")[2] for path in self.explicit()]
+        rest = {name: value for name, value in self.given().items() if name not in known}
         return {"comm_hook": self.hook(), "ddp_options": rest}
 
 
