@@ -1,21 +1,120 @@
-"""What the engine is configured to do: every "auto" gets its value, and all that is wrong is said at once.
+"""Configuration of the engine: every "auto" of a DeepSpeed block is filled, and all problems are reported at once.
 
 Nothing here needs DeepSpeed to be installed; where it is, its own models say which keys and values it knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Literal
 
-from accel_trainer.config.deepspeed.block import get_key, read_block, read_deepspeed
+import torch
+
+from accel_trainer.config.deepspeed.block import ZERO3_INIT, EngineBlock, get_key, read_block
+from accel_trainer.config.deepspeed.keys import (
+    KNOWN_KEYS,
+    OPTIMIZER_PARAMS,
+    OPTIMIZER_TYPES,
+    SCHEDULER_PARAMS,
+    join,
+    unknown_keys,
+)
 from accel_trainer.config.readers.config_source import problem_report
-from accel_trainer.errors import ConfigError
-from accel_trainer.integrations.deepspeed.facts import Fact, Facts, hidden_size_of
-from accel_trainer.integrations.deepspeed.resolver import Resolver
+from accel_trainer.config.validation import show
+from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.integrations.deepspeed.installed_keys import installed_keys, is_installed, wrong_values
 
-__all__ = ["EngineConfig", "Fact", "Facts", "hidden_size_of", "read_deepspeed", "resolve_engine_config"]
+__all__ = ["EngineConfig", "Fact", "Facts", "hidden_size_of", "resolve_engine_config"]
+
+AUTO = "auto"
+_MEANINGFUL_AUTOS = (
+    "data_types.keep_in_fp32_modules", "zero_optimization.zenflow.", "expert_parallel.", "pipeline.", "autotuning.",
+)  # fmt: skip
+"""Where DeepSpeed itself gives "auto" a meaning."""
+_LEFT_OUT_AUTOS = ("communication_data_type", "seq_parallel_communication_data_type")
+"""Where "auto" means what DeepSpeed does when the key is absent: the type follows the precision."""
+_SIZES: Mapping[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda width: width * width,
+    "prefetch_bucket_size": lambda width: int(0.9 * width * width),
+    "param_persistence_threshold": lambda width: 10 * width,
+}
+"""Sizes in elements that suit a model of a hidden size, as Hugging Face's configurations leave them to "auto"."""
+_SECTIONS = {
+    "": ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler"),
+    "zero_optimization": ("offload_optimizer", "offload_param", "leaf_module"),
+    "optimizer": ("params",),
+    "scheduler": ("params",),
+}
+_TYPES: Mapping[str, tuple[tuple[str, ...], ModuleType]] = {
+    "optimizer": (OPTIMIZER_TYPES, torch.optim),
+    "scheduler": (tuple(SCHEDULER_PARAMS), torch.optim.lr_scheduler),
+}
+_DEVICES = ("none", "cpu", "nvme")
+_MICRO_BATCH = "train_micro_batch_size_per_gpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A value of the run, which fills an "auto" of the configuration or is compared with its value."""
+
+    value: Any
+    where: str
+    """What messages call its source: `TrainingArguments(learning_rate=...)`."""
+    is_default: bool = False
+    """Nobody chose it: a value in the configuration is not compared with it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """Values of the run. None is unknown: an "auto" that needs it is an error."""
+
+    world_size: int
+    micro_batch_size: Fact | None = None
+    """Rows of one batch on one rank."""
+    accumulation_steps: Fact | None = None
+    max_grad_norm: Fact | None = None
+    """None and 0 do not clip."""
+    precision: Fact | None = None
+    """no, bf16 or fp16."""
+    optimizer: Mapping[str, Fact] = field(default_factory=dict)
+    """lr, betas, eps, weight_decay, ... of the optimizer that the configuration describes."""
+    scheduler: Mapping[str, Fact] = field(default_factory=dict)
+    """total_num_steps, warmup_num_steps, warmup_min_lr, warmup_max_lr."""
+    hidden_size: Fact | None = None
+    given_optimizer: Literal["none", "torch", "dummy"] = "none"
+    """Kind of the prepared optimizer: torch's, a DummyOptim, or none (evaluation, or not known yet)."""
+    given_scheduler: Literal["none", "torch", "dummy"] = "none"
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Where keys of the block came from, as `Resolved.block_origins` has it: {"zero_stage": "train.yaml:7"}."""
+    name: str = "the DeepSpeed configuration"
+
+
+def hidden_size_of(config: Any, where: str = "model.config") -> Fact | None:
+    """Return the width of a model from its configuration object, nested ones of multimodal models included.
+
+    Args:
+        config: any object or mapping; `hidden_size` or the largest of `hidden_sizes` is taken, then that of the text
+            model, then the largest of any nested configuration.
+        where: its name in messages.
+    """
+    if config is None:
+        return None
+    own: Mapping[str, Any] = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    size = own.get("hidden_size") or getattr(config, "hidden_size", None)
+    sizes = own.get("hidden_sizes") or getattr(config, "hidden_sizes", None)
+    if isinstance(size, int):
+        return Fact(size, f"{where}.hidden_size")
+    if isinstance(sizes, list | tuple) and sizes:
+        return Fact(max(sizes), f"{where}.hidden_sizes")
+    nested = {name: hidden_size_of(item, f"{where}.{name}") for name, item in own.items() if _is_config(name, item)}
+    found = [fact for fact in nested.values() if fact is not None]
+    return nested.get("text_config") or max(found, key=lambda fact: fact.value, default=None)
+
+
+def _is_config(name: str, item: Any) -> bool:
+    return (isinstance(item, Mapping) or hasattr(item, "to_dict")) and not name.startswith("_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +123,7 @@ class EngineConfig:
 
     Attributes:
         stage: 0 (no sharding) to 3.
-        data: what `deepspeed.initialize(config=...)` gets; plain dicts and lists, a copy of its own.
+        data: for `deepspeed.initialize(config=...)`; plain dicts and lists, a copy of its own.
         builds_in_pieces: whether models are to be built under `deepspeed.zero.Init` (stage 3 only).
     """
 
@@ -39,7 +138,7 @@ class EngineConfig:
     @property
     def micro_batch_size(self) -> int:
         """Rows of one micro-batch on one rank."""
-        return int(self.data["train_micro_batch_size_per_gpu"])
+        return int(self.data[_MICRO_BATCH])
 
     @property
     def accumulation_steps(self) -> int:
@@ -57,37 +156,10 @@ class EngineConfig:
         return next((kind for kind in ("bf16", "fp16") if self.value(f"{kind}.enabled")), "no")
 
     @property
-    def offload_optimizer(self) -> str:
-        """Where optimizer state lives: none (on the device), cpu or nvme."""
-        return str(self.value("zero_optimization.offload_optimizer.device", "none"))
-
-    @property
-    def offload_param(self) -> str:
-        """Where parameters live between uses: none (on the device), cpu or nvme."""
-        return str(self.value("zero_optimization.offload_param.device", "none"))
-
-    @property
-    def nvme_paths(self) -> tuple[str, ...]:
-        """Directories that tensors are swapped to."""
-        sections = ("offload_optimizer", "offload_param")
-        found = [self.value(f"zero_optimization.{name}", {}) for name in sections]
-        return tuple(dict.fromkeys(str(item["nvme_path"]) for item in found if (item or {}).get("device") == "nvme"))
-
-    @property
     def leaf_classes(self) -> tuple[str, ...]:
         """Class names of the modules whose parameters are gathered together (mixtures of experts)."""
         classes = self.value("zero_optimization.leaf_module.classes", ())
         return (classes,) if isinstance(classes, str) else tuple(classes)
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether the configuration describes the optimizer."""
-        return bool(self.data.get("optimizer"))
-
-    @property
-    def has_scheduler(self) -> bool:
-        """Whether the configuration describes the schedule of the learning rate."""
-        return bool(self.data.get("scheduler"))
 
 
 def resolve_engine_config(block: Mapping[str, Any], *, facts: Facts, partial: bool = False) -> EngineConfig:
@@ -98,17 +170,334 @@ def resolve_engine_config(block: Mapping[str, Any], *, facts: Facts, partial: bo
     otherwise insist on an optimizer of its own.
 
     Args:
-        block: what `RunConfig.deepspeed` holds, in DeepSpeed's spelling or with fields of accelerate's; not changed.
-        facts: what the run knows.
+        block: `RunConfig.deepspeed`, in DeepSpeed's spelling or with fields of accelerate's; not changed.
+        facts: values of the run.
         partial: for a look before the model and the data exist: what cannot be known yet is left out instead of
             being an error, and a batch size that nobody gave is 1.
 
     Raises:
         ConfigError: unknown keys, values that cannot be, autos that nothing fills, and conflicts, all at once.
     """
-    resolver = Resolver(read_block(block, origins=facts.origins), facts, partial=partial)
+    resolver = _Resolver(read_block(block, origins=facts.origins), facts, partial=partial)
     resolver.resolve()
     if resolver.problems:
         raise ConfigError(problem_report(resolver.problems, facts.name))
     stage = int(get_key(resolver.data, "zero_optimization.stage", 0))
     return EngineConfig(stage, resolver.data, stage == 3 and resolver.builds_in_pieces)
+
+
+def _same(value: Any, other: Any) -> bool:
+    if isinstance(value, list | tuple) and isinstance(other, list | tuple):
+        return list(value) == list(other)
+    return bool(value == other)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+class _Resolver:
+    """One resolution; `resolve` once, then `data` is complete if `problems` is empty.
+
+    Attributes:
+        data: the configuration; becomes what the engine gets.
+        problems: one line for each thing that is wrong.
+        builds_in_pieces: whether the block asks for `deepspeed.zero.Init`.
+    """
+
+    def __init__(self, block: EngineBlock, facts: Facts, *, partial: bool) -> None:
+        self.data = block.data
+        self.facts = facts
+        self.origins = block.origins
+        self.partial = partial
+        self.problems: list[str] = []
+        self.builds_in_pieces = self.data.pop(ZERO3_INIT, None) is not False
+
+    def resolve(self) -> None:
+        """Run every check, in an order in which each finds the sections that it reads."""
+        self._unknown()
+        self._sections()
+        self._zero()
+        self._batch()
+        self._clipping()
+        self._precision()
+        self._optimizer()
+        self._scheduler()
+        self._buckets()
+        self._remaining_autos()
+        self._values()
+
+    def _at(self, path: str) -> str:
+        """Return where the value at a dotted path came from, in parentheses."""
+        where = self.origins.get(path)
+        return f" ({where})" if where else ""
+
+    def _wrong(self, path: str, expected: str) -> None:
+        self.problems.append(f"{path}{self._at(path)} is {show(get_key(self.data, path))}; expected {expected}")
+
+    def _unresolved(self, path: str, way_out: str) -> None:
+        if not self.partial:
+            self.problems.append(f"{path}{self._at(path)} is 'auto', and nothing tells its value: {way_out}")
+
+    def _conflict(self, path: str, fact: Fact) -> None:
+        value = show(get_key(self.data, path))
+        self.problems.append(
+            f"{path}{self._at(path)} is {value}, and {fact.where} says {show(fact.value)}; DeepSpeed would go by "
+            f'{value}: give both the same value, or write "auto"'
+        )
+
+    def _section(self, path: str) -> dict[str, Any]:
+        """Return the section at a dotted path; an empty one when there is none."""
+        found = get_key(self.data, path)
+        return found if isinstance(found, dict) else {}
+
+    def _fill(self, path: str, fact: Fact | None, way_out: str) -> None:
+        """Put a fact where "auto" stands, and compare it with a value that stands there."""
+        section, _, name = path.rpartition(".")
+        node = self._section(section) if section else self.data
+        if node.get(name) == AUTO:
+            if fact is None:
+                self._unresolved(path, way_out)
+                del node[name]
+            else:
+                node[name] = list(fact.value) if isinstance(fact.value, tuple) else fact.value
+        elif node.get(name) is None or fact is None or fact.is_default:
+            return
+        elif not _same(node[name], fact.value):
+            self._conflict(path, fact)
+
+    def _unknown(self) -> None:
+        if not any(unknown_keys(self.data)):
+            return
+        # A newer release may know more than the tables; it is asked only where that matters, its import takes seconds.
+        for path, start, end in unknown_keys(self.data, installed_keys() if is_installed() else KNOWN_KEYS):
+            self.problems.append(f"{start} {path!r}{self._at(path)}{end}")
+
+    def _sections(self) -> None:
+        """Drop null sections, refuse values in place of sections, and use the newer of two spellings."""
+        if "bfloat16" in self.data:
+            self.data.setdefault("bf16", self.data.pop("bfloat16"))
+        for section, names in _SECTIONS.items():
+            node = self._section(section) if section else self.data
+            for name in [name for name in names if name in node]:
+                if node[name] is None:
+                    del node[name]
+                elif not isinstance(node[name], dict):
+                    self._wrong(join(section, name), "a section of keys")
+                    del node[name]
+
+    def _zero(self) -> None:
+        zero = self._section("zero_optimization")
+        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+            if zero.pop(old, False) is True:
+                zero.setdefault(new, {"device": "cpu"})
+        if zero.get("stage") == AUTO:
+            self._unresolved("zero_optimization.stage", "write 0, 1, 2 or 3")
+        elif isinstance(zero.get("stage", 0), bool) or zero.get("stage", 0) not in (0, 1, 2, 3):
+            self._wrong("zero_optimization.stage", "0, 1, 2 or 3")
+        else:
+            self._offload("offload_optimizer", zero, needs=1)
+            self._offload("offload_param", zero, needs=3)
+            return
+        zero["stage"] = 0
+
+    def _offload(self, name: str, zero: dict[str, Any], needs: int) -> None:
+        section = self._section(f"zero_optimization.{name}")
+        path = f"zero_optimization.{name}.device"
+        device = section.get("device", "none")
+        stage = zero.get("stage", 0)
+        needs = 3 if device == "nvme" else needs
+        if device == AUTO:
+            self._unresolved(path, f"write {', '.join(_DEVICES)}")
+            del section["device"]
+        elif device not in _DEVICES:
+            self._wrong(path, f"one of {', '.join(map(repr, _DEVICES))}")
+        elif device != "none" and stage < needs:
+            self._wrong(path, f"'none', since the stage is {stage}, or stage {'3' if needs == 3 else '1 or higher'}")
+        has_path = section.get("nvme_path") not in (None, "", "none", AUTO)
+        if device == "nvme" and not has_path:
+            self.problems.append(
+                f"{path}{self._at(path)} is 'nvme', and zero_optimization.{name}.nvme_path is not given; write the "
+                "directory of a local disk"
+            )
+        elif not has_path:
+            section.pop("nvme_path", None)
+
+    def _count(self, path: str, fact: Fact | None) -> int | None:
+        """Return a number of the block, or the run's; None when neither is known."""
+        value = self.data.get(path)
+        if value not in (None, AUTO):
+            if not _is_count(value):
+                self._wrong(path, 'a whole number of at least 1, or "auto"')
+                return None
+            if fact is not None and not fact.is_default and fact.value != value:
+                self._conflict(path, fact)
+            return int(value)
+        return int(fact.value) if fact is not None else None
+
+    def _batch(self) -> None:
+        """Complete the three batch sizes: rows of an update = rows of a micro-batch x accumulation x ranks."""
+        before, world, fact = len(self.problems), self.facts.world_size, self.facts.micro_batch_size
+        micro = self._count(_MICRO_BATCH, None if fact is not None and fact.is_default else fact)
+        steps = self._count("gradient_accumulation_steps", self.facts.accumulation_steps)
+        total = self._count("train_batch_size", None)
+        if len(self.problems) > before:
+            total = None  # the rest of the checks can go on
+        elif micro is None and total is None:
+            micro = self._rows_of_loader()
+        if micro is None and total is not None:
+            micro = max(1, total // ((steps or 1) * world))
+        micro = micro or 1
+        if steps is None and total is not None:
+            steps = max(1, total // (micro * world))
+        steps = steps or 1
+        product = micro * steps * world
+        if total not in (None, product):
+            self.problems.append(
+                f"train_batch_size{self._at('train_batch_size')} is {total}, and {micro} rows x {steps} accumulation "
+                f'steps x {world} processes make {product}: write {product}, or "auto"'
+            )
+        self.data[_MICRO_BATCH] = micro
+        self.data["gradient_accumulation_steps"] = steps
+        self.data["train_batch_size"] = product
+
+    def _rows_of_loader(self) -> int:
+        if self.facts.micro_batch_size is not None:
+            return int(self.facts.micro_batch_size.value)
+        if not self.partial:
+            found = show(self.data[_MICRO_BATCH]) if _MICRO_BATCH in self.data else "not given"
+            self.problems.append(
+                f"{_MICRO_BATCH}{self._at(_MICRO_BATCH)} is {found}, and no data loader tells the batch size: write "
+                "the number of rows that one process takes at a time, or prepare a loader with the model"
+            )
+        return 1
+
+    def _clipping(self) -> None:
+        fact = self.facts.max_grad_norm
+        if fact is not None:
+            fact = Fact(fact.value or 0.0, fact.where, fact.is_default)
+        value = self.data.setdefault("gradient_clipping", AUTO)
+        if value != AUTO and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+            self._wrong("gradient_clipping", 'a number of at least 0 (0 does not clip), or "auto"')
+            return
+        self._fill("gradient_clipping", fact or Fact(0.0, "nobody", is_default=True), "")
+
+    def _precision(self) -> None:
+        fact = self.facts.precision
+        chosen = fact.value if fact is not None else None
+        if all(get_key(self.data, f"{kind}.enabled") is True for kind in ("fp16", "bf16")):
+            self.problems.append("fp16.enabled and bf16.enabled are both true; keep one of the two")
+            return
+        for kind in ("fp16", "bf16"):
+            if kind not in self.data and chosen != kind:
+                continue
+            section = self.data.setdefault(kind, {})
+            enabled = section.get("enabled", AUTO)
+            if enabled == AUTO:
+                section["enabled"] = chosen == kind
+            elif not isinstance(enabled, bool):
+                self._wrong(f"{kind}.enabled", 'true, false or "auto"')
+            elif fact is not None and not fact.is_default and enabled != (chosen == kind):
+                self._conflict(f"{kind}.enabled", fact)
+
+    def _optimizer(self) -> None:
+        given = self.facts.given_optimizer
+        if "optimizer" in self.data:
+            kind = self._described("optimizer", "DummyOptim", given)
+            self._params("optimizer", OPTIMIZER_PARAMS.get(str(kind).lower()))
+            for name in list(self._section("optimizer.params")):
+                fact = self.facts.optimizer.get(name)
+                self._fill(f"optimizer.params.{name}", fact, "write a value, or pass DummyOptim with it")
+            return
+        if given == "dummy":
+            self.problems.append(
+                "a DummyOptim was given, and the DeepSpeed configuration has no 'optimizer' section for it to stand "
+                "for; add the section, or pass a torch optimizer"
+            )
+        if given == "torch" and self._section("zero_optimization").get("stage", 0):
+            self.data.setdefault("zero_allow_untested_optimizer", True)
+            if get_key(self.data, "zero_optimization.offload_optimizer.device", "none") != "none":
+                self.data.setdefault("zero_force_ds_cpu_optimizer", False)
+
+    def _described(self, section: str, dummy: str, given: str) -> str | None:
+        """Check a section that describes an object against the object that the user gives, and return its type."""
+        if given == "torch":
+            self.problems.append(
+                f"the DeepSpeed configuration has a section {section!r}{self._at(section)}, and a torch {section} was "
+                f"given too; remove the section, or pass {dummy} instead"
+            )
+        kind = self.data[section].get("type")
+        own, torchs = _TYPES[section]
+        if not isinstance(kind, str):
+            self._wrong(f"{section}.type", f"the name of the {section}")
+        elif kind.lower() not in map(str.lower, own) and not hasattr(torchs, kind):
+            hint = did_you_mean(kind, [*own, *(name for name in dir(torchs) if name[:1].isupper())])
+            self._wrong(f"{section}.type", f"one of {', '.join(own)}, or one of {torchs.__name__}{hint}")
+        return kind if isinstance(kind, str) else None
+
+    def _params(self, section: str, keys: Mapping[str, Any] | None) -> None:
+        if keys is None:
+            return
+        for path, start, end in unknown_keys(self._section(f"{section}.params"), keys, f"{section}.params"):
+            self.problems.append(f"{start} {path!r}{self._at(path)}{end}")
+
+    def _scheduler(self) -> None:
+        given = self.facts.given_scheduler
+        if "scheduler" not in self.data:
+            if given == "dummy":
+                self.problems.append(
+                    "a DummyScheduler was given, and the DeepSpeed configuration has no 'scheduler' section for it to "
+                    "stand for; add the section, or pass a torch scheduler or DummyScheduler(lr_scheduler_callable=...)"
+                )
+            return
+        kind = self._described("scheduler", "DummyScheduler", given)
+        self._params("scheduler", SCHEDULER_PARAMS.get(str(kind)))
+        known = {"warmup_min_lr": Fact(0, "nobody", is_default=True), **self.facts.scheduler}
+        rate = get_key(self.data, "optimizer.params.lr")
+        if "lr" in self.facts.optimizer:
+            known.setdefault("warmup_max_lr", self.facts.optimizer["lr"])
+        elif isinstance(rate, float):
+            known.setdefault("warmup_max_lr", Fact(rate, "optimizer.params.lr", is_default=True))
+        for name in list(self._section("scheduler.params")):
+            fact = known.get(name)
+            if name == "warmup_num_steps" and fact is not None:
+                fact = Fact(max(1, fact.value), fact.where, fact.is_default)  # DeepSpeed refuses 0
+            self._fill(f"scheduler.params.{name}", fact, "write a value, or pass DummyScheduler with it")
+
+    def _buckets(self) -> None:
+        """Derive the sizes that follow from the model's width, as Hugging Face's configurations expect."""
+        zero = self._section("zero_optimization")
+        width = self.facts.hidden_size
+        for name in [name for name, value in zero.items() if value == AUTO]:
+            size = _SIZES.get(name.removeprefix("stage3_"))
+            if name.startswith("stage3_") and zero.get("stage") != 3:
+                del zero[name]  # without effect at this stage
+            elif size is not None and width is not None:
+                zero[name] = size(width.value)
+            elif size is not None:
+                self._unresolved(
+                    f"zero_optimization.{name}", "the model has no config with a hidden_size; write a number"
+                )
+                del zero[name]
+
+    def _remaining_autos(self) -> None:
+        for name in _LEFT_OUT_AUTOS:
+            if self.data.get(name) == AUTO:
+                del self.data[name]
+        for path, name, node in list(_autos(self.data, "")):
+            self._unresolved(path, "write a value, or remove the key for DeepSpeed's default")
+            del node[name]
+
+    def _values(self) -> None:
+        """Ask DeepSpeed's own models, where nothing else is wrong: their words are less plain."""
+        if not self.problems and is_installed():
+            self.problems.extend(f"{path}{self._at(path)}{rest}" for path, rest in wrong_values(self.data))
+
+
+def _autos(node: dict[str, Any], section: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for name, value in node.items():
+        path = join(section, name)
+        if value == AUTO and not path.startswith(_MEANINGFUL_AUTOS):
+            yield path, name, node
+        elif isinstance(value, dict):
+            yield from _autos(value, path)

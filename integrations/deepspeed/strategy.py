@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -15,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_trainer.config import MixedPrecision, OutputDtype, Resolved, RunConfig
 from accel_trainer.errors import ConfigError
-from accel_trainer.integrations.deepspeed.building import PiecewiseBuilding, build_in_pieces
 from accel_trainer.integrations.deepspeed.config import EngineConfig, Fact, Facts, hidden_size_of, resolve_engine_config
 from accel_trainer.integrations.deepspeed.runtime import (
     check_can_start,
@@ -36,9 +37,58 @@ from accel_trainer.tree import map_leaves
 
 __all__ = ["DeepSpeedStrategy"]
 
+
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NEVER_PRINT = 2**31
 """Steps between two progress lines of the engine: the loop's own reporting is the user's."""
+
+
+class _PiecewiseBuilding:
+    """transformers' switch for `deepspeed.zero.Init`, with which no rank holds a full model while one is built."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.is_enabled = True
+
+    def is_zero3(self) -> bool:
+        """Whether parameters are to be partitioned as they are made; transformers asks for each model."""
+        return self.is_enabled
+
+    @contextmanager
+    def switched(self, in_pieces: bool) -> Iterator[None]:
+        """Partition parameters as they are made in this block, or not."""
+        before, self.is_enabled = self.is_enabled, in_pieces
+        try:
+            yield
+        finally:
+            self.is_enabled = before
+
+
+_latest: weakref.ref[_PiecewiseBuilding] | None = None
+"""Of the process: transformers has one switch for all."""
+
+
+def _build_in_pieces(config: EngineConfig) -> _PiecewiseBuilding | None:
+    """Have `from_pretrained` and `from_config` partition parameters as they are made from now on, or no longer.
+
+    Returns:
+        The switch, which holds as long as somebody keeps it: transformers has a weak reference. None when it is not
+        asked for, or transformers is not installed.
+    """
+    global _latest
+    before = None if _latest is None else _latest()
+    if before is not None:
+        before.is_enabled = False
+    if not config.builds_in_pieces or importlib.util.find_spec("transformers") is None:
+        return None
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, set_hf_deepspeed_config
+
+    if is_deepspeed_zero3_enabled():  # by the Trainer's arguments, which say the same and more
+        return None
+    building = _PiecewiseBuilding(config.data)
+    _latest = weakref.ref(building)
+    set_hf_deepspeed_config(building)
+    return building
 
 
 class DeepSpeedStrategy(BaseStrategy):
@@ -57,7 +107,7 @@ class DeepSpeedStrategy(BaseStrategy):
 
     def __init__(self) -> None:
         require_deepspeed()
-        self._building: PiecewiseBuilding | None = None
+        self._building: _PiecewiseBuilding | None = None
 
     def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
         """Bring the engine up before models are built: at stage 3 they may be built in pieces. Collective.
@@ -69,7 +119,7 @@ class DeepSpeedStrategy(BaseStrategy):
         check_can_start(process, config.data)
         join_engine_group(import_deepspeed(), process)
         self._building = None  # of another configuration: transformers sees that it is gone
-        self._building = build_in_pieces(config)
+        self._building = _build_in_pieces(config)
         own = resolved.config
         accumulation = replace(own.accumulation, num_steps=config.accumulation_steps)
         precision = MixedPrecision(config.precision)
@@ -109,7 +159,8 @@ class DeepSpeedStrategy(BaseStrategy):
         optimizer = job.optimizers[0] if job.optimizers else None
         groups = _group_names(job.model, optimizer)
         placeholder = optimizer if isinstance(optimizer, OptimizerPlaceholder) else None
-        if config.precision not in _DTYPES and process.device.type == "cpu" and _parameters_on_disk(config):
+        has_parameters_on_disk = config.value("zero_optimization.offload_param.device") == "nvme"
+        if config.precision not in _DTYPES and process.device.type == "cpu" and has_parameters_on_disk:
             # DeepSpeed 0.19.8 would keep them there in bf16; so called, it asks its configuration for the type.
             deepspeed.zero.Init(module=job.model, config_dict_or_path=config.data)
         with _numbers_sent(job.model):
@@ -124,11 +175,6 @@ class DeepSpeedStrategy(BaseStrategy):
         hooks = _cast_around(job.model, config, job.config)
         apply_compile(job.model, job.config.compile, job.compile_options)
         return DeepSpeedUnit(engine, job.optimizers, groups, hooks)
-
-
-def _parameters_on_disk(config: EngineConfig) -> bool:
-    offload = config.data.get("zero_optimization", {}).get("offload_param") or {}
-    return bool(offload.get("device") == "nvme")
 
 
 @contextmanager
