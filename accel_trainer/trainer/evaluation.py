@@ -19,7 +19,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
 from transformers.utils import logging
 
-from accel_trainer.trainer.predictions import Gatherer, to_numpy, trim_rows
+from accel_trainer.trainer.predictions import gather_steps, to_numpy, trim_rows
 from accel_trainer.trainer.running_trainer import EvaluatingTrainer
 from accel_trainer.tree import map_leaves
 
@@ -163,7 +163,6 @@ class _Pass:
     def __init__(self, trainer: EvaluatingTrainer, description: str) -> None:
         self.trainer = trainer
         self.args = trainer.args
-        self.gatherer = Gatherer(trainer.accelerator)
         self.keeps_predictions = not self.args.batch_eval_metrics or description == "Prediction"
         self.wants_losses = "loss" in self.args.include_for_metrics
         self.wants_inputs = "inputs" in self.args.include_for_metrics
@@ -223,14 +222,14 @@ class _Pass:
             return
         extra: dict[str, Any] = {"losses": None, "inputs": None}
         if self.wants_losses and losses is not None:
-            extra["losses"] = self.gatherer.gather([losses], device)
+            extra["losses"] = gather_steps([losses], trainer.accelerator, device)
         if self.wants_inputs:
             inputs = batch.inputs if batch.rows != 0 else _no_rows(batch.inputs, find_batch_size(batch.inputs))
-            extra["inputs"] = self.gatherer.gather([trainer._prepare_inputs(inputs)], device)
+            extra["inputs"] = gather_steps([trainer._prepare_inputs(inputs)], trainer.accelerator, device)
         self.metrics = trainer.compute_metrics(
             EvalPrediction(
-                predictions=self.gatherer.gather([logits], device),
-                label_ids=self.gatherer.gather([labels], device),
+                predictions=gather_steps([logits], trainer.accelerator, device),
+                label_ids=gather_steps([labels], trainer.accelerator, device),
                 **extra,
             ),
             compute_result=batch.is_last,
@@ -254,8 +253,8 @@ class _Pass:
         if not num_steps:
             return None
         if self.args.eval_do_concat_batches:
-            return to_numpy(self.gatherer.gather(results.steps))
-        return [to_numpy(self.gatherer.gather(results.steps[index : index + 1])) for index in range(num_steps)]
+            return to_numpy(gather_steps(results.steps, accelerator))
+        return [to_numpy(gather_steps(results.steps[index : index + 1], accelerator)) for index in range(num_steps)]
 
     def count_rows(self) -> int:
         """Return the number of samples over all ranks. Collective."""

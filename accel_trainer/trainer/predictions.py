@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from accel_trainer.accelerator.accelerator import Accelerator
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.tree import leaves, map_leaves
 
-__all__ = ["PAD_INDEX", "Gatherer", "concat_steps", "to_numpy", "trim_rows"]
+__all__ = ["PAD_INDEX", "concat_steps", "gather_steps", "to_numpy", "trim_rows"]
 
 PAD_INDEX = -100
 """Padding of predictions and labels of different lengths; the value that losses ignore."""
 
 # Rows are exchanged in pieces of about this size, so that the device never holds all predictions of all ranks.
 _PIECE_BYTES = 64 * 2**20
-
-
-class Communicator(Protocol):
-    """Members of an Accelerator that gather."""
-
-    @property
-    def num_processes(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def gather(self, tensor: Any) -> Any: ...
-
-    def gather_object(self, data: Any) -> Any: ...
 
 
 def _is_tensor(node: Any) -> bool:
@@ -94,9 +82,7 @@ def _merge(specs: Sequence[_LeafSpec]) -> _LeafSpec:
 
 
 def _new_full(rows: int, spec: _LeafSpec, device: torch.device | str) -> Tensor:
-    fill = False if spec.dtype is torch.bool else PAD_INDEX
-    if spec.dtype is torch.uint8:
-        fill = 0
+    fill = {torch.bool: False, torch.uint8: 0}.get(spec.dtype, PAD_INDEX)
     return torch.full((rows, *spec.tail), fill, dtype=spec.dtype, device=device)
 
 
@@ -147,71 +133,58 @@ def concat_steps(steps: Sequence[Any], device: torch.device | str = "cpu") -> An
     return _rebuild(steps[0], [_join(column, _spec_of(column), device) for column in columns])
 
 
-class Gatherer:
-    """Joins the steps of all ranks in sample order: step by step, and within a step rank by rank."""
+def gather_steps(steps: Sequence[Any], accelerator: Accelerator, device: torch.device | str = "cpu") -> Any:
+    """Return the rows of every rank in sample order: step by step, and within a step rank by rank.
 
-    def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
+    Collective; every rank gets the result. A rank may come with fewer steps than others, or with none.
 
-    def gather(self, steps: Sequence[Any], device: torch.device | str = "cpu") -> Any:
-        """Return the rows of every rank, on every rank. Collective; a rank may come with fewer steps, or none.
+    Args:
+        steps: this rank's structures of tensors, one for each step, already without padding.
+        device: where the result is built.
+    """
+    fault_point("eval.gather")
+    if accelerator.num_processes == 1:
+        return concat_steps(steps, device)
+    columns = _columns(steps)
+    own_specs = [_spec_of(column) for column in columns]
+    structure = map_leaves(lambda leaf: None, steps[0], is_leaf=_is_tensor) if steps else None
+    offers = accelerator.gather_object([(structure, own_specs)])
+    structure, known = next(offer for offer in offers if offer[1])
+    gathered = []
+    for index, example in enumerate(known):
+        by_rank = [specs[index] if specs else _LeafSpec(example.dtype, ()) for _, specs in offers]
+        merged = _merge(by_rank)
+        own = _join(columns[index], own_specs[index], "cpu") if columns else _new_full(0, merged, "cpu")
+        gathered.append(_gather_rows(own, by_rank, merged, accelerator, device))
+    return _rebuild(structure, gathered)
 
-        Args:
-            steps: this rank's structures of tensors, one for each step, already without padding.
-            device: where the result is built.
-        """
-        fault_point("eval.gather")
-        if self.communicator.num_processes == 1:
-            return concat_steps(steps, device)
-        columns = _columns(steps)
-        specs = [_spec_of(column) for column in columns]
-        structure = map_leaves(lambda leaf: None, steps[0], is_leaf=_is_tensor) if steps else None
-        offers = self.communicator.gather_object([(bool(steps), structure, specs)])
-        structure = next((offer[1] for offer in offers if offer[0]), None)
-        width = max(len(offer[2]) for offer in offers)
-        gathered = [self._gather_leaf(columns, specs, offers, index, device) for index in range(width)]
-        return _rebuild(structure, gathered)
 
-    def _gather_leaf(
-        self, columns: list[list[Tensor]], specs: list[_LeafSpec], offers: Sequence[Any], index: int, device: Any
-    ) -> Tensor:
-        by_rank = [offer[2][index] if offer[0] else None for offer in offers]
-        dtype = next(spec for spec in by_rank if spec is not None).dtype
-        known = [spec if spec is not None else _LeafSpec(dtype, ()) for spec in by_rank]
-        merged = _merge(known)
-        own = _join(columns[index], specs[index], "cpu") if columns else _new_full(0, merged, "cpu")
-        places = _destinations([spec.rows for spec in known])
-        result = _new_full(sum(merged.rows), merged, device)
-        row_bytes = max(1, int(np.prod(merged.tail)) * result.element_size())
-        piece = max(1, _PIECE_BYTES // row_bytes)
-        for start in range(0, max(merged.rows), piece):
-            stop = min(start + piece, max(merged.rows))
-            self._exchange(own, start, stop, merged, places, result)
-        return result
-
-    def _exchange(
-        self, own: Tensor, start: int, stop: int, merged: _LeafSpec, places: list[np.ndarray], result: Tensor
-    ) -> None:
-        """Gather rows `start:stop` of each rank, and copy them to their positions in the result."""
-        sent = _new_full(stop - start, merged, self.communicator.device)
+def _gather_rows(
+    own: Tensor, by_rank: Sequence[_LeafSpec], merged: _LeafSpec, accelerator: Accelerator, device: torch.device | str
+) -> Tensor:
+    """Return one leaf's rows of every rank. Collective."""
+    positions = _positions([spec.rows for spec in by_rank])
+    result = _new_full(sum(merged.rows), merged, device)
+    piece = max(1, _PIECE_BYTES // max(1, math.prod(merged.tail) * result.element_size()))
+    for start in range(0, max(merged.rows), piece):
+        stop = min(start + piece, max(merged.rows))
+        sent = _new_full(stop - start, merged, accelerator.device)
         _write(sent, 0, own[start:stop])
-        received = self.communicator.gather(sent).view(len(places), stop - start, *merged.tail)
-        for rank, positions in enumerate(places):
-            wanted = torch.from_numpy(positions[start:stop]).to(result.device)
+        received = accelerator.gather(sent).view(len(positions), stop - start, *merged.tail)
+        for rows, of_rank in zip(received, positions, strict=True):
+            wanted = torch.from_numpy(of_rank[start:stop]).to(result.device)
             if len(wanted):
-                result[wanted] = received[rank, : len(wanted)].to(result.device)
+                result[wanted] = rows[: len(wanted)].to(result.device)
+    return result
 
 
-def _destinations(rows_by_rank: Sequence[Sequence[int]]) -> list[np.ndarray]:
+def _positions(rows_by_rank: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Return the position of each row in the joined result, for each rank."""
-    num_steps = max(len(rows) for rows in rows_by_rank)
-    table = np.zeros((num_steps, len(rows_by_rank)), dtype=np.int64)
+    table = np.zeros((max(map(len, rows_by_rank)), len(rows_by_rank)), dtype=np.int64)
     for rank, rows in enumerate(rows_by_rank):
         table[: len(rows), rank] = rows
-    starts = np.concatenate([[0], np.cumsum(table.reshape(-1))[:-1]]).reshape(table.shape)
+    starts = (table.cumsum() - table.ravel()).reshape(table.shape)
     return [
-        np.concatenate(
-            [np.arange(first, first + count) for first, count in zip(starts[:, r], table[:, r], strict=True)]
-        )
-        for r in range(len(rows_by_rank))
+        np.concatenate([first + np.arange(count) for first, count in zip(starts[:, rank], table[:, rank], strict=True)])
+        for rank in range(len(rows_by_rank))
     ]

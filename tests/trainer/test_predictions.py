@@ -10,7 +10,7 @@ import torch
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.trainer import predictions as gathering
-from accel_trainer.trainer.predictions import Gatherer, concat_steps, to_numpy, trim_rows
+from accel_trainer.trainer.predictions import concat_steps, gather_steps, to_numpy, trim_rows
 from tests.ranks import run_ranks
 
 
@@ -63,12 +63,12 @@ def gather_ragged(accelerator: Any, dtype: torch.dtype, piece_bytes: int) -> Any
     gathering._PIECE_BYTES = piece_bytes
     rank = accelerator.process_index
     steps = [torch.full((rank + 1, rank + 2), 10 * step + rank).to(dtype) for step in range(3 if rank == 0 else 2)]
-    return Gatherer(accelerator).gather(steps).float().numpy()
+    return gather_steps(steps, accelerator).float().numpy()
 
 
 def gather_from_one(accelerator: Any) -> Any:
     steps = [{"a": torch.arange(3), "b": torch.ones(3, 2, dtype=torch.bool)}] if accelerator.is_main_process else []
-    result = Gatherer(accelerator).gather(steps)
+    result = gather_steps(steps, accelerator)
     return result["a"].tolist(), result["b"].shape, bool(result["b"].all())
 
 
