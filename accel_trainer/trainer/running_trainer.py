@@ -18,7 +18,7 @@ from accel_trainer.accelerator.accelerator import Accelerator
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
 from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
 
-__all__ = ["CheckpointingTrainer", "EvaluatingTrainer", "RunningTrainer", "SteppingTrainer"]
+__all__ = ["CheckpointingTrainer", "EvaluatingTrainer", "PreparingTrainer", "RunningTrainer", "SteppingTrainer"]
 
 
 class RunningTrainer(Protocol):

@@ -63,7 +63,6 @@ class AccelTrainerMixin(CheckpointMethods, _Upstream):
 
     if TYPE_CHECKING:
         _created_lr_scheduler: bool
-        _loss_shifts_labels: bool
         model_accepts_loss_kwargs: bool
         label_smoother: Any
         _tr_loss: Tensor
@@ -71,7 +70,6 @@ class AccelTrainerMixin(CheckpointMethods, _Upstream):
         model: Any
         model_wrapped: Any
         optimizer: Any
-        deepspeed: Any
 
     arguments_class: type[TrainingArguments] = TrainingArguments
     _reader: WindowReader | None = None
