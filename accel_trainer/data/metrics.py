@@ -179,14 +179,14 @@ def _is_texts(node: Any, num_samples: int | None) -> bool:
 
 
 def _keep_own(data: Any, rows: BatchRows, shard: int) -> Any:
-    """Of one shard's own column, or of a mapping of columns, keep the valid rows."""
+    """Keep the valid rows of one shard's own column, or of a mapping of columns."""
     if isinstance(data, Mapping):
         return drop_padding(data, rows, shard)
     return _keep(data, rows.rows[shard : shard + 1], rows.sizes[shard : shard + 1])
 
 
 def _keep(column: Any, rows: Sequence[int], sizes: Sequence[int]) -> Any:
-    """Of a column that is one block for each shard, keep the valid rows of each block."""
+    """Keep the valid rows of each block of a column that is one block for each shard."""
     is_array, is_list = isinstance(column, (Tensor, np.ndarray)), isinstance(column, (list, tuple))
     if rows == sizes or not (is_array or is_list):
         return column

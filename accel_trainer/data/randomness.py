@@ -1,4 +1,4 @@
-"""Random numbers that ranks must draw alike: private streams in place of the process's global ones."""
+"""Random numbers that all ranks draw alike: private streams in place of the process's global ones."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class PrivateStreams:
 
 
 def draw_alike(source: Any, seed: int) -> Iterator[Any]:
-    """Iterate `source`, giving what it draws from global streams private ones that begin at `seed`.
+    """Iterate `source` with its draws from global streams taken from private ones that begin at `seed`.
 
-    What draws nothing for its first item is taken to draw nothing at all, and is iterated directly.
+    A source that draws nothing for its first item is taken to draw nothing at all, and is iterated directly.
     """
     streams = PrivateStreams(seed)
     with streams:

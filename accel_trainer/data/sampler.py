@@ -1,4 +1,4 @@
-"""Samplers: an order that depends on seed and epoch alone, and a shard's part of any batch sampler."""
+"""Samplers: an order that depends on seed and epoch alone, and a shard of any batch sampler."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class Clock:
 
 
 class ShardedBatchSampler(Sampler[Any]):
-    """This shard's part of a batch sampler: every `num_processes`-th batch, or a slice of every batch.
+    """One shard of a batch sampler: every `num_processes`-th batch, or a slice of every batch.
 
     `num_processes` and `process_index` are read when a pass begins, so they can be changed between passes.
 
     Args:
         batch_sampler: yields lists of indices; kept as it is under the same name. With a loader's `batch_size=None` it
-            is the loader's sampler, and what it yields is passed on whole.
-        process_index: which part to yield; None yields the batches of all processes, one after the other.
+            is the loader's sampler, whose items are passed on as they are.
+        process_index: the shard to yield; None yields the batches of all processes, one after the other.
         even_batches: fill the last round from the beginning of the pass, so that every shard takes the same steps.
         join: with `even_batches=False`, give a shard that has no samples left one sample which `BatchRows` declares
             invalid; off, that shard's pass ends one step earlier.
@@ -245,7 +245,7 @@ class ShardedBatchSampler(Sampler[Any]):
         return first, rest
 
     def _batches_from(self, origin: int, width: int) -> tuple[list[Any], Iterator[Any]]:
-        """Return the same where samples are left out: batches are cut anew, whatever their size was before."""
+        """Return the same where samples are left out: the rest is batched anew, whatever the size was before."""
         size, drop_last, skip = self.batch_sampler.batch_size, self.drop_last, self.start * width
         self.began_at = (origin + skip * size, self.start)
         drawn = self._draw(BatchSampler(self.batch_sampler.sampler, size, drop_last=False))
@@ -258,8 +258,8 @@ class ShardedBatchSampler(Sampler[Any]):
         if self.seed is None:
             return iter(sampler)
         seed = seed_for_epoch(self.seed, self.epoch)
-        seeded, is_settled = _seeded(sampler, seed)
-        if is_settled:
+        seeded, is_fixed = _seeded(sampler, seed)
+        if is_fixed:
             return iter(seeded)
         # No generator to seed: a sampler of one's own may draw from the global streams, which differ between ranks.
         return draw_alike(seeded, seed)
@@ -293,10 +293,10 @@ class ShardedBatchSampler(Sampler[Any]):
 
 
 class _LastHeldBack:
-    """Batches for a loader that takes what its workers finish first (`in_order=False`): the last one stays last.
+    """Batches for a loader that takes them as its workers finish (`in_order=False`): the last one stays last.
 
     All batches but the last hold the same, so any order of them fits the plan. Such a loader asks `num_ahead` times
-    when a pass begins, then once for each batch that comes back; it may be told that there is none and asks again.
+    when a pass begins, then once for each batch that comes back; after a StopIteration it asks again.
     """
 
     def __init__(self, batches: Iterator[Any], planned: deque[BatchRows], num_ahead: int) -> None:
@@ -323,7 +323,7 @@ class _LastHeldBack:
 
 
 def _known_order(batch_sampler: Any) -> range | torch.Tensor | None:
-    """The order of samples, where the sampler is of a class whose order is known without iterating it."""
+    """Return the order of samples, where the sampler's class gives it without being iterated."""
     if type(batch_sampler) is not BatchSampler:
         return None
     sampler = batch_sampler.sampler
@@ -339,13 +339,13 @@ def find_generator(sampler: Any) -> torch.Generator | None:
 
 
 def find_replicated(sampler: Any) -> Any:
-    """Return the sampler, or one that it wraps, that draws one of several ranks' parts; None where none does."""
+    """Return the sampler, or one that it wraps, that draws one shard of several ranks; None where none does."""
     replicas = ((node, getattr(node, "num_replicas", None)) for node in _chain(sampler))
     return next((node for node, count in replicas if isinstance(count, int) and count > 1), None)
 
 
 def _seeded(sampler: Any, seed: int) -> tuple[Any, bool]:
-    """Return the sampler with its generator replaced by one seeded with `seed`, and whether its order is settled.
+    """Return the sampler with its generator replaced by one seeded with `seed`, and whether that fixes its order.
 
     The user's objects are left alone: samplers on the way to a generator are shallow copies.
     """
@@ -359,11 +359,11 @@ def _seeded(sampler: Any, seed: int) -> tuple[Any, bool]:
         inner = getattr(sampler, name, None)
         if inner is None or inner is sampler:
             continue
-        seeded, is_settled = _seeded(inner, seed)
+        seeded, is_fixed = _seeded(inner, seed)
         if seeded is not inner:
             sampler = copy.copy(sampler)
             setattr(sampler, name, seeded)
-        return sampler, is_settled and type(sampler) is BatchSampler
+        return sampler, is_fixed and type(sampler) is BatchSampler
     return sampler, False
 
 

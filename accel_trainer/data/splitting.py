@@ -1,4 +1,4 @@
-"""A list of work cut into one contiguous part for each process: prompts to generate from, files to convert."""
+"""A list of work in one contiguous shard for each process: prompts to generate from, files to convert."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from accel_trainer.tree import honor_type, map_leaves
 __all__ = ["split_evenly"]
 
 
-def split_evenly(inputs: Any, parts: int, index: int, *, apply_padding: bool = False) -> Any:
-    """Return part `index` of `inputs`, of the same kind; what was passed is left as it is.
+def split_evenly(inputs: Any, shards: int, index: int, *, apply_padding: bool = False) -> Any:
+    """Return shard `index` of `inputs`, of the same kind; `inputs` stays as it is.
 
-    Parts are contiguous and differ by at most one sample, the first ones being the longer. With fewer samples than
-    parts, the last parts are empty.
+    Shards are contiguous and differ by at most one sample, the first ones being the longer. With fewer samples than
+    shards, the last shards are empty.
 
     Args:
-        inputs: a list, tuple, range, tensor, array or `datasets.Dataset`, cut along its first dimension; or a mapping
-            of such, all of one length, in which each value is cut alike.
-        apply_padding: repeat the last sample of `inputs` until all parts are as long as the first.
+        inputs: a list, tuple, range, tensor, array or `datasets.Dataset`, split along its first dimension; or a mapping
+            of such, all of one length, in which each value is split alike.
+        apply_padding: repeat the last sample of `inputs` until all shards are as long as the first.
 
     Raises:
         ConfigError: `inputs` is of another kind, or the values of a mapping differ in length.
     """
     length = _length(inputs)
-    share, extra = divmod(length, parts)
+    share, extra = divmod(length, shards)
     begin = index * share + min(index, extra)
     count = share + (index < extra)
     padding = share + (extra > 0) - count if apply_padding else 0

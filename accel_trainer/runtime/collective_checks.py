@@ -1,4 +1,4 @@
-"""Whether all ranks are about to do the same: compared before any data moves, and told to every rank alike."""
+"""Checks that all ranks call the same collective with fitting tensors, before any data moves; all ranks raise alike."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def check_same_call(
 
     Args:
         name: the operation.
-        entries: what this rank knows of each leaf, in words.
-        value: a picklable object to tell the other ranks along with it.
-        way_out: what else can be done about it, for the message.
+        entries: a description of each leaf on this rank.
+        value: a picklable object that travels along.
+        way_out: a further remedy, for the message.
 
     Returns:
         The `value` of each rank.
@@ -41,21 +41,21 @@ def check_same_call(
         return [value]
     everyone: list[Any] = [None] * process.world_size
     dist.all_gather_object(everyone, ([name, *entries], value))
-    told = [words for words, _ in everyone]
-    for rank, other in enumerate(told):
-        if other == told[0]:
+    calls = [words for words, _ in everyone]
+    for rank, other in enumerate(calls):
+        if other == calls[0]:
             continue
         position = next(
-            (i for i, pair in enumerate(zip(told[0], other, strict=False)) if pair[0] != pair[1]),
-            min(len(told[0]), len(other)),
+            (i for i, pair in enumerate(zip(calls[0], other, strict=False)) if pair[0] != pair[1]),
+            min(len(calls[0]), len(other)),
         )
         sides = [
             f"rank {number} {words[position] if position < len(words) else 'nothing'}"
-            for number, words in ((0, told[0]), (rank, other))
+            for number, words in ((0, calls[0]), (rank, other))
         ]
-        what = "the operation" if position == 0 else f"leaf {position - 1} of {name}"
+        subject = "the operation" if position == 0 else f"leaf {position - 1} of {name}"
         raise ProcessGroupError(
-            f"the ranks do not agree on {what}: {sides[0]}, {sides[1]}. Nothing was sent; make the shapes equal "
+            f"the ranks do not agree on {subject}: {sides[0]}, {sides[1]}. Nothing was sent; make the shapes equal "
             f"(pad_across_processes does){way_out} or call the same collective on every rank"
         )
     return [given for _, given in everyone]
@@ -73,10 +73,10 @@ def _describe(leaf: Any) -> str:
 
 
 def describe_rows(data: Any, num_samples: int | None) -> list[str]:
-    """Return the same of tensors whose first dimension may differ between ranks.
+    """Return the same for tensors whose first dimension may differ between ranks.
 
     Args:
-        num_samples: how many samples this rank's rows belong to; None where any number of rows will do.
+        num_samples: samples that this rank's rows belong to; None where any number of rows will do.
     """
     return [_describe_rows(leaf, num_samples) for leaf in leaves(data, is_leaf=is_tensor)]
 

@@ -1,4 +1,4 @@
-"""What the ranks of a job say to each other: gather, reduce, broadcast, pad - over nested structures of tensors.
+"""Collectives over nested structures of tensors: gather, reduce, broadcast, pad.
 
 Every collective here takes any nesting of dicts, lists, tuples, namedtuples, dataclasses and mapping classes, returns
 the same nesting, and gives the same shapes on one process as on many. Tensors may be non-contiguous and of any dtype.
@@ -165,7 +165,7 @@ def reduce(
 
 
 def broadcast(data: Any, process: ProcessContext, from_process: int = 0, *, debug: bool = False) -> Any:
-    """Return the tensors of one rank on every rank. What was passed is left as it is.
+    """Return the tensors of one rank on every rank; `data` stays as it is.
 
     Collective: every rank calls it, with tensors of the same shapes and dtypes; only those of `from_process` count.
 
@@ -218,9 +218,9 @@ def scatter_objects(objects: Sequence[Any] | None, process: ProcessContext, from
 
 
 def all_gather_integers(values: Sequence[int], process: ProcessContext) -> Callable[[], list[list[int]]]:
-    """Begin telling all ranks some integers; the function that is returned waits for those of every rank.
+    """Begin to gather integers of all ranks; return a function that waits for them.
 
-    Collective: every rank calls it, with as many integers. What ranks do in between is not held up.
+    Collective: every rank calls it, with as many integers.
     """
     if not process.is_distributed:
         return lambda: [list(values)]

@@ -67,7 +67,7 @@ class _Fault:
     seconds: float = 3600.0
     passes: int = 0
 
-    def meet(self, step: int | None, path: Path | None) -> None:
+    def trigger(self, step: int | None, path: Path | None) -> None:
         self.passes += 1
         at = self.passes - 1 if step is None else step
         if self.step is None or self.step == at:
@@ -98,7 +98,7 @@ _HOOKED = "_accel_trainer_forward_faults"
 
 
 def fault_point(point: str, step: int | None = None, path: Path | None = None) -> None:
-    """Do here what was asked for, if anything was.
+    """Trigger the fault that waits at a point, if there is one.
 
     Args:
         step: number of the checkpoint; a point without one counts its passes from 0.
@@ -106,15 +106,15 @@ def fault_point(point: str, step: int | None = None, path: Path | None = None) -
     """
     fault = _faults.get(point)
     if fault is not None:
-        fault.meet(step, path)
+        fault.trigger(step, path)
 
 
 def with_fault_point(point: str, items: Iterable[Any]) -> Iterable[Any]:
-    """Return `items`, or, where a fault waits for it, what passes `point` before each of them."""
-    return _pass(point, iter(items)) if point in _faults else items
+    """Return `items`; where a fault waits at `point`, pass it before each of them."""
+    return _pass_before(point, iter(items)) if point in _faults else items
 
 
-def _pass(point: str, items: Iterator[Any]) -> Iterator[Any]:
+def _pass_before(point: str, items: Iterator[Any]) -> Iterator[Any]:
     while True:
         fault_point(point)
         try:
@@ -125,19 +125,19 @@ def _pass(point: str, items: Iterator[Any]) -> Iterator[Any]:
 
 
 def hook_forward_faults(model: nn.Module) -> None:
-    """Have each forward of a model pass `train.forward`, or `eval.batch` in evaluation mode.
+    """Pass, in each forward of a model, `train.forward`, or `eval.batch` in evaluation mode.
 
     A hook, which is there only where a fault waits for one of the two.
     """
     if not hasattr(model, _HOOKED) and not _faults.keys().isdisjoint(_FORWARD_POINTS.values()):
         setattr(model, _HOOKED, True)
-        model.register_forward_pre_hook(_meet)
+        model.register_forward_pre_hook(_pass_forward)
 
 
 _FORWARD_POINTS = {True: "train.forward", False: "eval.batch"}
 
 
-def _meet(model: nn.Module, args: Any) -> None:
+def _pass_forward(model: nn.Module, args: Any) -> None:
     fault_point(_FORWARD_POINTS[model.training])
 
 
@@ -152,8 +152,8 @@ def install_faults(environ: Mapping[str, str], rank: int) -> None:
     if (text, rank) == _installed:
         return
     wanted: dict[str, _Fault] = {}
-    for part in filter(None, (part.strip() for part in text.split(";"))):
-        fault, at_rank = _parse(part)
+    for entry in filter(None, (entry.strip() for entry in text.split(";"))):
+        fault, at_rank = _parse(entry)
         if at_rank is not None and at_rank != rank:
             continue
         if fault.point in wanted:
@@ -165,8 +165,8 @@ def install_faults(environ: Mapping[str, str], rank: int) -> None:
 
 
 def _parse(text: str) -> tuple[_Fault, int | None]:
-    what, *settings = text.split(":")
-    kind, _, point = what.partition("@")
+    name, *settings = text.split(":")
+    kind, _, point = name.partition("@")
     values: dict[str, float] = {}
     try:
         values = {key: float(value) for key, value in (item.split("=") for item in settings)}

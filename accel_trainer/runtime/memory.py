@@ -61,7 +61,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give cached, unused memory of the accelerator back to it.
+    """Return cached, unused memory to the accelerator.
 
     Args:
         garbage_collection: collect unreachable cycles first, which may hold tensors.

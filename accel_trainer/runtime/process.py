@@ -1,4 +1,4 @@
-"""Which process this is, on which device, and the process group it belongs to.
+"""This process: its rank, its device, and the process group it belongs to.
 
 With `launch/`, the only reader of the environment. Nothing here writes to it, but that `hidden_variable` hides one.
 """
@@ -41,14 +41,14 @@ logger = logging.get_logger(__name__)
 
 # The context that init_process returned last, for functions that users call without naming a process.
 _current: ProcessContext | None = None
-_DEFAULT_TIMEOUT_SECONDS = 1800.0
+_DEFAULT_TIMEOUT_SECONDS = 1800.0  # torch's default for gloo; for nccl that is 10 minutes
 _LAST_TURN_SECONDS = 0.02
 _CPU_WAYS = "--cpu to the launcher, Accelerator(cpu=True), TrainingArguments(use_cpu=True)"
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessContext:
-    """This process's place in the job. Picklable; holds no group and no mesh."""
+    """Rank, device and backend of this process. Picklable; holds no group and no mesh."""
 
     rank: int
     local_rank: int
@@ -70,7 +70,7 @@ class ProcessContext:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is anybody to communicate with."""
+        """Whether the job has more than one rank."""
         return self.world_size > 1
 
 
@@ -81,7 +81,7 @@ def read_environment() -> dict[str, str]:
 
 @contextmanager
 def hidden_variable(name: str) -> Iterator[None]:
-    """Hide a variable from code of others that would act on it; it is back when the block is left."""
+    """Hide a variable from a library that would act on it, until the block is left."""
     value = os.environ.pop(name, None)
     try:
         yield
@@ -158,7 +158,7 @@ def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, ti
 
 
 def _share_cores(environ: Mapping[str, str], device: torch.device, local_world_size: int) -> None:
-    """Give each CPU rank its part of the cores: N ranks with a full thread pool each run slower than one."""
+    """Limit each CPU rank to its share of the cores: N ranks with a full thread pool each run slower than one."""
     if device.type == "cpu" and local_world_size > 1 and "OMP_NUM_THREADS" not in environ:
         # Never more than now: the user may have asked for fewer.
         torch.set_num_threads(min(cores_of_rank(local_world_size), torch.get_num_threads()))
@@ -197,7 +197,7 @@ def _check_backend_is(backend: str, device: torch.device) -> None:
 
 
 def _as_initialised(info: LaunchInfo | None) -> LaunchInfo:
-    """Return the group's own rank and world size, with the place on the node that the launcher gave."""
+    """Return the group's own rank and world size, with the local rank of the launcher."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if info is None:
         return LaunchInfo("user", rank, rank, world_size, world_size, None, None)
@@ -260,7 +260,7 @@ def init_process(
 
 
 def current_process() -> ProcessContext:
-    """Return this process's place in the job that it has joined; without a launcher, that of a process alone.
+    """Return the context of the job that this process has joined; without a launcher, that of a process alone.
 
     Raises:
         ProcessGroupError: a launcher started several processes, and this one has not joined them yet.
@@ -277,7 +277,7 @@ def current_process() -> ProcessContext:
 
 
 def find_rank() -> int:
-    """Return this process's rank, which its launcher tells already before it joins its job; 0 without a launcher.
+    """Return this process's rank, before it joins its job, too; 0 without a launcher.
 
     Raises:
         ProcessGroupError: the launcher's variables are incomplete.

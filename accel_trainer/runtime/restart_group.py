@@ -29,10 +29,10 @@ class Ballot:
     """One vote of all ranks of the default process group, and the means to form that group again."""
 
     def __init__(self, name: str) -> None:
-        """Note what the group is made of; the process has joined it.
+        """Note backend, device and timeout of the group that this process has joined.
 
         Args:
-            name: what is voted on; the same on every rank, and used once in a job.
+            name: of the vote; the same on every rank, and used once in a job.
         """
         self.name = name
         self.rank = dist.get_rank()
@@ -76,7 +76,7 @@ class Ballot:
     def leave(self) -> None:
         """Leave the group; whoever waits for this rank in a collective of gloo gets an error.
 
-        What still refers to the group (a DistributedDataParallel model) keeps its connections open: let go of it first.
+        An object that refers to the group (a DistributedDataParallel model) keeps its connections open: drop it first.
         """
         if self._has_left:
             return

@@ -25,7 +25,6 @@ __all__ = [
     "synchronize_rng",
 ]
 
-# What the last set_seed() of this process asked for.
 _seed_in_common: int | None = None
 """The seed whose streams all ranks still draw from; None when each has its own, or nobody seeded."""
 _stay_equal = False
@@ -90,7 +89,7 @@ def seed_own_streams(process: ProcessContext) -> None:
 
 
 def stream_index(shard: int) -> int:
-    """Return the number that tells a shard's random streams from those of others; 0 for all that stay the same."""
+    """Return the index of a shard's random streams; 0 for all shards after `set_seed(same_on_all_ranks=True)`."""
     return 0 if _stay_equal else shard
 
 
@@ -108,7 +107,7 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put the random streams back to what `get_rng_state` returned; they are this rank's own from here on."""
+    """Load the state of `get_rng_state`; the random streams are this rank's own from here on."""
     global _seed_in_common
     _seed_in_common = None
     version, internal, gauss = state["python"]
@@ -121,13 +120,13 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def reseed_from_saved(saved: Mapping[str, Any], rank: int) -> None:
-    """Seed this process's random streams from what rank 0 had saved and its own rank. Ranks do not communicate.
+    """Seed this process's random streams from rank 0's saved state and its own rank. Ranks do not communicate.
 
     For a state that another number of ranks saved: the streams are others than before, differ between the ranks, and
     are the same whenever the state is loaded on that rank.
 
     Args:
-        saved: what `get_rng_state` returned on rank 0.
+        saved: the state of `get_rng_state` on rank 0.
     """
     global _seed_in_common
     _seed_in_common = None

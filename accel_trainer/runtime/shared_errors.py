@@ -1,4 +1,4 @@
-"""One rank's failure becomes everyone's, so that nobody waits for a rank that has raised."""
+"""Errors raised on all ranks together, so that none waits for a rank that has raised."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def gather_or_raise(
     value: Any = None,
     group: dist.ProcessGroup | None = None,
 ) -> list[Any]:
-    """Tell every rank how this one fared, and return what each has to say; raise on all ranks if one of them failed.
+    """Return the values of all ranks; raise on every rank if one of them failed.
 
-    Collective: a rank that failed votes too, with its error.
+    Collective: a rank that failed calls it too, with its error.
 
     Args:
-        section: what was done, for the message: "save", "load".
-        error: what went wrong on this rank; raised here, after the vote.
-        value: this rank's word to the others, picklable.
-        group: whose ranks vote; the whole job's when None. A thread votes over a group of its own.
+        section: name of the work, for the message: "save", "load".
+        error: this rank's failure; raised here, after the exchange.
+        value: this rank's value, picklable.
+        group: the ranks that take part; all of the job when None. A thread needs a group of its own.
 
     Raises:
         ProcessGroupError: another rank failed; the message has its number, the section and its error.
@@ -55,11 +55,11 @@ def gather_or_raise(
 def raise_together(process: ProcessContext, section: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a block on every rank, and raise on every rank if one of them raised.
 
-    Collective: every rank enters it; at its end the ranks vote, and an error is a vote. Use it around work that is
-    local to a rank (files, user callbacks): a block in which ranks communicate can already be out of step.
+    Collective: every rank enters it, and the ranks exchange their errors at its end. Use it around work that is local
+    to a rank (files, user callbacks): a block in which ranks communicate can already be out of step.
 
     Args:
-        section: what is being done, for the message: "save", "load".
+        section: name of the work, for the message: "save", "load".
         group: see `gather_or_raise`.
 
     Raises:

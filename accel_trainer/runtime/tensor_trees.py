@@ -64,7 +64,7 @@ def concatenate(parts: Sequence[Any], dim: int = 0, *, pad_index: float | None =
 
     Args:
         pad_index: fill dimensions in which the parts differ, other than `dim`, with this value up to the largest size:
-            for what several steps gathered.
+            for outputs gathered over several steps.
 
     Raises:
         ConfigError: there is nothing to concatenate.

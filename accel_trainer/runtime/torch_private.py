@@ -1,8 +1,8 @@
 """Every name of torch that accel_trainer uses and torch does not document, behind a name of our own.
 
-A release of torch may drop or rename them without notice. `PRIVATE_NAMES` says for each what happens then; a test asks
-the installed torch for all of them, and another keeps them out of the other files. Functions that are called in every
-step are bound here without a frame of Python around them.
+A release of torch may drop or rename them without notice. `PRIVATE_NAMES` has the consequence for each; a test asks the
+installed torch for all of them, and another keeps them out of the other files. Functions that are called in every step
+are bound here without a frame of Python around them.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ PRIVATE_NAMES = {
     "torch.utils.data.DataLoader._iterator": "persistent workers would be shared by a prepared loader and its copies",
     "torch.utils.data.dataloader._BaseDataLoaderIter": "a loader that keeps an iterator of the dataset is not refused",
 }
-"""By the path of a name: what happens on a release of torch without it."""
+"""By the path of a name, the consequence on a release of torch without it."""
 
 
 def _gone(path: str) -> AccelTrainerError:
@@ -229,7 +229,7 @@ def dtensor_like(tensor: Any, local: Tensor) -> Tensor:
 
 
 def default_group() -> dist.ProcessGroup:
-    """Return the group of the whole job."""
+    """Return the group of all ranks of the job."""
     get: Callable[[], dist.ProcessGroup] = _need(
         dist.distributed_c10d, "torch.distributed.distributed_c10d._get_default_group"
     )
@@ -285,7 +285,7 @@ def forget_default_groups() -> None:
 
 
 def clear_dtensor_caches() -> None:
-    """Clear DTensor's caches: they keep connections of a group that is gone open, and put it on new tensors."""
+    """Clear DTensor's caches: they keep connections of a group open that was left, and put it on new tensors."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     for module, name in (

@@ -1,4 +1,4 @@
-"""How one tensor travels between ranks: dtypes and devices that a process group carries. Floor of the collectives."""
+"""Sending tensors: dtypes and devices that a process group carries, and the plain gather under the collectives."""
 
 from __future__ import annotations
 

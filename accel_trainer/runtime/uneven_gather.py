@@ -50,12 +50,12 @@ def gather_known_rows(data: Any, sizes: Sequence[int], process: ProcessContext, 
         raise ConfigError(f"got {len(sizes)} sizes for {process.world_size} ranks; give one for each rank")
     if debug:
         check_same_call("gather", describe_rows(data, sizes[process.rank]), process, way_out=UNEVEN_HINT)
-    _agree_on_rows(tensors_of("gather_known_rows", data), sizes[process.rank], process)
+    _check_rows_for_each(tensors_of("gather_known_rows", data), sizes[process.rank], process)
     return map_tensors("gather_known_rows", lambda tensor: _gather_rows(tensor, sizes, process), data)
 
 
 def _rows_for_each(tensor: Tensor, num_samples: int) -> int:
-    """Return how many rows a tensor has for each sample; 0 where that is no whole number."""
+    """Return the rows of a tensor for each sample; 0 where that is no integer."""
     if tensor.ndim == 0:
         return 1
     if num_samples == 0:
@@ -64,7 +64,7 @@ def _rows_for_each(tensor: Tensor, num_samples: int) -> int:
     return 0 if remainder else per_sample
 
 
-def _agree_on_rows(tensors: Sequence[Tensor], num_samples: int, process: ProcessContext) -> None:
+def _check_rows_for_each(tensors: Sequence[Tensor], num_samples: int, process: ProcessContext) -> None:
     """Raise on every rank unless each tensor has as many rows for a sample on all of them. Collective."""
     if not process.is_distributed or not tensors:
         return
@@ -90,11 +90,11 @@ def _agree_on_rows(tensors: Sequence[Tensor], num_samples: int, process: Process
 def gather_any_shapes(data: Any, process: ProcessContext, *, pad_index: float | None) -> Any:
     """Concatenate tensors that may differ between ranks in the size of any dimension.
 
-    Collective: every rank calls it, with tensors of the same dtypes and numbers of dimensions. The shapes of the whole
-    nesting are exchanged first, as one object.
+    Collective: every rank calls it, with tensors of the same dtypes and numbers of dimensions. All shapes are exchanged
+    first, as one object.
 
     Args:
-        pad_index: what fills all dimensions but the first up to the largest size over the ranks. None fills nothing:
+        pad_index: fills all dimensions but the first up to the largest size over the ranks. None fills nothing:
             a tensor becomes a list with each of its rows over all ranks, in the shape that it had.
 
     Raises:
@@ -110,9 +110,9 @@ def gather_any_shapes(data: Any, process: ProcessContext, *, pad_index: float | 
 
 
 def gather_unknown_rows(data: Any, process: ProcessContext) -> Any:
-    """Concatenate tensors that may differ between ranks in their first dimension, by how much nobody knows beforehand.
+    """Concatenate tensors that differ between ranks in their first dimension, by sizes that no rank knows beforehand.
 
-    Collective: every rank calls it. The shapes of the whole nesting are exchanged first, as one object.
+    Collective: every rank calls it. All shapes are exchanged first, as one object.
 
     Raises:
         ConfigError: a leaf is no tensor.
