@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 from typing import TYPE_CHECKING, Any
 
 import transformers
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput, RemoveColumnsCollator, TrainOutput
 from transformers.training_args import OptimizerNames
@@ -37,7 +40,12 @@ from accel_trainer.trainer.model_preparation import ModelPreparation
 __all__ = ["AccelTrainerMixin", "CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import EvalPrediction, TrainerCallback
     from transformers import Trainer as _Upstream
+
+    from accel_trainer.accelerator import Accelerator
 else:
     # The mixin itself has no Trainer among its bases: it stands before any.
     _Upstream = object
@@ -70,6 +78,7 @@ class AccelTrainerMixin(CheckpointMethods, _Upstream):
         model: Any
         model_wrapped: Any
         optimizer: Any
+        accelerator: Accelerator
 
     arguments_class: type[TrainingArguments] = TrainingArguments
     _reader: WindowReader | None = None
@@ -402,8 +411,27 @@ CoreTrainerMixin = AccelTrainerMixin
 class Trainer(AccelTrainerMixin, transformers.Trainer):
     """Upstream's Trainer on accel_trainer: one process, DDP or FSDP2, on GPUs or CPUs, with or without accelerate."""
 
+    if TYPE_CHECKING:
+        # For type checkers: the mixin takes whatever the class behind it takes.
+        def __init__(
+            self,
+            model: nn.Module | str | os.PathLike[str] | None = None,
+            args: TrainingArguments | None = None,
+            data_collator: Callable[[list[Any]], Any] | None = None,
+            train_dataset: Any = None,
+            eval_dataset: Any = None,
+            processing_class: Any = None,
+            model_init: Callable[..., nn.Module] | None = None,
+            compute_loss_func: Callable[..., Any] | None = None,
+            compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+            callbacks: list[TrainerCallback] | None = None,
+            optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+            optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
+            preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        ) -> None: ...
 
-class Seq2SeqTrainer(AccelTrainerMixin, transformers.Seq2SeqTrainer):
+
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
     """Upstream's Seq2SeqTrainer on accel_trainer; see `Trainer`."""
 
     arguments_class = Seq2SeqTrainingArguments

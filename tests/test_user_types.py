@@ -1,0 +1,115 @@
+"""A user's script under a type checker: mistakes are found, and names have the types that they have."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+import accel_trainer
+
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = ROOT / ".mypy_cache" / "user_script"  # reading transformers takes mypy half a minute the first time
+
+# Behind `#`: a part of the error that mypy reports on that line, or of the type that it reveals.
+SCRIPT = """\
+from accel_trainer import Accelerator, Seq2SeqTrainer, Trainer, TrainingArguments
+from accel_trainer import Acelerator  # error: has no attribute "Acelerator"
+from accel_trainer.state import PartialStat  # error: has no attribute "PartialStat"
+from accel_trainer.utils import DeepSpeedPlugin, ProjectConfiguration, gather, set_seed
+from accel_trainer.utils import gahter  # error: has no attribute "gahter"
+
+accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
+Accelerator(mixed_precison="bf16")  # error: Unexpected keyword argument "mixed_precison"
+Accelerator(mixed_precision="bf17")  # error: incompatible type "Literal['bf17']"
+accelerator.bakward(1)  # error: has no attribute "bakward"
+accelerator.wait_for_everyone(1)  # error: Too many arguments
+reveal_type(accelerator)  # type: accel_trainer.accelerator.accelerator.Accelerator
+reveal_type(accelerator.num_processes)  # type: int
+reveal_type(accelerator.clip_grad_norm_)  # type: Tensor
+
+arguments = TrainingArguments(output_dir="run", fsdp="full_shard", fsdp_config="fsdp.yaml", on_save_error="warn")
+TrainingArguments(output_dir="run", fdsp="full_shard")  # error: Unexpected keyword argument "fdsp"
+TrainingArguments(output_dir="run", on_save_error="ignore")  # error: incompatible type "Literal['ignore']"
+reveal_type(arguments)  # type: TrainingArguments
+reveal_type(arguments.learning_rate)  # type: float
+
+trainer = Trainer(model="path/or/name", args=arguments, train_dataset=[], compute_metrics=None)
+Trainer(args=arguments, train_datset=[])  # error: Unexpected keyword argument "train_datset"
+Seq2SeqTrainer(args=arguments, train_datset=[])  # error: Unexpected keyword argument "train_datset"
+reveal_type(trainer)  # type: accel_trainer.trainer.trainer.Trainer
+reveal_type(trainer.accelerator)  # type: accel_trainer.accelerator.accelerator.Accelerator
+trainer.trian()  # error: has no attribute "trian"
+
+ProjectConfiguration(totl_limit=1)  # error: Unexpected keyword argument "totl_limit"
+DeepSpeedPlugin(zero_stag=2)  # error: Unexpected keyword argument "zero_stag"
+set_seed("zero")  # error: incompatible type "str"; expected "int"
+reveal_type(set_seed)  # type: def (seed: int
+reveal_type(gather)  # type: def (
+"""
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
+    """Everything that mypy says of the script, by line; transformers and torch are followed, as at a user's."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "script.py").write_text(SCRIPT)
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file=",
+        "--ignore-missing-imports",
+        f"--cache-dir={CACHE}",
+        "script.py",
+    ]
+    environment = {**os.environ, "MYPYPATH": str(ROOT)}
+    finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    said: dict[int, list[str]] = {}
+    for line in finished.stdout.splitlines():
+        if found := re.match(r"script\.py:(\d+): (?:error|note): (.*)", line):
+            said.setdefault(int(found[1]), []).append(found[2])
+    assert said, finished.stdout + finished.stderr
+    return said
+
+
+@pytest.mark.timeout(400)  # the first run of mypy reads transformers
+@pytest.mark.parametrize(("number", "line"), list(enumerate(SCRIPT.splitlines(), 1)))
+def test_a_type_checker_reports_each_mistake_and_nothing_else(number: int, line: str, reported: dict[int, list[str]]):
+    _, _, expected = line.partition("  # ")
+    kind, _, text = expected.partition(": ")
+    said = reported.get(number, [])
+    if not expected:
+        assert said == []
+    elif kind == "type":
+        assert any(text in each and each.startswith("Revealed type") for each in said), said
+        assert not any(each == 'Revealed type is "Any"' for each in said)
+    else:
+        assert any(text in each for each in said), said
+
+
+def test_what_type_checkers_see_is_what_is_exported():
+    stub = ast.parse(Path(accel_trainer.__file__).with_suffix(".pyi").read_text())
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    assert {alias.asname: node.module for node in imports for alias in node.names} == accel_trainer._EXPORTS
+
+
+def test_the_trainers_typed_signature_is_upstreams():
+    """What type checkers are told is not run: it is compared with the class that it stands for."""
+    (trainer,) = (
+        node
+        for node in ast.parse((ROOT / "accel_trainer/trainer/trainer.py").read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "Trainer"
+    )
+    (typed,) = (node for node in ast.walk(trainer) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    upstream = inspect.signature(transformers.Trainer.__init__).parameters
+    assert [argument.arg for argument in typed.args.args] == list(upstream)
+    defaults = [parameter.default for parameter in upstream.values() if parameter.default is not parameter.empty]
+    assert [ast.literal_eval(default) for default in typed.args.defaults] == defaults
