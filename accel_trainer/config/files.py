@@ -16,7 +16,7 @@ from accel_trainer.config.layer import Layer, Setting, SourceKind
 from accel_trainer.config.readers.config_source import ConfigSource, FileProblemsError, load_document
 from accel_trainer.config.readers.document import Document, Entry
 from accel_trainer.config.readers.yaml_reader import dump_yaml
-from accel_trainer.config.schema import RunConfig, field_specs, get_value
+from accel_trainer.config.schema import RunConfig, field_specs, get_value, set_key
 from accel_trainer.config.validation import show
 
 __all__ = ["Dialect", "FileConfig", "read_file", "to_file_dict", "to_yaml"]
@@ -105,10 +105,10 @@ def _detect(keys: Iterable[str]) -> tuple[Dialect, str | None]:
     """Return the dialect of a file with these top-level keys, and the key that decided it (None: nothing did)."""
     names = list(keys)
     shared = {"mixed_precision", "use_cpu", "debug", "gradient_accumulation_steps"}
-    own_keys = set(own.known_keys()) - shared
-    accelerate_keys = accelerate.known_keys() - shared
+    own_keys = set(own.KNOWN_KEYS) - shared
+    accelerate_keys = accelerate.KNOWN_KEYS - shared
     # DeepSpeed has sections of the same names as some keys of the others.
-    deepspeed_keys = KNOWN_KEYS.keys() - set(fsdp.known_keys()) - own_keys - accelerate_keys - shared
+    deepspeed_keys = KNOWN_KEYS.keys() - set(fsdp.KNOWN_KEYS) - own_keys - accelerate_keys - shared
     for dialect, known in (
         (Dialect.ACCELERATE, accelerate.MARKER_KEYS),
         (Dialect.OWN, own_keys - KNOWN_KEYS.keys()),
@@ -133,10 +133,8 @@ def to_file_dict(config: RunConfig, *, full: bool = False) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for path, spec in field_specs().items():
         value = get_value(config, path)
-        if value is None or (not full and value == spec.default):
-            continue
-        section, _, name = path.rpartition(".")
-        (content.setdefault(section, {}) if section else content)[name] = _plain(value)
+        if value is not None and (full or value != spec.default):
+            set_key(content, path, _plain(value))
     return content
 
 

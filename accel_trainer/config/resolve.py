@@ -17,7 +17,7 @@ from accel_trainer.config.files import FileConfig, read_file
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
 from accel_trainer.config.readers.config_source import ConfigSource, FileProblemsError, problem_report
 from accel_trainer.config.readers.document import Entry
-from accel_trainer.config.schema import RunConfig, field_specs, get_value
+from accel_trainer.config.schema import RunConfig, field_specs, get_value, section_names, set_key
 from accel_trainer.config.validation import cross_problems, show_plain, unused_notes
 from accel_trainer.errors import ConfigError, did_you_mean
 
@@ -79,29 +79,23 @@ class Resolved:
         named = ((path, source) for path, source in self.sources.items() if path.startswith(KEY_PREFIX))
         return {path.removeprefix(KEY_PREFIX): source.where for path, source in named}
 
-    def explain_block(self) -> list[tuple[str, Any, Source]]:
-        """Return (dotted path, value, source) of every value of the DeepSpeed configuration, its file's too.
+    def explain(self) -> list[tuple[str, Any, Source]]:
+        """Return (dotted path, value, source) of every option, in the order of the tree.
+
+        The DeepSpeed configuration is listed key by key, those of its file too.
 
         Raises:
             ConfigError: the file has changed since, and cannot be read.
         """
+        rows = [(path, get_value(self.config, path), self.sources[path]) for path in field_specs()]
         if not self.config.deepspeed:
-            return []
-        origins = self.block_origins()
+            return rows
+        origins, default = self.block_origins(), self.sources["deepspeed"]
         block = read_block(self.config.deepspeed, origins=origins)
-        content, default = {**block.data, **block.launch}, self.sources["deepspeed"]
-        return [
-            (
-                f"{KEY_PREFIX}{key}",
-                value,
-                Source(default.kind, block.origins.get(key) or origins.get(key) or default.where),
-            )
-            for key, value in leaves(content)
-        ]
-
-    def explain(self) -> list[tuple[str, Any, Source]]:
-        """Return (dotted path, value, source) of every option, in the order of the tree."""
-        return [(path, get_value(self.config, path), self.sources[path]) for path in field_specs()]
+        for key, value in leaves({**block.data, **block.launch}):
+            where = block.origins.get(key) or origins.get(key) or default.where
+            rows.append((f"{KEY_PREFIX}{key}", value, Source(default.kind, where)))
+        return rows
 
 
 def _check_path(path: str) -> None:
@@ -177,14 +171,13 @@ def _merge(layers: Sequence[Layer], problems: list[str]) -> dict[str, Setting]:
 
 def build_config(values: Mapping[str, Any]) -> RunConfig:
     """Return the tree that has these values at these dotted paths and defaults elsewhere; checks nothing."""
-    top: dict[str, Any] = {}
-    sections: dict[str, dict[str, Any]] = {}
+    content: dict[str, Any] = {}
     for path, value in values.items():
-        section, _, name = path.rpartition(".")
-        (sections.setdefault(section, {}) if section else top)[name] = value
-    config = RunConfig(**top)
-    replaced = {name: dataclasses.replace(getattr(config, name), **options) for name, options in sections.items()}
-    return dataclasses.replace(config, **replaced)
+        set_key(content, path, value)
+    config = RunConfig()
+    for name in content.keys() & set(section_names()):
+        content[name] = dataclasses.replace(getattr(config, name), **content[name])
+    return dataclasses.replace(config, **content)
 
 
 def _file_layer(file: ConfigSource | FileConfig | None, problems: list[str]) -> Layer:

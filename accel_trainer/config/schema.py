@@ -29,8 +29,10 @@ __all__ = [
     "StateDictType",
     "WrapPolicy",
     "field_specs",
+    "get_key",
     "get_value",
     "section_names",
+    "set_key",
 ]
 
 
@@ -301,3 +303,21 @@ def get_value(config: RunConfig, path: str) -> Any:
     for name in path.split("."):
         value = getattr(value, name)
     return value
+
+
+def get_key(content: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """Return the value at a dotted path of nested mappings; `default` where there is none, or null."""
+    value: Any = content
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return default if value is None else value
+
+
+def set_key(content: dict[str, Any], path: str, value: Any) -> None:
+    """Put a value at a dotted path of nested dicts; sections that are missing are made."""
+    *sections, name = path.split(".")
+    for section in sections:
+        inner = content.get(section)
+        content[section] = inner if isinstance(inner, dict) else {}
+        content = content[section]
+    content[name] = value

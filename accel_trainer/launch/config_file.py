@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_trainer.config import field_specs, resolve
+from accel_trainer.config import FieldSpec, field_specs, resolve
 from accel_trainer.config.readers.yaml_reader import dump_yaml
+from accel_trainer.config.schema import set_key
 from accel_trainer.config.validation import WrongValueError, coerce
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.launch.job import count_devices, default_config_path
@@ -129,7 +130,7 @@ def _ask_answers(path: Path) -> dict[str, Any]:
     """Ask on the terminal for the configuration to write to `path`, and check it."""
     try:
         print(f"Answers go to {path}. An empty answer takes what stands in brackets.")
-        if path.exists() and not _ask_yes("That file exists. Replace it?", False):
+        if path.exists() and not _read("That file exists. Replace it?", False, _parse_yes, shown="no"):
             raise ConfigError(f"{path} exists and was left as it is; name another file with --config_file")
         content = _ask_configuration()
     except (EOFError, KeyboardInterrupt) as error:
@@ -230,6 +231,10 @@ def _ask_deepspeed() -> dict[str, Any]:
     return block if bound is None else {**block, "gradient_clipping": bound}
 
 
+def _parse_yes(text: str) -> bool:
+    return bool(coerce(FieldSpec("answer", bool, False), text, lenient=True))
+
+
 def _parse_bound(text: str) -> float:
     try:
         bound = float(text)
@@ -251,15 +256,8 @@ def _ask(content: dict[str, Any], path: str, question: str, default: Any, check:
         return value
 
     value = _read(question, default, parse, shown=_show(default), is_needed=default is None)
-    section, _, name = path.rpartition(".")
-    options = content.setdefault(section, {}) if section else content
-    options[name] = list(value) if isinstance(value, tuple) else value
+    set_key(content, path, list(value) if isinstance(value, tuple) else value)
     return value
-
-
-def _ask_yes(question: str, default: bool) -> bool:
-    spec = field_specs()["use_cpu"]
-    return bool(_read(question, default, lambda text: coerce(spec, text, lenient=True), _show(default)))
 
 
 def _choose(question: str, choices: Sequence[str], default: str) -> str:

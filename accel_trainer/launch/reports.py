@@ -45,24 +45,18 @@ def run_explain(words: Sequence[str]) -> int:
         return 0
     options = parse_options(words, command)
     resolved, _ = resolve_options(options, os.environ)
-    rows = [
-        ("option", "value", "from"),
-        *((path, _text(value), source.where) for path, value, source in resolved.explain() if path != "deepspeed"),
-        *((path, _text(_masked(path, value)), source.where) for path, value, source in resolved.explain_block()),
-    ]
+    found = ((path, _text(path, value), source.where) for path, value, source in resolved.explain())
+    rows = [("option", "value", "from"), *(row for row in found if row[0] != "deepspeed")]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"{path:<{widths[0]}}  {value:<{widths[1]}}  {where}" for path, value, where in rows]
     print("\n".join([*lines, *(f"note: {note}" for note in (*options.notes, *resolved.notes))]))
     return 0
 
 
-def _masked(path: str, value: Any) -> Any:
-    """Hide a key of a service, such as `deepspeed.comet.api_key`."""
+def _text(path: str, value: Any) -> str:
+    """Return a value for the table; a key of a service, such as `deepspeed.comet.api_key`, is masked."""
     name = path.rpartition(".")[2]
-    return mask_secrets({name: value})[name]
-
-
-def _text(value: Any) -> str:
+    value = mask_secrets({name: value})[name]
     # Long lists and mappings of a DeepSpeed block are shown in full.
     return str(value) if isinstance(value, list | dict) else show_plain(value) or "''"
 

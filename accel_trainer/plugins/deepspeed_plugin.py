@@ -16,13 +16,11 @@ from accel_trainer.config.deepspeed.block import (
     SHARED_KEYS,
     BlockSource,
     block_of,
-    get_key,
     leaves,
     read_block,
-    set_key,
 )
 from accel_trainer.config.readers.config_source import problem_report
-from accel_trainer.config.schema import RunConfig
+from accel_trainer.config.schema import RunConfig, get_key, set_key
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.plugins.option_object import OptionObject

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from accel_trainer.config.deepspeed.block import ZERO3_INIT, EngineBlock, get_key, read_block
+from accel_trainer.config.deepspeed.block import ZERO3_INIT, EngineBlock, read_block
 from accel_trainer.config.deepspeed.keys import (
     KNOWN_KEYS,
     OPTIMIZER_PARAMS,
@@ -22,6 +22,7 @@ from accel_trainer.config.deepspeed.keys import (
     unknown_keys,
 )
 from accel_trainer.config.readers.config_source import problem_report
+from accel_trainer.config.schema import get_key
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.integrations.deepspeed.installed_keys import installed_keys, is_installed, wrong_values

@@ -9,8 +9,8 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from accel_trainer.config.deepspeed.block import get_key
 from accel_trainer.config.deepspeed.keys import KNOWN_KEYS, Keys, join
+from accel_trainer.config.schema import get_key
 from accel_trainer.config.validation import show
 from accel_trainer.integrations.deepspeed.runtime import import_deepspeed
 

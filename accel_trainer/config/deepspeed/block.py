@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 from accel_trainer.config.deepspeed.keys import KNOWN_KEYS, join
 from accel_trainer.config.readers.config_source import FileProblemsError, load_document, packaged_names
 from accel_trainer.config.readers.document import Node
+from accel_trainer.config.schema import get_key, set_key
 from accel_trainer.config.validation import show
 
 __all__ = [
@@ -31,7 +32,6 @@ __all__ = [
     "BlockSource",
     "EngineBlock",
     "block_of",
-    "get_key",
     "is_complete",
     "leaves",
     "located",
@@ -39,7 +39,6 @@ __all__ = [
     "named_file",
     "read_block",
     "read_deepspeed",
-    "set_key",
 ]
 
 BlockSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any]"
@@ -359,21 +358,3 @@ def _lines(node: Node, section: str) -> Iterator[tuple[str, int | None]]:
         for key, item in node.value.items():
             yield join(section, key.name), key.line
             yield from _lines(item, join(section, key.name))
-
-
-def get_key(content: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    """Return the value at a dotted path of nested mappings; `default` where there is none, or null."""
-    value: Any = content
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return default if value is None else value
-
-
-def set_key(content: dict[str, Any], path: str, value: Any) -> None:
-    """Put a value at a dotted path of nested dicts; sections that are missing are made."""
-    *sections, name = path.split(".")
-    for section in sections:
-        inner = content.get(section)
-        content[section] = inner if isinstance(inner, dict) else {}
-        content = content[section]
-    content[name] = value

@@ -11,18 +11,16 @@ from accel_trainer.config.deepspeed.block import (
     CONFIG_FILE,
     FIELDS,
     block_of,
-    get_key,
     is_complete,
     located,
     merge_blocks,
     read_block,
-    set_key,
 )
 from accel_trainer.config.deepspeed.keys import KNOWN_KEYS
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
 from accel_trainer.config.readers.config_source import FileProblemsError
 from accel_trainer.config.readers.document import Document, Entry, Key, Node
-from accel_trainer.config.schema import FrozenDict, MixedPrecision
+from accel_trainer.config.schema import FrozenDict, MixedPrecision, get_key, set_key
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError, did_you_mean
 

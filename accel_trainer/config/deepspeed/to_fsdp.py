@@ -6,8 +6,16 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from accel_trainer.config.deepspeed.block import get_key, leaves, read_block
-from accel_trainer.config.schema import FrozenDict, FSDPConfig, RunConfig, StateDictType, field_specs, get_value
+from accel_trainer.config.deepspeed.block import leaves, read_block
+from accel_trainer.config.schema import (
+    FrozenDict,
+    FSDPConfig,
+    RunConfig,
+    StateDictType,
+    field_specs,
+    get_key,
+    get_value,
+)
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError
 

@@ -15,7 +15,7 @@ from accel_trainer.config.readers.document import Document, Entry, Key, Node
 from accel_trainer.config.schema import field_specs, section_names
 from accel_trainer.errors import did_you_mean
 
-__all__ = ["DYNAMO", "MARKER_KEYS", "PARALLEL_SIZES", "known_keys", "put_parallelism", "translate"]
+__all__ = ["DYNAMO", "KNOWN_KEYS", "MARKER_KEYS", "PARALLEL_SIZES", "put_parallelism", "translate"]
 
 MARKER_KEYS = frozenset({
     "compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "dynamo_config", "fp8_config",
@@ -70,10 +70,8 @@ _DISTRIBUTED_TYPES = (
     "MULTI_NEURON", "FSDP", "DEEPSPEED",
 )  # fmt: skip
 
-
-def known_keys() -> frozenset[str]:
-    """Return every top-level key of an accelerate file."""
-    return frozenset({*_DIRECT, *_NOT_OFFERED, *_SPECIAL, *_SAGEMAKER_KEYS})
+KNOWN_KEYS = frozenset({*_DIRECT, *_NOT_OFFERED, *_SPECIAL, *_SAGEMAKER_KEYS})
+"""Every top-level key of an accelerate file."""
 
 
 def translate(document: Document, content: Mapping[Key, Node], layer: Layer) -> None:
@@ -84,7 +82,7 @@ def translate(document: Document, content: Mapping[Key, Node], layer: Layer) -> 
 def _unknown_hint(name: str) -> str:
     if name in field_specs() or name in section_names():
         return "; it is a key of accel_trainer's own files, and this one is an accelerate file: use one of the two"
-    return did_you_mean(name, known_keys())
+    return did_you_mean(name, KNOWN_KEYS)
 
 
 class _Reader:

@@ -16,12 +16,12 @@ from accel_trainer.errors import ConfigError, did_you_mean
 
 __all__ = [
     "DIRECT",
+    "KNOWN_KEYS",
     "NAMED",
     "SHARDING_STRATEGIES",
     "fsdp_options",
     "is_known_key",
     "is_neutral",
-    "known_keys",
     "own_name_hint",
     "translate_entries",
     "translate_file",
@@ -73,22 +73,18 @@ _NOT_OFFERED = {
     **dict.fromkeys(("xla", "xla_fsdp_v2", "xla_fsdp_settings"), "there is no XLA strategy; remove the xla keys"),
     "xla_fsdp_grad_ckpt": "there is no XLA strategy; use activation_checkpointing",
 }
-_KNOWN = ("version", *_SHARDING, *DIRECT, *NAMED, *WITHOUT_EFFECT, *_NOT_OFFERED)
+KNOWN_KEYS = ("version", *_SHARDING, *DIRECT, *NAMED, *WITHOUT_EFFECT, *_NOT_OFFERED)
+"""Every key, without prefix."""
 
 
 def _bare(name: str) -> str:
     lowered = name.lower()
-    return lowered.removeprefix("fsdp_") if lowered.removeprefix("fsdp_") in _KNOWN else lowered
-
-
-def known_keys() -> tuple[str, ...]:
-    """Return every key, without prefix."""
-    return _KNOWN
+    return lowered.removeprefix("fsdp_") if lowered.removeprefix("fsdp_") in KNOWN_KEYS else lowered
 
 
 def is_known_key(name: str) -> bool:
     """Tell whether a key, with or without `fsdp_`, names an FSDP option."""
-    return _bare(name) in _KNOWN
+    return _bare(name) in KNOWN_KEYS
 
 
 def is_neutral(value: Any) -> bool:
@@ -127,7 +123,7 @@ def entries_of(document: Document, content: Mapping[Key, Node], layer: Layer, se
 
 def _nearest(name: str) -> str:
     prefixed = name.lower().startswith("fsdp_")
-    return did_you_mean(name, [f"fsdp_{key}" for key in _KNOWN] if prefixed else _KNOWN)
+    return did_you_mean(name, [f"fsdp_{key}" for key in KNOWN_KEYS] if prefixed else KNOWN_KEYS)
 
 
 def translate_entries(entries: Iterable[Entry], layer: Layer, *, source_name: str, default_version: int) -> None:

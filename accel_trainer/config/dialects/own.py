@@ -10,15 +10,14 @@ from accel_trainer.config.readers.document import Document, Key, Node
 from accel_trainer.config.schema import field_specs, section_names
 from accel_trainer.errors import did_you_mean
 
-__all__ = ["known_keys", "translate"]
+__all__ = ["KNOWN_KEYS", "translate"]
 
 _ALIASES = {"gradient_accumulation_steps": "accumulation.num_steps"}
 """Top-level keys that stand for a nested option."""
 
 
-def known_keys() -> tuple[str, ...]:
-    """Return every top-level key."""
-    return (*dict.fromkeys(path.partition(".")[0] for path in field_specs()), *_ALIASES)
+KNOWN_KEYS = (*dict.fromkeys(path.partition(".")[0] for path in field_specs()), *_ALIASES)
+"""Every top-level key."""
 
 
 def translate(document: Document, content: dict[Key, Node], layer: Layer, *, is_certain: bool) -> None:
@@ -31,8 +30,8 @@ def translate(document: Document, content: dict[Key, Node], layer: Layer, *, is_
         elif key.name in field_specs() or key.name in _ALIASES:
             layer.put(_ALIASES.get(key.name, key.name), document.entry(key, node))
         else:
-            others = () if is_certain else (*accelerate_dialect.known_keys(), *fsdp_dialect.known_keys())
-            hint = _section_hint(key.name) or did_you_mean(key.name, (*known_keys(), *others))
+            others = () if is_certain else (*accelerate_dialect.KNOWN_KEYS, *fsdp_dialect.KNOWN_KEYS)
+            hint = _section_hint(key.name) or did_you_mean(key.name, (*KNOWN_KEYS, *others))
             layer.problems.append(document.unknown_key_problem(key, hint))
 
 
