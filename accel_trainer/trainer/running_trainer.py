@@ -124,15 +124,11 @@ class EvaluatingTrainer(RunningTrainer, Protocol):
 class CheckpointingTrainer(RunningTrainer, Protocol):
     """A Trainer that saves checkpoints and resumes from them."""
 
-    hp_search_backend: Any
     run_checkpoints: RunCheckpoints
     """Ours: of the present train()."""
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the number of samples in an update, over all ranks."""
-
-    def store_flos(self) -> None:
-        """Add the operations counted on all ranks to the state. Collective."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model so that `from_pretrained` reads it. Collective."""
@@ -146,5 +142,3 @@ class CheckpointingTrainer(RunningTrainer, Protocol):
     def _save_rng_state(self, output_dir: str) -> None: ...
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None: ...
-
-    def _get_output_dir(self, trial: Any) -> str: ...

@@ -201,7 +201,44 @@ class CheckpointMethods(_Upstream):
             self.control.should_save = False
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        _save_checkpoint(self, trial)
+        # Contents and order are those of upstream's own. Where on_save_error="warn" goes on without: SaveSkippedError.
+        args, state, run = self.args, self.state, self.run_checkpoints
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        run_dir = Path(self._get_output_dir(trial=trial))
+        target = run_dir / f"{PREFIX}{state.global_step}"
+        limit = args.save_total_limit
+
+        def survivors() -> list[Path]:
+            best = state.best_model_checkpoint
+            return [target, run_dir / Path(best).name] if best else [target]
+
+        job = SaveJob(
+            section=f"save of {target}",
+            directory=run_dir,
+            name=None,
+            number=state.global_step,
+            write=partial(_write, self, target),
+            need_bytes=_need_bytes(self),
+            policy=args.save_policy,
+            each_node=args.save_on_each_node,
+            # Of an earlier run in this folder, or with files that callbacks put there: upstream writes over it.
+            replaces=True,
+            keep=limit if limit is not None and limit > 0 else None,
+            protected=survivors,
+        )
+        best, is_saved = state.best_model_checkpoint, False
+        try:
+            is_saved = run.checkpointer.save(job) is not None
+        finally:
+            if not is_saved:
+                state.best_model_checkpoint = best
+        if not is_saved:
+            raise SaveSkippedError(f"{target} was not written")
+        run.note_saved(run_dir, state.global_step)
+        if args.push_to_hub:
+            push = partial(_push, self, target)
+            save_persistently(push, self.accelerator.process, args.save_policy, f"push of {target}")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model so that `from_pretrained` reads it; see upstream. Collective."""
@@ -214,53 +251,6 @@ class CheckpointMethods(_Upstream):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         upstream_files.save_optimizer(self, output_dir)
-
-
-def _save_checkpoint(trainer: CheckpointingTrainer, trial: Any) -> None:
-    """Write the checkpoint of the current step; it appears under its name when every rank has written its files.
-
-    Collective. Its contents, and the order of everything, are those of upstream's `_save_checkpoint`.
-
-    Raises:
-        SaveSkippedError: the disk failed, and `on_save_error="warn"`.
-    """
-    args, state, run = trainer.args, trainer.state, trainer.run_checkpoints
-    if trainer.hp_search_backend is None and trial is None:
-        trainer.store_flos()
-    run_dir = Path(trainer._get_output_dir(trial=trial))
-    target = run_dir / f"{PREFIX}{state.global_step}"
-    limit = args.save_total_limit
-
-    def survivors() -> list[Path]:
-        best = state.best_model_checkpoint
-        return [target, run_dir / Path(best).name] if best else [target]
-
-    job = SaveJob(
-        section=f"save of {target}",
-        directory=run_dir,
-        name=None,
-        number=state.global_step,
-        write=partial(_write, trainer, target),
-        need_bytes=_need_bytes(trainer),
-        policy=args.save_policy,
-        each_node=args.save_on_each_node,
-        # Of an earlier run in this folder, or with files that callbacks put there: upstream writes over it.
-        replaces=True,
-        keep=limit if limit is not None and limit > 0 else None,
-        protected=survivors,
-    )
-    best, is_saved = state.best_model_checkpoint, False
-    try:
-        is_saved = run.checkpointer.save(job) is not None
-    finally:
-        if not is_saved:
-            state.best_model_checkpoint = best
-    if not is_saved:
-        raise SaveSkippedError(f"{target} was not written")
-    run.note_saved(run_dir, state.global_step)
-    if args.push_to_hub:
-        push = partial(_push, trainer, target)
-        save_persistently(push, trainer.accelerator.process, args.save_policy, f"push of {target}")
 
 
 def _push(trainer: CheckpointingTrainer, target: Path) -> None:
