@@ -1,4 +1,4 @@
-"""The contract: what a model with its optimizer can do once it has been laid out over the processes.
+"""The contract of engines: strategies that prepare a model with its optimizers, and the units that train it.
 
 The facade and the Trainer drive these classes and nothing else; they never ask which engine runs. The calls of one
 optimizer step, on every rank and in this order:
@@ -57,15 +57,15 @@ class Capabilities:
     """Facts about a strategy, asked by validation; a branch on one of them is not a branch on an engine."""
 
     min_world_size: int = 1
-    """Fewer processes than this cannot do what the strategy is for."""
+    """Fewer processes are refused: the strategy would be without effect."""
     max_world_size: int | None = None
     """More processes than this would each train alone; None means no bound."""
     deferred_sync: bool = True
     """Whether `set_gradient_sync(False)` saves communication."""
     shards_parameters: bool = False
-    """Whether a rank holds only its part of each parameter; a forward is then collective, in evaluation too."""
+    """Whether a rank holds only its shard of each parameter; a forward is then collective, in evaluation too."""
     settable_accumulation: bool = True
-    """Whether windows may change their size after a model has been laid out."""
+    """Whether windows may change their size after a model has been prepared."""
     joint_optimizers: bool = True
     """Whether a model may have several optimizers, and an optimizer the parameters of several models."""
     describes_optimizers: bool = False
@@ -82,7 +82,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class TrainJob:
-    """What a strategy lays out, and how it was asked to."""
+    """A model and its optimizers to be prepared, with the options given for them."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
@@ -91,7 +91,7 @@ class TrainJob:
     device_placement: bool = True
     """False leaves the model where the user put it."""
     evaluation_only: bool = False
-    """No gradients will be asked for; a strategy may leave out what exchanges them."""
+    """No gradients will be asked for; a strategy may leave out their exchange."""
     wrap_policy: WrapPolicyFunction | None = None
     """A callable given in Python; it wins over the configuration's policy."""
     loss_scale: LossScale | None = None
@@ -99,7 +99,7 @@ class TrainJob:
     ddp_options: Mapping[str, Any] = field(default_factory=dict)
     """Extra keyword arguments for DistributedDataParallel, given in Python."""
     comm_hook: CommHook | None = None
-    """How replicas send their gradients to each other; None as they are."""
+    """Compresses the gradients that replicas send to each other; None sends them as they are."""
     compile_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the compiler's backend, given in Python."""
     schedule: Mapping[str, Any] | None = None
@@ -115,7 +115,7 @@ class TrainJob:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What an optimizer step did."""
+    """Result of an optimizer step."""
 
     applied: bool
     """False when the update was skipped because fp16 gradients overflowed."""
@@ -124,22 +124,28 @@ class StepOutcome:
 
 
 class CheckpointIO(Protocol):
-    """State in and out of a unit, keyed by the user's parameter names, never by rank. Every method is collective."""
+    """State in and out of a unit, keyed by the user's parameter names, never by rank.
+
+    Every method is collective unless it says otherwise.
+    """
 
     def full_model_state(self) -> dict[str, Tensor]:
         """Return all parameters and persistent buffers as CPU tensors on rank 0, and an empty dict elsewhere."""
 
     def lazy_model_state(self) -> Mapping[str, LazyTensor]:
-        """Return, by name, what makes each whole tensor on rank 0 when it is called.
+        """Return parameters and persistent buffers as tensors that are gathered on rank 0 when they are called.
 
         Names of tied parameters have one such object. Calls are collective: every rank makes them, in the same order.
         """
 
     def load_full_model_state(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
-        """Load what `full_model_state` returned. Rank 0's mapping is what counts; other ranks may pass an empty one."""
+        """Load a state of `full_model_state` at once; see `plan_full_model_load`."""
+        self.plan_full_model_load(state, strict=strict)()
 
     def plan_full_model_load(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Callable[[], None]:
-        """Check that rank 0's state fits the model, and return what loads it, collective too; nothing changes before.
+        """Check that a state of `full_model_state` fits the model, and return the collective call that loads it.
+
+        Nothing changes before that call. Rank 0's mapping counts; other ranks may pass an empty one.
 
         Raises:
             IncompatibleCheckpointError: names or shapes differ; on every rank.
@@ -152,30 +158,37 @@ class CheckpointIO(Protocol):
         """
 
     def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Load what `full_optimizer_state` returned. Rank 0's mapping is what counts."""
+        """Load a state of `full_optimizer_state` at once; see `plan_full_optimizer_load`."""
+        self.plan_full_optimizer_load(state)()
 
     def plan_full_optimizer_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Check that rank 0's state fits the optimizers, and return what loads it, collective too.
+        """Check that a state of `full_optimizer_state` fits, and return the collective call that loads it.
+
+        Nothing changes before that call. Rank 0's mapping counts. Groups are found by their parameters: in which
+        optimizer they are, and in what order, may have changed.
 
         Raises:
             IncompatibleCheckpointError: it was saved for other parameters or groups; on every rank.
         """
 
     def save(self, staged: StagedDirectory, prefix: str, *, weights: bool = True) -> None:
-        """Write model and optimizers into a checkpoint, each rank its part, under names that begin with `prefix`.
+        """Write model and optimizers into a checkpoint, each rank its shards, under names that begin with `prefix`.
 
-        `PREFIX.json` has an entry "engine": who wrote the rest, and can read it. What is in torch's own layouts, by
-        parameter name, is of "torch", and loads on any number of ranks and any native strategy.
+        `PREFIX.json` has an entry "engine": the one whose layout the other files have. "torch" is the layout by
+        parameter name, which loads on any number of ranks and any native strategy.
 
         Args:
-            weights: False leaves the model's out; somebody else saves them.
+            weights: False leaves out the model's, which somebody else saves.
         """
 
     def load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> None:
-        """Read what `save` wrote, each rank what it holds: `plan_load` and what it returns, at once."""
+        """Load a unit that `save` wrote, at once; see `plan_load`."""
+        self.plan_load(stored, prefix, weights=weights)()
 
     def plan_load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> Callable[[], None]:
-        """Check that what `save` wrote fits and is as it was, and return what loads it; nothing is changed before that.
+        """Verify a unit that `save` wrote, and return the collective call that reads this rank's boxes of it.
+
+        Nothing changes before that call.
 
         Raises:
             IncompatibleCheckpointError: another engine wrote it; or names, shapes or parameter groups differ.
@@ -194,16 +207,13 @@ class CheckpointIO(Protocol):
         """
 
     def local_bytes(self) -> int:
-        """Return the size of the tensors of this rank's part; of what ranks hold alike, the first of them has it all.
-
-        Not collective.
-        """
+        """Return the size of the tensors that `save` writes on this rank. Not collective."""
 
     def save_sharded_optimizer(self, path: Path) -> None:
-        """Write the optimizers' state, each rank its own part, to a torch.distributed.checkpoint directory."""
+        """Write the optimizers' state, each rank its shards, to a torch.distributed.checkpoint directory."""
 
     def load_sharded_optimizer(self, path: Path) -> None:
-        """Read what `save_sharded_optimizer` wrote, on any number of ranks."""
+        """Read a directory of `save_sharded_optimizer`, on any number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -212,15 +222,18 @@ class HeldGradients:
 
     by_name: Mapping[str, Tensor]
     is_mean: bool
-    """Whether they are the mean over all ranks, laid out over them; else each rank has its own, not exchanged yet."""
+    """Whether they are the mean over all ranks, sharded as the parameters; else each rank's own, not exchanged yet."""
 
 
 @runtime_checkable
 class TrainUnit(Protocol):
-    """A model with its optimizer, after layout; the only thing the facade drives."""
+    """A prepared model with its optimizers; the only thing the facade drives.
+
+    A class that inherits from this one has the defaults of `local_bytes` and `release`.
+    """
 
     model: nn.Module
-    """What the user calls; possibly a wrapper such as DistributedDataParallel."""
+    """The module for the user to call; possibly a wrapper such as DistributedDataParallel."""
     module: nn.Module
     """The user's own module, with the user's class and parameter names."""
     optimizers: Sequence[Optimizer]
@@ -229,19 +242,19 @@ class TrainUnit(Protocol):
     def known_parameters(self) -> dict[int, nn.Parameter]:
         """Return the module's parameters by the id of every tensor that stands for one.
 
-        The parameters themselves, and those that layout has replaced, as long as somebody holds them.
+        The parameters themselves, and those that `prepare` has replaced, as long as somebody holds them.
         """
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Say whether the next backward exchanges gradients. Called before the forward of a micro-batch."""
 
     def sync_in_backward(self) -> AbstractContextManager[None]:
-        """Return a context whose backward exchanges gradients although its forward was told that it would not.
+        """Return a context whose backward exchanges gradients although its forward was called without sync.
 
-        What `set_gradient_sync` has said holds again after it.
+        After it, the last `set_gradient_sync` is in force again.
 
         Raises:
-            ConfigError: the engine decides in the forward, and can no longer be told.
+            ConfigError: the engine decides in the forward.
         """
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -260,7 +273,7 @@ class TrainUnit(Protocol):
         """Go on with gradients by parameter name, whose mean over ranks is that of the window.
 
         Args:
-            gradients: what returns a part of each.
+            gradients: returns a box of each.
         """
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
@@ -274,7 +287,7 @@ class TrainUnit(Protocol):
         """Clamp every gradient element to [-clip_value, clip_value]."""
 
     def step(self, closure: Callable[[], Any] | None = None, *, optimizer: Optimizer | None = None) -> StepOutcome:
-        """Update the parameters of an optimizer. Collective where the engine exchanges something in its step.
+        """Update the parameters of an optimizer. Collective where the engine communicates in its step.
 
         Args:
             optimizer: which; None where the unit has one only.
@@ -299,7 +312,7 @@ class TrainUnit(Protocol):
         """
 
     def bind_optimizer(self, optimizer: Optimizer) -> None:
-        """Take an optimizer built before or after layout; one built before is re-bound by parameter name.
+        """Take an optimizer built before or after `prepare`; one built before is re-bound by parameter name.
 
         Parameters that are not this module's are left as they are: they belong to another unit.
 
@@ -319,48 +332,48 @@ class TrainUnit(Protocol):
         return 0
 
     def release(self) -> None:
-        """Take what the engine has put on model and optimizers off, so that they can be prepared again.
+        """Remove hooks and wrappers of the engine, so that model and optimizers can be prepared again.
 
         Every rank calls it, once or more often; the unit is not used afterwards.
         """
 
 
 class Strategy(Protocol):
-    """How a module is laid out over the ranks."""
+    """A way to shard or replicate a module over the ranks."""
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
 
     def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
-        """Do what has to be done before models are built. Collective: called once on every rank that has joined.
+        """Bring the engine up before models are built. Collective: called once on every rank that has joined.
 
         Returns:
-            The configuration that holds: where an engine has one of its own, what it says goes into ours.
+            The configuration in force: an engine's own one overrides ours where it states more.
 
         Raises:
             ConfigError: the two contradict each other, or the engine cannot run here.
         """
 
     def building(self, in_pieces: bool) -> AbstractContextManager[None]:
-        """Return the context in which models are built in pieces, or whole, where the strategy has a say in it.
+        """Return the context in which models are built in pieces or in full, where the strategy builds them in pieces.
 
-        Not collective: rank 0 alone may build a whole model in it.
+        Not collective: rank 0 alone may build a full model in it.
         """
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
-        """Refuse a job that cannot be laid out as asked. Not collective; changes nothing.
+        """Refuse a job that cannot be prepared as asked. Not collective; changes nothing.
 
-        The facade checks every job of one call before it lays out the first.
+        The facade checks every job of one call before it prepares the first.
 
         Raises:
             ConfigError: an option, the model or an optimizer; on every rank alike.
         """
 
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> TrainUnit:
-        """Lay out the job's model and optimizers. Collective: every rank calls it with the same job.
+        """Shard or replicate the job's model and bind its optimizers. Collective: every rank has the same job.
 
         Raises:
-            ConfigError: what `check` refuses, before any collective.
+            ConfigError: `check` refuses the job; before any collective.
         """
 
 
@@ -372,5 +385,5 @@ class BaseStrategy:
         return resolved
 
     def building(self, in_pieces: bool) -> AbstractContextManager[None]:
-        """Return an empty context: models are built whole."""
+        """Return an empty context: models are built in full."""
         return nullcontext()

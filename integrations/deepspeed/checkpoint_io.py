@@ -211,20 +211,23 @@ class DeepSpeedCheckpointIO(BaseCheckpointIO):
         """Load rank 0's full optimizer state. Collective."""
         for group, saved in zip(self._param_groups, outline["param_groups"], strict=True):
             group.update(group_options(saved))
-        entries = outline["state"]
-        runs = {name: run for name, _, run in self._trained() if name in entries}
+        runs = {name: run for name, _, run in self._trained() if name in outline["state"]}
+        self._reset_state(runs, outline["state"])
+        for name, run in runs.items():
+            source = state["state"][name] if dist.get_rank() == 0 else {}
+            for key, shape in outline["state"][name].items():
+                if isinstance(shape, torch.Size):
+                    self.partitions.write(run, self._receive(source.get(key), shape, torch.float32), key)
+        self._finish_optimizer_load(outline["loss_scale"])
+
+    def _reset_state(self, runs: Mapping[str, Run], entries: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace the state of all partitions: zeros where `entries` have shapes, and their other values."""
         for index in range(self.partitions.num_flat):
             own = [entries[name] for name, run in runs.items() if run.flat == index]
             shared = {key: value for entry in own for key, value in entry.items() if not isinstance(value, torch.Size)}
             keys = {key: None for entry in own for key in entry if key not in shared}
             with self.partitions.opened(index, changes=True) as (flat, kept):
                 self.partitions.reset_state(kept, flat, keys, shared)
-        for name, run in runs.items():
-            source = state["state"][name] if dist.get_rank() == 0 else {}
-            for key, shape in entries[name].items():
-                if isinstance(shape, torch.Size):
-                    self.partitions.write(run, self._receive(source.get(key), shape, torch.float32), key)
-        self._finish_optimizer_load(outline["loss_scale"])
 
     def _finish_optimizer_load(self, loss_scale: Mapping[str, Any]) -> None:
         """Take up the fp16 loss scale, and connect parameters with state that is new."""

@@ -103,12 +103,10 @@ def hidden_size_of(config: Any, where: str = "model.config") -> Fact | None:
     if config is None:
         return None
     own: Mapping[str, Any] = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
-    size = own.get("hidden_size") or getattr(config, "hidden_size", None)
-    sizes = own.get("hidden_sizes") or getattr(config, "hidden_sizes", None)
-    if isinstance(size, int):
-        return Fact(size, f"{where}.hidden_size")
-    if isinstance(sizes, list | tuple) and sizes:
-        return Fact(max(sizes), f"{where}.hidden_sizes")
+    for name in ("hidden_size", "hidden_sizes"):
+        size = own.get(name) or getattr(config, name, None)
+        if size and isinstance(size, int | list | tuple):
+            return Fact(size if isinstance(size, int) else max(size), f"{where}.{name}")
     nested = {name: hidden_size_of(item, f"{where}.{name}") for name, item in own.items() if _is_config(name, item)}
     found = [fact for fact in nested.values() if fact is not None]
     return nested.get("text_config") or max(found, key=lambda fact: fact.value, default=None)
@@ -191,6 +189,15 @@ def _same(value: Any, other: Any) -> bool:
     if isinstance(value, list | tuple) and isinstance(other, list | tuple):
         return list(value) == list(other)
     return bool(value == other)
+
+
+def _complete(micro: int | None, steps: int | None, world_size: int, total: int | None) -> tuple[int, int]:
+    """Return the rows of a micro-batch and the accumulation steps; of an unknown one, as many as `total` needs."""
+    if total is None:
+        return micro or 1, steps or 1
+    if micro is None:
+        return max(1, total // ((steps or 1) * world_size)), steps or 1
+    return micro, steps or max(1, total // (micro * world_size))
 
 
 def _is_count(value: Any) -> bool:
@@ -339,19 +346,14 @@ class _Resolver:
     def _batch(self) -> None:
         """Complete the three batch sizes: rows of an update = rows of a micro-batch x accumulation x ranks."""
         before, world, fact = len(self.problems), self.facts.world_size, self.facts.micro_batch_size
-        micro = self._count(_MICRO_BATCH, None if fact is not None and fact.is_default else fact)
+        micro = self._count(_MICRO_BATCH, fact if fact and not fact.is_default else None)
         steps = self._count("gradient_accumulation_steps", self.facts.accumulation_steps)
         total = self._count("train_batch_size", None)
         if len(self.problems) > before:
             total = None  # the rest of the checks can go on
         elif micro is None and total is None:
             micro = self._rows_of_loader()
-        if micro is None and total is not None:
-            micro = max(1, total // ((steps or 1) * world))
-        micro = micro or 1
-        if steps is None and total is not None:
-            steps = max(1, total // (micro * world))
-        steps = steps or 1
+        micro, steps = _complete(micro, steps, world, total)
         product = micro * steps * world
         if total not in (None, product):
             self.problems.append(

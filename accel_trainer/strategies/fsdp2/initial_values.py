@@ -80,7 +80,8 @@ def compare_values(model: nn.Module, process: ProcessContext, *, may_await: bool
     dist.broadcast_object_list(sent, src=0)
     main: Mapping[str, _Fact] = sent[0]
     kind = type(model).__name__
-    error = _mismatch(kind, process.rank, own, main, may_await)
+    error = _model_mismatch(kind, process.rank, own, main)
+    error = error or _device_mismatch(kind, process.rank, own, main, may_await)
     gather_or_raise(process, f"comparison of {kind} over the ranks", error)
     found = [(_differs(own[name], fact), own[name].is_meta and not fact.is_meta) for name, fact in main.items()]
     flags = torch.tensor(found, dtype=torch.int32, device=process.device)
@@ -97,25 +98,29 @@ def _differs(own: _Fact, main: _Fact) -> bool:
     return not own.is_meta and own.fingerprint != main.fingerprint
 
 
-def _mismatch(
-    kind: str, rank: int, own: Mapping[str, _Fact], main: Mapping[str, _Fact], may_await: bool
-) -> ConfigError | None:
-    """Return the error of a rank whose model is not rank 0's, or has values on other devices."""
+def _model_mismatch(kind: str, rank: int, own: Mapping[str, _Fact], main: Mapping[str, _Fact]) -> ConfigError | None:
+    """Return the error of a rank whose model has other tensors than rank 0's."""
     for name in {**main, **own}:
         if main.get(name, ())[:2] != own.get(name, ())[:2]:
             return ConfigError(
                 f"{kind} is not the same model on rank {rank} as on rank 0: {name!r} is {own.get(name, 'absent')} here "
                 f"and {main.get(name, 'absent')} there; build it from one configuration on every rank"
             )
-    without_values = next((name for name in own if own[name].is_meta and not main[name].is_meta), None)
-    with_values = next((name for name in own if not own[name].is_meta and main[name].is_meta), None)
-    if with_values is None and (without_values is None or may_await):
+    return None
+
+
+def _device_mismatch(
+    kind: str, rank: int, own: Mapping[str, _Fact], main: Mapping[str, _Fact], may_await: bool
+) -> ConfigError | None:
+    """Return the error of a rank that has values where rank 0 has none, or the other way round."""
+    extra = next((name for name in own if main[name].is_meta and not own[name].is_meta), None)
+    lacking = None if may_await else next((name for name in own if own[name].is_meta and not main[name].is_meta), None)
+    name, meta_rank, other_rank = (lacking, rank, 0) if extra is None else (extra, 0, rank)
+    if name is None:
         return None
-    meta_rank, other_rank = (0, rank) if with_values else (rank, 0)
     return ConfigError(
-        f"{with_values or without_values!r} of {kind} is on the meta device on rank {meta_rank} and has values on rank "
-        f"{other_rank}; give it values on every rank, on none, or, with fsdp.cpu_ram_efficient_loading=true, on rank 0 "
-        "alone"
+        f"{name!r} of {kind} is on the meta device on rank {meta_rank} and has values on rank {other_rank}; give it "
+        "values on every rank, on none, or, with fsdp.cpu_ram_efficient_loading=true, on rank 0 alone"
     )
 
 

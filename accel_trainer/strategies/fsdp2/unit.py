@@ -78,12 +78,11 @@ class FSDP2Unit(NativeUnit):
                 continue
             module.unshard()
             layer: nn.Module = module  # type: ignore[assignment]  # the mixin does not say that it is one
-            gathered = [(f"{prefix}.{name}" if prefix else name, p) for name, p in layer.named_parameters()]
-            own = [(name, p) for name, p in gathered if name in sharded and not isinstance(p, DTensor)]
-            is_mixed = any(p.dtype != sharded[name].dtype for name, p in own)
-            local.update((name, p.grad.detach()) for name, p in own if p.grad is not None)
+            named = dict(layer.named_parameters(prefix))
+            own = {name: p for name, p in named.items() if name in sharded and not isinstance(p, DTensor)}
+            local |= {name: p.grad.detach() for name, p in own.items() if p.grad is not None}
             module.reshard()
-            if is_mixed:
+            if any(p.dtype != sharded[name].dtype for name, p in own.items()):
                 return None
         return HeldGradients(_average_over_ranks(sharded, local), is_mean=True)
 

@@ -29,6 +29,7 @@ from accel_trainer.checkpoint.reader import StoredCheckpoint
 from accel_trainer.checkpoint.shards import ShardedTensors, StoredShards
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.shared_errors import raise_together
+from accel_trainer.strategies.api import CheckpointIO
 from accel_trainer.strategies.parameter_state.matching import EXTRA_STATE, match_groups, match_model, uncompiled_name
 
 __all__ = [
@@ -131,8 +132,8 @@ class LazyFullTensor:
         return self._io.gather(self._tensor)
 
 
-class BaseCheckpointIO(ABC):
-    """`strategies.api.CheckpointIO` over an engine's way to gather, fill, shard and read single tensors."""
+class BaseCheckpointIO(CheckpointIO, ABC):
+    """State in and out of a unit, by an engine's way to gather, fill, shard and read single tensors."""
 
     engine_name: str
     """For messages."""
@@ -244,10 +245,6 @@ class BaseCheckpointIO(ABC):
         lazy: dict[int, LazyTensor] = {}
         return {name: lazy.setdefault(id(t), LazyFullTensor(self, t)) for name, t in self.model_tensors()}
 
-    def load_full_model_state(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
-        """Load a full state at once; see `plan_full_model_load`."""
-        self.plan_full_model_load(state, strict=strict)()
-
     def plan_full_model_load(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Callable[[], None]:
         """Check rank 0's full state, and return the call that loads it; see `CheckpointIO.plan_full_model_load`.
 
@@ -279,15 +276,8 @@ class BaseCheckpointIO(ABC):
         if not self.has_optimizer:
             raise ConfigError(f"{type(self.module).__name__} has no optimizer to save or load; pass one to prepare()")
 
-    def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Load a full optimizer state at once; see `plan_full_optimizer_load`."""
-        self.plan_full_optimizer_load(state)()
-
     def plan_full_optimizer_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Check rank 0's full state, and return the call that loads it; see `CheckpointIO.plan_full_optimizer_load`.
-
-        Groups are found by their parameters: in which optimizer they are, and in what order, may have changed.
-        """
+        """Check rank 0's full state, and return the call that loads it; see `CheckpointIO.plan_full_optimizer_load`."""
         self.require_optimizer()
         outline = broadcast_object(self.outline_optimizers(state) if current_rank() == 0 else None)
         if isinstance(outline, str):
@@ -323,10 +313,6 @@ class BaseCheckpointIO(ABC):
         ranks = range(world_size())
         total = self.shard_model(self._distinct_tensors()[0], ranks).num_bytes
         return total + self.shard_optimizers(ranks)[0].num_bytes if self.has_optimizer else total
-
-    def load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> None:
-        """Load what any number of ranks saved, at once; see `plan_load`."""
-        self.plan_load(stored, prefix, weights=weights)()
 
     def plan_load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> Callable[[], None]:
         """Check a saved unit, and return the call that reads this rank's boxes; see `CheckpointIO.plan_load`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,10 +27,11 @@ def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", OWN_STATE)}
 
 
-def _describe_names(names: Sequence[str]) -> str:
-    """Return the first ten names, and how many more there are."""
+def _describe(problem: str, names: Sequence[str]) -> list[str]:
+    """Return a problem with the first ten of its names; nothing where it has none."""
     shown = ", ".join(repr(name) for name in names[:10])
-    return f"{shown} and {len(names) - 10} more" if len(names) > 10 else shown
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return [f"{problem}: {shown}{more}"] if names else []
 
 
 def match_model(
@@ -46,27 +48,32 @@ def match_model(
         saved: tensors by name, of which only the shapes are read.
         shape_of: the unsharded shape of one of `own`.
     """
-    aliases: dict[int, list[str]] = {}
-    for name, tensor in own.items():
-        aliases.setdefault(id(tensor), []).append(name)
-    found = [(names[0], next((name for name in names if name in saved), None)) for names in aliases.values()]
-    pairs = [(name, stored) for name, stored in found if stored is not None]
-    problems = [
-        f"{name} is {tuple(saved[stored].shape)} in the checkpoint and {shape_of(own[name])} in the model"
-        for name, stored in pairs
-        if tuple(saved[stored].shape) != shape_of(own[name]) and name.rpartition(".")[2] != EXTRA_STATE
-    ][:10]
+    saved_names = _saved_names(own, saved)
+    pairs = [(name, saved_name) for name, saved_name in saved_names.items() if saved_name is not None]
+    problems = []
+    for name, saved_name in pairs:
+        found, expected = tuple(saved[saved_name].shape), shape_of(own[name])
+        if found != expected and name.rpartition(".")[2] != EXTRA_STATE:
+            problems.append(f"{name} is {found} in the checkpoint and {expected} in the model")
+    del problems[10:]
     if strict:
-        missing = [name for name, stored in found if stored is None]
-        unexpected = [name for name in saved if name not in own]
-        problems += [f"missing in the checkpoint: {_describe_names(missing)}"] if missing else []
-        problems += [f"not in the model: {_describe_names(unexpected)}"] if unexpected else []
+        missing = [name for name, saved_name in saved_names.items() if saved_name is None]
+        problems += _describe("missing in the checkpoint", missing)
+        problems += _describe("not in the model", [name for name in saved if name not in own])
     if problems:
         return (
             f"the checkpoint does not fit {type(module).__name__}: {'; '.join(problems)}. "
             "Build the model that was saved, or load with strict=False where names may differ"
         )
     return pairs
+
+
+def _saved_names(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> dict[str, str | None]:
+    """Return, by the first name of each distinct tensor, the first of its names that is saved."""
+    aliases: dict[int, list[str]] = {}
+    for name, tensor in own.items():
+        aliases.setdefault(id(tensor), []).append(name)
+    return {names[0]: next((name for name in names if name in saved), None) for names in aliases.values()}
 
 
 def match_groups(saved: Mapping[str, Any], own_groups: Sequence[Sequence[str]]) -> list[Any] | str:
@@ -79,11 +86,9 @@ def match_groups(saved: Mapping[str, Any], own_groups: Sequence[Sequence[str]]) 
     remaining = list(saved.get("param_groups", []))
     saved_groups = [list(group["params"]) for group in remaining]
     if sorted(saved_groups) != sorted(list(names) for names in own_groups):
-        saved_names = {name for names in saved_groups for name in names}
-        own_names = {name for names in own_groups for name in names}
-        missing, unexpected = sorted(own_names - saved_names), sorted(saved_names - own_names)
-        differences = [f"missing in the state: {_describe_names(missing)}"] if missing else []
-        differences += [f"not in this optimizer: {_describe_names(unexpected)}"] if unexpected else []
+        saved_names, own_names = set(itertools.chain(*saved_groups)), set(itertools.chain(*own_groups))
+        differences = _describe("missing in the state", sorted(own_names - saved_names))
+        differences += _describe("not in this optimizer", sorted(saved_names - own_names))
         return (
             f"the optimizer state was saved for {len(saved_groups)} group(s) of {len(saved_names)} parameter(s), and "
             f"this optimizer has {len(own_groups)} group(s) of {len(own_names)}; "
