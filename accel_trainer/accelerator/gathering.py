@@ -33,9 +33,8 @@ class AcceleratorGathering(AcceleratorSettings):
             ProcessGroupError: with `debug`, or where ranks hold unequally many samples of a step, the ranks' shapes do
                 not fit together and neither is given.
         """
-        loader = self.gradient_state.active_dataloader
         rows = self.gradient_state.rows_over(self.process.world_size)
-        is_uneven = rows is not None and (not rows.is_even or loader.yields_items)
+        is_uneven = rows is not None and (not rows.is_even or self.gradient_state.loaders[-1].yields_items)
         if is_uneven and pad_index is None and not as_samples:
             # A value that a rank computed from its batch has as many rows as that batch.
             return gather_unknown_rows(tensor, self.process)

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from accel_trainer.config import Resolved, SourceKind, resolve
+from accel_trainer.data.loader import PreparedDataLoader
+from accel_trainer.data.plan import BatchRows
 from accel_trainer.data.splitting import split_evenly
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin, DeepSpeedPlugins
@@ -348,11 +350,11 @@ class GradientState:
         self.num_steps = num_steps
         """Micro-batches of a full accumulation window."""
         self.sync_gradients = True
-        self.loaders: list[Any] = []
+        self.loaders: list[PreparedDataLoader] = []
         """Prepared loaders that are being iterated, the innermost last."""
 
     @property
-    def active_dataloader(self) -> Any:
+    def active_dataloader(self) -> PreparedDataLoader | None:
         """The innermost prepared loader that is being iterated; None outside of loops."""
         return self.loaders[-1] if self.loaders else None
 
@@ -362,11 +364,11 @@ class GradientState:
         return bool(self.loaders)
 
     @property
-    def rows(self) -> Any:
+    def rows(self) -> BatchRows | None:
         """Rows of every rank in the active loader's current step; None outside of loops."""
         return self.loaders[-1].rows if self.loaders else None
 
-    def rows_over(self, num_ranks: int) -> Any:
+    def rows_over(self, num_ranks: int) -> BatchRows | None:
         """Return the rows of the current step where the active loader is sharded over `num_ranks`, else None."""
         rows = self.loaders[-1].rows if self.loaders else None
         return rows if rows is not None and len(rows.rows) == num_ranks else None
@@ -379,7 +381,7 @@ class GradientState:
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the active loader's current batch is its last."""
-        return self.in_dataloader and bool(self.active_dataloader.end_of_dataloader)
+        return self.in_dataloader and self.loaders[-1].end_of_dataloader
 
     @property
     def remainder(self) -> int:
@@ -387,11 +389,11 @@ class GradientState:
         rows = self.rows
         return sum(rows.rows) if rows is not None and rows.is_last and rows.padded else -1
 
-    def begin(self, loader: Any) -> None:
+    def begin(self, loader: PreparedDataLoader) -> None:
         """A loader's iteration begins."""
         self.loaders.append(loader)
 
-    def end(self, loader: Any) -> None:
+    def end(self, loader: PreparedDataLoader) -> None:
         """A loader's iteration ends, by exhaustion or because its loop was left."""
         for position in range(len(self.loaders) - 1, -1, -1):
             if self.loaders[position] is loader:  # the innermost pass: a loader may be iterated within itself
