@@ -77,14 +77,18 @@ def _seed(value: int) -> None:
     torch.manual_seed(value)
 
 
+def _seed_mixed(*entropy: int) -> None:
+    """Seed from several numbers, hashed so that neighbouring ranks and seeds have unrelated streams."""
+    _seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
+
+
 def seed_own_streams(process: ProcessContext) -> None:
     """Give this rank streams of its own if all ranks draw from those of one `set_seed`. Ranks do not communicate."""
     global _seed_in_common
     if _seed_in_common is None:
         return
     if process.rank > 0:
-        mixed = np.random.SeedSequence([_seed_in_common % 2**64, process.rank])
-        _seed(int(mixed.generate_state(1, np.uint64)[0]))
+        _seed_mixed(_seed_in_common % 2**64, process.rank)
     _seed_in_common = None
 
 
@@ -131,8 +135,7 @@ def reseed_from_saved(saved: Mapping[str, Any], rank: int) -> None:
     global _seed_in_common
     _seed_in_common = None
     digest = hashlib.sha256(saved["torch"].numpy().tobytes()).digest()
-    mixed = np.random.SeedSequence([int.from_bytes(digest, "big"), rank])
-    _seed(int(mixed.generate_state(1, np.uint64)[0]))
+    _seed_mixed(int.from_bytes(digest, "big"), rank)
 
 
 def check_rng_types(rng_types: Iterable[str], device: torch.device) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from accel_trainer.errors import ConfigError
 from accel_trainer.tree import leaves, map_leaves, rebuild_mapping
 
-__all__ = ["concatenate", "find_batch_size", "is_tensor", "recursively_apply", "send_to_device"]
+__all__ = ["concatenate", "find_batch_size", "is_tensor", "pad_to", "recursively_apply", "send_to_device"]
 
 
 def is_tensor(node: Any) -> bool:
@@ -100,6 +100,15 @@ def recursively_apply(
     return map_leaves(apply, data, is_leaf=test_type)
 
 
+def pad_to(tensor: Tensor, shape: Sequence[int], value: float) -> Tensor:
+    """Return a tensor of a larger shape that begins with `tensor` and has `value` elsewhere; itself if it fits."""
+    if tuple(tensor.shape) == tuple(shape):
+        return tensor
+    padded = tensor.new_full(tuple(shape), value)
+    padded[tuple(map(slice, tensor.shape))] = tensor
+    return padded
+
+
 def _is_column(node: Any) -> bool:
     """A tensor, or a list that holds no tensor and no nesting: one value for each sample."""
     return isinstance(node, Tensor) or (
@@ -122,11 +131,6 @@ def _fill(tensors: list[Tensor], dim: int, pad_index: float) -> list[Tensor]:
     largest = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
     filled = []
     for tensor in tensors:
-        shape = list(largest)
-        shape[dim] = tensor.shape[dim]
-        if list(tensor.shape) != shape:
-            padded = tensor.new_full(shape, pad_index)
-            padded[tuple(map(slice, tensor.shape))] = tensor
-            tensor = padded
-        filled.append(tensor)
+        largest[dim] = tensor.shape[dim]
+        filled.append(pad_to(tensor, largest, pad_index))
     return filled

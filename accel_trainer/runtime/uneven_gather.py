@@ -11,6 +11,7 @@ from torch import Tensor
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.collective_checks import UNEVEN_HINT, check_same_call, describe_rows
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.tensor_trees import pad_to
 from accel_trainer.runtime.transport import gather_tensor, map_tensors, tensors_of
 
 __all__ = ["check_pad_value", "check_uneven_options", "gather_any_shapes", "gather_known_rows", "gather_unknown_rows"]
@@ -104,8 +105,8 @@ def gather_any_shapes(data: Any, process: ProcessContext, *, pad_index: float | 
     tensors = tensors_of("gather", data)
     for tensor in tensors:
         check_pad_value(pad_index or 0, tensor.dtype)
-    mine = [tuple(tensor.shape) or (1,) for tensor in tensors]
-    shapes = iter(zip(*check_same_call("gather", describe_rows(tensors, None), process, value=mine), strict=True))
+    own = [tuple(tensor.shape) or (1,) for tensor in tensors]
+    shapes = iter(zip(*check_same_call("gather", describe_rows(tensors, None), process, value=own), strict=True))
     return map_tensors("gather", lambda tensor: _gather_shapes(tensor, next(shapes), process, pad_index), data)
 
 
@@ -119,9 +120,9 @@ def gather_unknown_rows(data: Any, process: ProcessContext) -> Any:
         ProcessGroupError: the ranks' tensors differ in number, dtype or another dimension.
     """
     tensors = tensors_of("gather", data)
-    mine = [tuple(tensor.shape) or (1,) for tensor in tensors]
-    tails = [f"has rows of {shape[1:]} and {tensor.dtype}" for tensor, shape in zip(tensors, mine, strict=True)]
-    shapes = iter(zip(*check_same_call("gather", tails, process, value=mine, way_out=UNEVEN_HINT), strict=True))
+    own = [tuple(tensor.shape) or (1,) for tensor in tensors]
+    tails = [f"has rows of {shape[1:]} and {tensor.dtype}" for tensor, shape in zip(tensors, own, strict=True)]
+    shapes = iter(zip(*check_same_call("gather", tails, process, value=own, way_out=UNEVEN_HINT), strict=True))
     return map_tensors("gather", lambda tensor: _gather_shapes(tensor, next(shapes), process, 0), data)
 
 
@@ -146,9 +147,7 @@ def _gather_rows(tensor: Tensor, sizes: Sequence[int], process: ProcessContext) 
         return gather_tensor(tensor, process)
     per_row = _rows_for_each(tensor, sizes[process.rank])
     largest = max(sizes) * per_row
-    padded = tensor.new_zeros((largest, *tensor.shape[1:]))
-    padded[: tensor.shape[0]] = tensor.detach()
-    blocks = gather_tensor(padded, process).split(largest)
+    blocks = gather_tensor(pad_to(tensor.detach(), (largest, *tensor.shape[1:]), 0), process).split(largest)
     return torch.cat([block[: size * per_row] for block, size in zip(blocks, sizes, strict=True)])
 
 
@@ -159,10 +158,7 @@ def _gather_shapes(
     if tensor.ndim == 0:
         tensor = tensor[None]
     largest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
-    if any(shape != largest for shape in shapes):
-        padded = tensor.new_full(largest, 0 if pad_index is None else pad_index)
-        padded[tuple(map(slice, tensor.shape))] = tensor.detach()
-        tensor = padded
+    tensor = pad_to(tensor.detach(), largest, pad_index or 0)
     blocks = gather_tensor(tensor, process).unflatten(0, (len(shapes), largest[0]))
     if pad_index is None:
         return [row for block, shape in zip(blocks, shapes, strict=True) for row in block[tuple(map(slice, shape))]]
