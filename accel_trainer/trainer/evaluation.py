@@ -129,6 +129,11 @@ class _Batch:
     """Valid rows, the first ones; None when the number of rows is not known."""
     is_last: bool
 
+    def drop_filler(self, data: Any) -> Any:
+        """Return data of this batch, without its rows where all of them are padding."""
+        size = find_batch_size(self.inputs) if self.rows == 0 else None
+        return data if size is None else trim_rows(data, size, 0)
+
 
 def _batches(dataloader: DataLoader, rank: int) -> Iterator[_Batch]:
     """Yield the batches of this rank without the rows that are padding, by the loader's plan.
@@ -177,9 +182,7 @@ class _Pass:
         weight = self._weight(batch)
         loss, logits, labels = trainer.prediction_step(model, batch.inputs, loss_only, ignore_keys=ignore_keys)
         rows = batch.rows if batch.rows is not None else find_batch_size(logits) or 1
-        if batch.rows == 0:
-            size = find_batch_size(batch.inputs)
-            logits, labels = _no_rows(logits, size), _no_rows(labels, size)
+        logits, labels = batch.drop_filler(logits), batch.drop_filler(labels)
         self.num_rows += rows
         if logits is not None and trainer.preprocess_logits_for_metrics is not None:
             logits = trainer.preprocess_logits_for_metrics(logits, labels)
@@ -212,8 +215,7 @@ class _Pass:
 
     def _main_input(self, batch: _Batch) -> Any:
         name = getattr(self.trainer.model, "main_input_name", "input_ids")
-        values = self.trainer._prepare_input(batch.inputs[name])
-        return _no_rows(values, find_batch_size(batch.inputs)) if batch.rows == 0 else values
+        return batch.drop_filler(self.trainer._prepare_input(batch.inputs[name]))
 
     def _batch_metrics(self, batch: _Batch, losses: Any, logits: Any, labels: Any) -> None:
         """Hand the global batch to `compute_metrics`. Collective."""
@@ -224,8 +226,8 @@ class _Pass:
         if self.wants_losses and losses is not None:
             extra["losses"] = gather_steps([losses], trainer.accelerator, device)
         if self.wants_inputs:
-            inputs = batch.inputs if batch.rows != 0 else _no_rows(batch.inputs, find_batch_size(batch.inputs))
-            extra["inputs"] = gather_steps([trainer._prepare_inputs(inputs)], trainer.accelerator, device)
+            inputs = trainer._prepare_inputs(batch.drop_filler(batch.inputs))
+            extra["inputs"] = gather_steps([inputs], trainer.accelerator, device)
         self.metrics = trainer.compute_metrics(
             EvalPrediction(
                 predictions=gather_steps([logits], trainer.accelerator, device),
@@ -260,10 +262,6 @@ class _Pass:
         """Return the number of samples over all ranks. Collective."""
         accelerator = self.trainer.accelerator
         return sum(accelerator.gather_object([self.num_rows])) if accelerator.num_processes > 1 else self.num_rows
-
-
-def _no_rows(data: Any, size: int | None) -> Any:
-    return trim_rows(data, size, 0) if size is not None else data
 
 
 def run_evaluation(

@@ -148,11 +148,11 @@ def gather_steps(steps: Sequence[Any], accelerator: Accelerator, device: torch.d
     columns = _columns(steps)
     own_specs = [_spec_of(column) for column in columns]
     structure = map_leaves(lambda leaf: None, steps[0], is_leaf=_is_tensor) if steps else None
-    offers = accelerator.gather_object([(structure, own_specs)])
-    structure, known = next(offer for offer in offers if offer[1])
+    offers = accelerator.gather_object([(bool(steps), structure, own_specs)])
+    _, structure, known = next((offer for offer in offers if offer[0]), offers[0])
     gathered = []
     for index, example in enumerate(known):
-        by_rank = [specs[index] if specs else _LeafSpec(example.dtype, ()) for _, specs in offers]
+        by_rank = [specs[index] if has_steps else _LeafSpec(example.dtype, ()) for has_steps, _, specs in offers]
         merged = _merge(by_rank)
         own = _join(columns[index], own_specs[index], "cpu") if columns else _new_full(0, merged, "cpu")
         gathered.append(_gather_rows(own, by_rank, merged, accelerator, device))

@@ -77,15 +77,17 @@ def gather_all() -> Any:
 
     accelerator = Accelerator(cpu=True)
     ragged = [gather_ragged(accelerator, dtype, piece_bytes) for dtype, piece_bytes in CASES]
-    return ragged, gather_from_one(accelerator)
+    no_tensors = gather_steps([()] if accelerator.is_main_process else [], accelerator)
+    return ragged, gather_from_one(accelerator), no_tensors
 
 
 @pytest.mark.multirank
 def test_ranks_are_interleaved_step_by_step_and_one_without_steps_learns_the_structure():
-    for ragged, from_one in run_ranks(gather_all, 2):
+    for ragged, from_one, no_tensors in run_ranks(gather_all, 2):
         assert len(ragged) == len(CASES)
         for result in ragged:
             assert result[:, 0].tolist() == [0, 1, 1, 10, 11, 11, 20]
             assert result[0].tolist() == [0, 0, -100]
             assert result[1].tolist() == [1, 1, 1]
         assert from_one == ([0, 1, 2], (3, 2), True)
+        assert no_tensors == ()
