@@ -35,7 +35,7 @@ MOVED_MODULES = {
     "checkpoint.replacing": "checkpoint.commit.rename",
     "checkpoint.retention": "checkpoint.commit.retention",
     "checkpoint.slices": "checkpoint.format.boxes",
-    "checkpoint.spool": "checkpoint.weights.gather_to_file",
+    "checkpoint.spool": "checkpoint.weights.writing",
     "checkpoint.staged": "checkpoint.commit.staging",
     "checkpoint.state": "checkpoint.train_state",
     "checkpoint.stock": "checkpoint.interop.hf_fsdp_export",

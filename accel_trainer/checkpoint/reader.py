@@ -1,4 +1,4 @@
-"""A checkpoint on disk that is read: its manifest first, then files whose contents have been compared with it."""
+"""A stored checkpoint, read: its manifest first, then files whose contents were compared with it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from accel_trainer.checkpoint.format.boxes import balance_bytes
 from accel_trainer.checkpoint.format.manifest import Manifest, parse_json
 from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile
-from accel_trainer.checkpoint.format.verification import check_files, find_extra, warn_of_writers
+from accel_trainer.checkpoint.format.verification import check_files, refuse_extra_files, warn_of_writers
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.process import ProcessContext
@@ -17,7 +18,7 @@ from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 __all__ = ["StoredCheckpoint", "Verify", "check_verify", "open_checkpoint"]
 
 Verify = Literal["full", "size", "off"]
-"""How much of a file is compared with the manifest before it is used: contents, length, or nothing."""
+"""The comparison of a file with the manifest before it is used: of contents, of the length, or none."""
 
 
 def check_verify(verify: str) -> Verify:
@@ -45,21 +46,16 @@ class StoredCheckpoint:
         self.path = path
         self.verify = verify
         self.manifest = Manifest.read(path)
-        self._process = process
+        self.process = process
         self._verified: set[str] = set()
         if verify != "off":
-            find_extra(path, self.manifest)
-
-    @property
-    def process(self) -> ProcessContext:
-        """The rank that reads."""
-        return self._process
+            refuse_extra_files(path, self.manifest)
 
     def __contains__(self, name: object) -> bool:
         return name in self.manifest.files if self.manifest.has_checksums else (self.path / str(name)).is_file()
 
     def file(self, name: str) -> Path:
-        """Return the path of a file whose contents are what was written.
+        """Return the path of a file once its contents were verified.
 
         Raises:
             CheckpointNotFoundError: the checkpoint has no such file, or it is gone.
@@ -78,11 +74,11 @@ class StoredCheckpoint:
 
     @property
     def _num_threads(self) -> int:
-        """This rank's part of the node's cores."""
-        return min(16, cores_of_rank(self._process.local_world_size))
+        """This rank's share of the node's cores; more than 16 readers do not speed up one disk."""
+        return min(16, cores_of_rank(self.process.local_world_size))
 
     def verify_together(self, names: Iterable[str] | None = None) -> None:
-        """Verify what the ranks are about to read: each file once per node, shared out over its ranks. Collective.
+        """Verify the files that the ranks will read: each once per node, balanced over its ranks. Collective.
 
         Args:
             names: files that this rank will read; None means all.
@@ -97,10 +93,10 @@ class StoredCheckpoint:
             raise CorruptCheckpointError(flaw)
 
     def find_flaw_together(self, names: Iterable[str] | None = None) -> str | None:
-        """As `verify_together`, and return what is corrupt, the same on all ranks; None when all is well."""
+        """As `verify_together`, and return the first flaw, the same on all ranks; None when all is well."""
         section = f"verification of {self.path}"
         wanted = [name for name in (self.manifest.files if names is None else names) if name in self.manifest.files]
-        asked = gather_or_raise(self._process, section, None, wanted)
+        asked = gather_or_raise(self.process, section, None, wanted)
         flaw, error = None, None
         try:
             self.check(self._share(asked))
@@ -108,32 +104,26 @@ class StoredCheckpoint:
             flaw = str(found)
         except Exception as raised:
             error = raised
-        flaws = gather_or_raise(self._process, section, error, flaw)
+        flaws = gather_or_raise(self.process, section, error, flaw)
         self._verified.update(wanted)
         return next((flaw for flaw in flaws if flaw is not None), None)
 
     def _share(self, asked: list[list[str]]) -> list[str]:
-        """Return what this rank verifies of what the ranks of its node will read: about as many bytes as the others."""
-        files, process = self.manifest.files, self._process
+        """Return the files that this rank verifies of those that the ranks of its node will read."""
+        process = self.process
         first = process.rank - process.local_rank
         node = range(first, min(first + process.local_world_size, process.world_size))
-        loads = dict.fromkeys(node, 0)
-        share = []
-        together = {name for rank in node for name in asked[rank]}
-        for name in sorted(together, key=lambda name: (-files[name].num_bytes, name)):
-            rank = min(loads, key=lambda rank: (loads[rank], rank))
-            # A byte more, so that many small files spread too.
-            loads[rank] += files[name].num_bytes + 1
-            if rank == process.rank:
-                share.append(name)
-        return share
+        together = sorted({name for rank in node for name in asked[rank]})
+        # A byte more, so that many small files spread too.
+        takers = balance_bytes([self.manifest.files[name].num_bytes + 1 for name in together], len(node))
+        return [name for name, taker in zip(together, takers, strict=True) if node[taker] == process.rank]
 
     def tensors(self, name: str) -> SafetensorsFile:
         """Return the tensors of a safetensors file by name, each read when it is asked for."""
         return SafetensorsFile(self.file(name))
 
     def json(self, name: str) -> Any:
-        """Return what `write_json` was given."""
+        """Return the data that `write_json` was given."""
         path = self.file(name)
         return parse_json(path.read_bytes(), path)
 

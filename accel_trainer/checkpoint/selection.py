@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accel_trainer.checkpoint.commit.retention import PREFIX, numbered_checkpoints, quarantine
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest
-from accel_trainer.checkpoint.format.verification import check_files, find_extra
+from accel_trainer.checkpoint.format.verification import check_files, refuse_extra_files
 from accel_trainer.checkpoint.reader import StoredCheckpoint, Verify
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError, CorruptCheckpointError
 
@@ -97,7 +97,7 @@ def _check_outline(path: Path, verify: Verify, kind: CheckpointKind) -> None:
         return
     manifest = Manifest.read(path)
     if verify != "off":
-        find_extra(path, manifest)
+        refuse_extra_files(path, manifest)
         check_files(path, manifest, manifest.files, "size", 1)
 
 

@@ -10,7 +10,7 @@ from accel_trainer.checkpoint.commit.lock import LOCK_NAME, DirectoryLock
 from accel_trainer.checkpoint.commit.rename import sweep
 from accel_trainer.checkpoint.commit.retention import is_complete, numbered_checkpoints, retire
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, Manifest
-from accel_trainer.checkpoint.format.verification import check_files, find_extra
+from accel_trainer.checkpoint.format.verification import check_checkpoint
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError
 from accel_trainer.runtime.cores import usable_cores
 
@@ -129,9 +129,7 @@ def _find(directory: Path) -> list[Path]:
 def _flaw(path: Path, mode: str) -> str | None:
     """Return why a checkpoint is not good, or None."""
     try:
-        manifest = Manifest.read(path)
-        find_extra(path, manifest)
-        check_files(path, manifest, manifest.files, mode, usable_cores())
+        check_checkpoint(path, mode, usable_cores())
     except (AccelTrainerError, OSError) as error:
         return str(error)
     return None

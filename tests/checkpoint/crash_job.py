@@ -15,7 +15,7 @@ from torch import nn
 from accel_trainer import Accelerator, ProjectConfiguration
 from accel_trainer.checkpoint.commit.retention import numbered_checkpoints
 from accel_trainer.checkpoint.format.manifest import Manifest
-from accel_trainer.checkpoint.format.verification import check_files, find_extra
+from accel_trainer.checkpoint.format.verification import check_files, refuse_extra_files
 from accel_trainer.errors import CheckpointNotFoundError
 from tests.ranks import RankFailure, preload, run_ranks
 
@@ -125,7 +125,7 @@ def assert_survived(directory: Path, *, explicit: bool = False) -> int:
     assert not list(directory.rglob("_bad-*"))
     for _, path in numbered_checkpoints(directory / "checkpoints"):
         manifest = Manifest.read(path)
-        find_extra(path, manifest)
+        refuse_extra_files(path, manifest)
         check_files(path, manifest, manifest.files, "full", 1)
     run.fill(held + 1)
     run.accelerator.save_state(source)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,15 @@ __all__ = ["Publication"]
 
 Tables = tuple[dict[str, FileEntry], dict[str, dict[str, TensorEntry]]]
 """The files and the tensors that a rank has written."""
+
+
+def _error_of(action: Callable[[], object]) -> BaseException | None:
+    """Return the error of an action, this rank's vote."""
+    try:
+        action()
+    except (Exception, SystemExit) as error:
+        return error
+    return None
 
 
 class Publication:
@@ -106,18 +116,11 @@ class Publication:
             DiskFullError: there is no room.
             ProcessGroupError: another rank failed.
         """
-        error: BaseException | None = None
-        try:
-            fault_point("save.begin", self.step)
-        except Exception as raised:
-            error = raised
+        error = _error_of(partial(fault_point, "save.begin", self.step))
         needs = gather_or_raise(self.process, self._section, error, self._need_bytes)
         name = f".tmp-{self.target.name}-{uuid.uuid4().hex[:8]}"
-        try:
-            if self.commits:
-                self._make(name, sum(needs[rank] for rank in self._ranks()))
-        except Exception as raised:
-            error = raised
+        if self.commits:
+            error = _error_of(partial(self._make, name, sum(needs[rank] for rank in self._ranks())))
         try:
             names = gather_or_raise(self.process, self._section, error, name)
         except BaseException:
@@ -126,10 +129,7 @@ class Publication:
         # The committing rank is the first of those whose files it commits.
         path = self.target.parent / names[self._first]
         self.staged = StagedDirectory(path, self.step, commits=self.commits, memory=self._memory, ranks=self._ranks())
-        try:
-            fault_point("save.tmp_made", self.step)
-        except Exception as raised:
-            self._error = raised
+        self._error = _error_of(partial(fault_point, "save.tmp_made", self.step))
         return self.staged
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
@@ -176,7 +176,7 @@ class Publication:
         assert staged is not None
         is_over = not keeps
         try:
-            error = self._error or self._finish_writing(staged)
+            error = self._error or _error_of(partial(self._finish_writing, staged))
             firsts = gather_or_raise(self.process, self._section, error, self._first, group)
             tables = self._gather_tables(staged, sorted(set(firsts)), group)
             with raise_together(self.process, f"publication of {self.target}", group):
@@ -202,14 +202,10 @@ class Publication:
             self._lock.release()
             self._lock = None
 
-    def _finish_writing(self, staged: StagedDirectory) -> BaseException | None:
-        try:
-            staged.write_deferred()
-            staged.sync_directories()
-            fault_point("save.before_vote", self.step)
-        except (Exception, SystemExit) as raised:
-            return raised
-        return None
+    def _finish_writing(self, staged: StagedDirectory) -> None:
+        staged.write_deferred()
+        staged.sync_directories()
+        fault_point("save.before_vote", self.step)
 
     def _gather_tables(
         self, staged: StagedDirectory, firsts: list[int], group: dist.ProcessGroup | None

@@ -13,7 +13,7 @@ from accel_trainer import logging
 from accel_trainer.checkpoint.commit.disk import fsync_path
 from accel_trainer.checkpoint.commit.lock import DirectoryLock, lock_of
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, Manifest
-from accel_trainer.checkpoint.format.verification import find_extra
+from accel_trainer.checkpoint.format.verification import refuse_extra_files
 from accel_trainer.errors import (
     CheckpointLockedError,
     CheckpointNotFoundError,
@@ -45,7 +45,7 @@ def check_target(target: Path) -> None:
             )
         try:
             if inside:
-                find_extra(target, Manifest.read(target))
+                refuse_extra_files(target, Manifest.read(target))
         except CorruptCheckpointError as error:
             if "does not name" in str(error):
                 raise ConfigError(f"{error}. A save would remove it") from error

@@ -14,8 +14,8 @@ from accel_trainer import logging
 from accel_trainer.checkpoint.commit.disk import fsync_path
 from accel_trainer.checkpoint.commit.lock import LOCK_NAME, DirectoryLock
 from accel_trainer.checkpoint.commit.rename import remove_tree
-from accel_trainer.checkpoint.format.manifest import MARKER_NAME, Manifest
-from accel_trainer.checkpoint.format.verification import check_files, find_extra
+from accel_trainer.checkpoint.format.manifest import MARKER_NAME
+from accel_trainer.checkpoint.format.verification import check_checkpoint
 from accel_trainer.errors import AccelTrainerError, CheckpointLockedError
 from accel_trainer.runtime.fault_injection import fault_point
 
@@ -47,9 +47,7 @@ def next_number(directory: Path, prefix: str = PREFIX) -> int:
 def is_complete(path: Path) -> bool:
     """Whether a checkpoint has its manifest, its marker, and every file at its length."""
     try:
-        manifest = Manifest.read(path)
-        find_extra(path, manifest)
-        check_files(path, manifest, manifest.files, "size", 1)
+        check_checkpoint(path, "size")
     except (AccelTrainerError, OSError):
         return False
     return True

@@ -95,10 +95,14 @@ class StagedDirectory(os.PathLike[str]):
         entries = {key: _tensor_entry(key, tensor, (slices or {}).get(key)) for key, tensor in tensors.items()}
         if self._memory is not None:
             fault_point("stage", self.step)
-            copies = self._memory.copy(tensors)
-            self._deferred.append(partial(self._write_tensors, name, copies, entries, metadata))
+            tensors = self._memory.copy(tensors)
+        self._write(partial(self._write_tensors, name, tensors, entries, metadata))
+
+    def _write(self, write: Callable[[], None]) -> None:
+        if self._memory is None:
+            write()
         else:
-            self._write_tensors(name, tensors, entries, metadata)
+            self._deferred.append(write)
 
     def _write_tensors(
         self,
@@ -116,11 +120,7 @@ class StagedDirectory(os.PathLike[str]):
     def write_json(self, name: str, value: Any) -> None:
         """Write plain data, such as `json.dumps` takes."""
         self._claim(name)
-        text = json.dumps(value).encode()
-        if self._memory is not None:
-            self._deferred.append(partial(self._write_bytes, name, text))
-        else:
-            self._write_bytes(name, text)
+        self._write(partial(self._write_bytes, name, json.dumps(value).encode()))
 
     def _write_bytes(self, name: str, text: bytes) -> None:
         with self._create(name, len(text)) as file:

@@ -14,7 +14,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from accel_trainer.checkpoint.format.boxes import Index
-from accel_trainer.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
+from accel_trainer.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
 
 __all__ = [
     "LazyRead",
@@ -235,15 +240,21 @@ class SafetensorsFile(TensorReader):
         """Open a safetensors file.
 
         Raises:
-            CorruptCheckpointError: it is none, or its header does not fit its length.
+            CheckpointNotFoundError: there is none.
+            CorruptCheckpointError: it is of another format, or its header does not fit its length.
         """
         self.path = path
         self._raw: BinaryIO | None = None
         try:
             self._file: Any = safe_open(path, framework="pt")
             self._names = dict.fromkeys(self._file.keys())
-        except SafetensorError as error:
-            raise CorruptCheckpointError(f"{path.absolute()} is not a safetensors file: {error}") from error
+        except FileNotFoundError:
+            raise CheckpointNotFoundError(f"{path.absolute()} is missing") from None
+        except (SafetensorError, OSError) as error:
+            raise CorruptCheckpointError(
+                f"{path.absolute()} is not a safetensors file, and cannot be read as weights or state "
+                f"({type(error).__name__}: {error}); is it damaged, or of another format?"
+            ) from error
 
     def __del__(self) -> None:
         if self._raw is not None:

@@ -12,7 +12,7 @@ from accel_trainer.checkpoint.format.checksums import BLOCK_BYTES, FileEntry, ha
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest
 from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError
 
-__all__ = ["check_files", "find_extra", "list_files", "warn_of_writers"]
+__all__ = ["check_checkpoint", "check_files", "list_files", "refuse_extra_files", "warn_of_writers"]
 
 logger = logging.get_logger(__name__)
 
@@ -25,7 +25,7 @@ def list_files(directory: Path) -> list[str]:
     return sorted(set(names) - {MANIFEST_NAME, MARKER_NAME})
 
 
-def find_extra(directory: Path, manifest: Manifest) -> None:
+def refuse_extra_files(directory: Path, manifest: Manifest) -> None:
     """Refuse files that the manifest does not name and that a reader might take; see `Manifest.reserves`.
 
     Raises:
@@ -55,6 +55,18 @@ def warn_of_writers(directory: Path) -> None:
                 stat.S_IMODE(mode),
             )
             return
+
+
+def check_checkpoint(directory: Path, mode: str, num_threads: int = 1) -> Manifest:
+    """Compare a checkpoint with its manifest, and return that; see `check_files`.
+
+    Raises:
+        CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError: it is not good.
+    """
+    manifest = Manifest.read(directory)
+    refuse_extra_files(directory, manifest)
+    check_files(directory, manifest, manifest.files, mode, num_threads)
+    return manifest
 
 
 def check_files(directory: Path, manifest: Manifest, names: Iterable[str], mode: str, num_threads: int) -> None:

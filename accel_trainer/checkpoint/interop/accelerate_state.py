@@ -1,11 +1,10 @@
-"""States that others have written: `save_state` of Hugging Face accelerate, and torch.distributed.checkpoint.
+"""States of Hugging Face accelerate's `save_state`, and directories of torch.distributed.checkpoint, loaded.
 
-Pickles among them are read as tensors, numbers, strings, lists and dicts only; whatever else they hold is refused.
+Pickles among them are read as tensors, numbers, strings, lists and dicts only; anything else in them is refused.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME
 from accel_trainer.checkpoint.interop.dcp import METADATA_NAME, DcpDirectory
 from accel_trainer.checkpoint.interop.export import find_weights
 from accel_trainer.checkpoint.train_state import TrainState
+from accel_trainer.checkpoint.weights.reading import load_torch_file
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import set_rng_state
@@ -41,7 +41,7 @@ def load_accelerate_or_dcp_state(directory: Path, state: TrainState, process: Pr
     """Load models, optimizers, schedules, loss scale, random streams and registered objects. Collective.
 
     Returns:
-        What was restored and what was not, for the user to read.
+        A report of the restored and the missing, for the user to read.
 
     Raises:
         CheckpointNotFoundError: something that this run has is not there.
@@ -50,7 +50,7 @@ def load_accelerate_or_dcp_state(directory: Path, state: TrainState, process: Pr
     """
     section = f"load of {directory}"
     has_all = not (directory / METADATA_NAME).is_file()
-    # All are read as far as they can be refused before the first is changed.
+    # Everything is checked before the first object changes.
     loads: list[Callable[[], None]] = []
     for index, unit in enumerate(state.units):
         if state.has_weights[index]:
@@ -76,7 +76,7 @@ def load_accelerate_or_dcp_state(directory: Path, state: TrainState, process: Pr
 
 
 def _on_main(process: ProcessContext, section: str, read: Callable[[], Any]) -> Any:
-    """Return what `read` returns on rank 0, and None elsewhere; its error is every rank's."""
+    """Call `read` on rank 0, and return its result there, None elsewhere; its error is raised on all ranks."""
     value, error = None, None
     if process.is_main:
         try:
@@ -102,20 +102,11 @@ def _required(directory: Path, name: str) -> Path:
 
 
 def _load(path: Path, *, is_mapped: bool = False) -> Any:
-    """Read a pickle of plain data. Mapped, its tensors stay in the file until they are used, where its format can."""
-    try:
-        with torch.serialization.safe_globals(_NUMPY):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped and is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        raise IncompatibleCheckpointError(
-            f"{path.absolute()} holds more than tensors, numbers and strings, and loading it could run code that it "
-            "contains; load it yourself if you trust it, and save a state_dict() of plain data"
-        ) from error
-    except Exception as error:  # torch has several errors of its own for a damaged file
-        raise IncompatibleCheckpointError(f"{path.absolute()} cannot be read: {error}") from error
+    with torch.serialization.safe_globals(_NUMPY):
+        return load_torch_file(path, is_mapped=is_mapped)
 
 
-# Random states have NumPy's arrays: their parts, under the names of NumPy 2 and 1.
+# Random states have NumPy's arrays: the globals of their pickles, under the names of NumPy 2 and 1.
 _RECONSTRUCT: Any = np.zeros(0).__reduce__()[0]
 _NUMPY: list[Any] = [
     np.ndarray,
@@ -137,7 +128,7 @@ def _optimizer(directory: Path, index: int, own: Mapping[str, Any]) -> Mapping[s
     shards = next((d for d in (directory / f"optimizer_{index}", directory) if (d / METADATA_NAME).is_file()), None)
     if shards is None:
         path = _required(directory, f"optimizer{_suffix(index)}.bin")
-        return name_parameters(_load(path, is_mapped=True), own, directory)
+        return name_parameters(_load(path, is_mapped=is_zipfile(path)), own, directory)
     stored = DcpDirectory(shards)
     outer = {path[0] for path in stored.paths.values()}
     key = next((key for key in ("optimizer", "optim") if key in outer), None)
@@ -170,7 +161,7 @@ def name_parameters(stored: Mapping[str, Any], own: Mapping[str, Any], path: Pat
 
 
 def _read_small(directory: Path, state: TrainState) -> list[tuple[Any, Any]]:
-    """Return schedulers, registered objects and the loss scale, each with the state that it is to take."""
+    """Return schedulers, registered objects and the loss scale, each with its stored state."""
     small: list[tuple[Any, Any]] = [
         (scheduler, _load(_required(directory, f"scheduler{_suffix(index)}.bin")))
         for index, scheduler in enumerate(state.schedulers)
@@ -188,7 +179,7 @@ def _read_small(directory: Path, state: TrainState) -> list[tuple[Any, Any]]:
 
 
 def _restore_streams(directory: Path, process: ProcessContext) -> str:
-    """Give this rank its random streams back where as many ranks saved them; say what was done."""
+    """Restore this rank's random streams where as many ranks saved them; return a report."""
     saved_by = len(list(directory.glob("random_states_*.pkl")))
     if saved_by != process.world_size:
         return f"saved by {saved_by} process(es) and loaded by {process.world_size}: random streams of this run"

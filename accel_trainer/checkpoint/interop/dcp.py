@@ -44,7 +44,7 @@ _RECORDS = {
 
 
 class _Record:
-    """What an object of torch's was made of: its attributes, or whatever stood in their place."""
+    """An object of torch's metadata, as plain attributes or constructor arguments."""
 
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
@@ -57,7 +57,7 @@ class _Record:
 
 
 class _RefusedError(Exception):
-    """A pickle asks for something else than records."""
+    """A pickle refers to something else than records."""
 
 
 class _RecordUnpickler(pickle.Unpickler):
@@ -80,7 +80,7 @@ class _RecordUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """Where something was written."""
+    """The bytes of a stored object."""
 
     file: str
     offset: int
@@ -91,7 +91,7 @@ class DcpDirectory(ShardedTensors):
     """The tensors of a directory by their flat names; `value` and `nested` read its other objects too."""
 
     def __init__(self, directory: Path) -> None:
-        """Read what is where.
+        """Read the metadata.
 
         Raises:
             CheckpointNotFoundError: there is no `.metadata`, or a file that it names is missing.

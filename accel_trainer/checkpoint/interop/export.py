@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME
 from accel_trainer.checkpoint.format.safetensors_file import TensorReader
@@ -23,7 +21,7 @@ __all__ = ["ALONE", "export_weights", "find_weights", "read_tied"]
 _SHARDED_NAMES = ("pytorch_model_fsdp_{}", "model_{}", "model")
 """Directories of shards below a checkpoint of Hugging Face accelerate or a Trainer."""
 _WEIGHTS = ("model", "pytorch_model")
-"""What files of weights begin with there."""
+"""Prefixes of weight files there."""
 ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
 """The process that converts a checkpoint."""
 
@@ -53,7 +51,7 @@ def find_weights(source: Path, unit: int = 0, verify: str = "full") -> TensorRea
     shards = [source, *(source / name.format(unit) for name in _SHARDED_NAMES)]
     found = next((path for path in shards if (path / METADATA_NAME).is_file()), None)
     if found == source or (found is not None and find_weight_file(source, unit) is None):
-        return _DcpWeights(found)
+        return _dcp_weights(found)
     return WeightFiles(source, unit)
 
 
@@ -82,42 +80,26 @@ def _state_weights(source: Path, unit: int, verify: str) -> TensorReader:
     return shards
 
 
-class _DcpWeights(TensorReader):
-    """The tensors of a model in a directory of torch.distributed.checkpoint, by parameter name."""
+def _dcp_weights(directory: Path) -> TensorReader:
+    """Return a model's tensors: those below "model", "state_dict" or "module" where the state had such a key, else all.
 
-    def __init__(self, directory: Path) -> None:
-        """Choose the tensors below "model", "state_dict" or "module" where the state had such a key, else all.
-
-        Raises:
-            CheckpointNotFoundError: there are none, or those of an optimizer only.
-        """
-        self._stored = DcpDirectory(directory)
-        paths = {name: self._stored.paths.get(name, (name,)) for name in self._stored.tensors}
-        outer = {str(path[0]) for path in paths.values() if len(path) > 1}
-        root = next((key for key in ("model", "state_dict", "module") if key in outer), None)
-        if root is None and outer & {"optimizer", "optim", "state", "param_groups"}:
-            raise CheckpointNotFoundError(f"{directory} holds an optimizer's state and no weights; give the model's")
-        chosen = [name for name, path in paths.items() if root in (None, path[0])]
-        self._flat = {name.removeprefix(f"{root}.") if root else name: name for name in chosen}
-        if not self._flat:
-            raise CheckpointNotFoundError(f"{directory} holds no tensors; give a directory with the weights of a model")
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._stored[self._flat[name]]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._flat)
-
-    def __len__(self) -> int:
-        return len(self._flat)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a full tensor, from the metadata."""
-        return self._stored.shape(self._flat[name])
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor, from the metadata."""
-        return self._stored.dtype(self._flat[name])
+    Raises:
+        CheckpointNotFoundError: there are none, or those of an optimizer only.
+    """
+    stored = DcpDirectory(directory)
+    paths = {name: stored.paths.get(name, (name,)) for name in stored}
+    outer = {str(path[0]) for path in paths.values() if len(path) > 1}
+    root = next((key for key in ("model", "state_dict", "module") if key in outer), None)
+    if root is None and outer & {"optimizer", "optim", "state", "param_groups"}:
+        raise CheckpointNotFoundError(f"{directory} holds an optimizer's state and no weights; give the model's")
+    stored.tensors = {
+        name.removeprefix(f"{root}.") if root else name: stored.tensors[name]
+        for name, path in paths.items()
+        if root in (None, path[0])
+    }
+    if not stored.tensors:
+        raise CheckpointNotFoundError(f"{directory} holds no tensors; give a directory with the weights of a model")
+    return stored
 
 
 def export_weights(

@@ -1,4 +1,4 @@
-"""What the stock Trainer resumes from under FSDP, made of a checkpoint of this library.
+"""Checkpoints from which transformers' own Trainer resumes under FSDP, made of a checkpoint of this library.
 
     pytorch_model_fsdp.bin, optimizer.bin        for its FULL_STATE_DICT
     pytorch_model_fsdp_0/, optimizer_0/          for its SHARDED_STATE_DICT: directories of torch.distributed.checkpoint
@@ -29,26 +29,27 @@ from accel_trainer.checkpoint.interop.dcp import METADATA_NAME, DcpDirectory
 from accel_trainer.checkpoint.interop.export import ALONE, find_weights, read_tied
 from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.checkpoint.shards import StoredShards
+from accel_trainer.checkpoint.weights.reading import load_torch_file
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.tree import map_leaves
 
 __all__ = ["export_hf_fsdp"]
 
 _REPLACED = ("model*.safetensors*", "pytorch_model*", "optimizer*", MANIFEST_NAME, MARKER_NAME)
-"""Files of a Trainer's checkpoint that are not copied: others say the same."""
+"""Files of a Trainer's checkpoint that are not copied: the written ones replace them."""
 
 Optimizer = Mapping[str, Any]
 """`{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], ...}]}`, its tensors lazy or mapped."""
 
 
 def export_hf_fsdp(source: Path, target: Path, *, is_sharded: bool, unit: int = 0, verify: str = "full") -> list[str]:
-    """Write to a new directory what the stock Trainer resumes from under FSDP, and return the files' names.
+    """Write a checkpoint for transformers' own Trainer under FSDP to a new directory, and return the files' names.
 
-    Of what `save_state` wrote, weights and optimizer alone: the stock Trainer has no form for the rest.
+    Of a state of `save_state`, weights and optimizer alone: that Trainer has no form for the rest.
 
     Args:
         is_sharded: for `SHARDED_STATE_DICT`; one tensor is in memory at a time. Else for `FULL_STATE_DICT`, of whose
-            files each is put together in memory, as who reads it takes it apart there.
+            files each is built in memory, as its reader does too.
         unit: which model, where there are several.
         verify: how files are compared with the checksums in the checkpoint: "full", "size" or "off".
 
@@ -87,7 +88,7 @@ def export_hf_fsdp(source: Path, target: Path, *, is_sharded: bool, unit: int = 
 
 
 def _check_contents(source: Path, unit: int, verify: str) -> None:
-    """Compare what will be read with its checksums: all of a Trainer's checkpoint, and of a state that unit."""
+    """Verify the files that will be read: all of a Trainer's checkpoint, and of a state those of the unit."""
     if (source / MANIFEST_NAME).is_file():
         stored = open_checkpoint(source, ALONE, verify)
         own = [name for name in stored.manifest.files if name.startswith(f"unit_{unit}.")]
@@ -111,7 +112,7 @@ def _find_optimizer(source: Path, unit: int) -> Optimizer | None:
     found = next((path for path in (source / "optimizer.bin", source / "optimizer.pt") if path.is_file()), None)
     if found is None:
         return None
-    state: dict[str, Any] = torch.load(found, map_location="cpu", weights_only=True, mmap=True)
+    state: dict[str, Any] = load_torch_file(found, is_mapped=True)
     return state
 
 
@@ -137,7 +138,7 @@ def _check_names(source: Path, weights: Mapping[str, Any], optimizer: Optimizer 
 
 
 def _copy_the_rest(source: Path, target: Path) -> None:
-    """Copy what a Trainer's checkpoint holds beside weights and optimizer; of other checkpoints, nothing."""
+    """Copy the files of a Trainer's checkpoint beside weights and optimizer; of other checkpoints, none."""
     if not (source / "trainer_state.json").is_file():
         return
     for path in source.iterdir():
@@ -154,8 +155,8 @@ def _write_full(target: Path, unit: int, weights: Mapping[str, LazyTensor], opti
     torch.save({name: made[id(tensor)] for name, tensor in weights.items()}, target / f"pytorch_model_fsdp{ending}.bin")
     made.clear()
     if optimizer is not None:
-        whole = map_leaves(lambda leaf: leaf() if isinstance(leaf, LazyRead) else leaf, dict(optimizer))
-        torch.save(whole, target / f"optimizer{ending}.bin")
+        full = map_leaves(lambda leaf: leaf() if isinstance(leaf, LazyRead) else leaf, dict(optimizer))
+        torch.save(full, target / f"optimizer{ending}.bin")
 
 
 def _write_sharded(target: Path, unit: int, weights: Mapping[str, LazyTensor], optimizer: Optimizer | None) -> None:
@@ -165,14 +166,14 @@ def _write_sharded(target: Path, unit: int, weights: Mapping[str, LazyTensor], o
 
 
 class _LazyPlanner(dcp.DefaultSavePlanner):
-    """Plans with tensors that have no memory, and hands out the real one when its turn to be written has come."""
+    """Plans a save with tensors on the meta device, and reads the real one when its turn to be written has come."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lazy: dict[int, LazyTensor] = {}
 
     def without_memory(self, leaf: Any) -> Any:
-        """Return what stands for a lazy tensor in the state."""
+        """Return the meta tensor that stands for a lazy tensor in the state."""
         if isinstance(leaf, Tensor) or not isinstance(leaf, LazyTensor):
             return leaf
         stands_for = torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta")
@@ -180,7 +181,7 @@ class _LazyPlanner(dcp.DefaultSavePlanner):
         return stands_for
 
     def lookup_object(self, index: Any) -> Any:
-        """Return what lies under a flat name."""
+        """Return the object under a flat name."""
         found = super().lookup_object(index)
         return self._lazy[id(found)]() if id(found) in self._lazy else found
 

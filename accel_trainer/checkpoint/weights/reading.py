@@ -1,4 +1,4 @@
-"""Weights in files, by name: safetensors or torch's own, whole or in shards, read as far as they are asked for."""
+"""Weight files of a model, safetensors or torch's own, one or several with an index, read as far as they are used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile, Te
 from accel_trainer.checkpoint.weights.writing import BIN_INDEX_NAME, BIN_NAME, INDEX_NAME, WEIGHTS_NAME, read_index
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError, IncompatibleCheckpointError
 
-__all__ = ["BroadcastFiles", "WeightFiles", "find_weight_file"]
+__all__ = ["BroadcastFiles", "WeightFiles", "find_weight_file", "load_torch_file"]
 
 
 class WeightFiles(TensorReader):
@@ -84,9 +84,9 @@ class WeightFiles(TensorReader):
 
 
 class BroadcastFiles(TensorReader):
-    """The same for files that only rank 0 can see: it reads, and every rank is sent one tensor at a time.
+    """Weight files that only rank 0 can see: it reads, and broadcasts one tensor at a time.
 
-    Collective: every rank builds it, and asks for the same tensors in the same order.
+    Collective: every rank builds it, and reads the same tensors in the same order.
     """
 
     def __init__(self, checkpoint: Path, device: torch.device) -> None:
@@ -166,21 +166,32 @@ def _no_weights(directory: Path) -> str:
 
 
 def _open_file(path: Path) -> TensorReader:
+    if path.suffix == ".safetensors":
+        return SafetensorsFile(path)
+    state = load_torch_file(path, is_mapped=True)
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise IncompatibleCheckpointError(f"{path} is not a mapping of names to tensors; expected a model's state dict")
+    return _TensorDict(state)
+
+
+def load_torch_file(path: Path, *, is_mapped: bool = False) -> Any:
+    """Return the plain data in a file of torch's. Mapped, which takes a zip file, its tensors stay in it until used.
+
+    Raises:
+        CheckpointNotFoundError: there is no file.
+        IncompatibleCheckpointError: it cannot be read, or holds more than tensors, numbers, strings, lists and dicts.
+    """
     try:
-        if path.suffix == ".safetensors":
-            return SafetensorsFile(path)
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"{path.absolute()} is missing") from None
     except pickle.UnpicklingError as error:
         raise IncompatibleCheckpointError(
-            f"{path} holds more than tensors, and loading it could run code that it contains; if you trust it, load it "
-            "with torch.load(path, weights_only=False) and save its tensors again"
+            f"{path.absolute()} holds more than tensors, numbers and strings, and loading it could run code that it "
+            "contains; if you trust it, load it with torch.load(path, weights_only=False) and save plain data"
         ) from error
-    except Exception as error:  # safetensors and torch each have errors of their own for a damaged file
+    except Exception as error:  # torch has several errors of its own for a damaged file
         raise IncompatibleCheckpointError(
-            f"{path} cannot be read as weights ({type(error).__name__}: {error}); is it damaged, or of another format?"
+            f"{path.absolute()} cannot be read as weights or state ({type(error).__name__}: {error}); is it damaged, "
+            "or of another format?"
         ) from error
-    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise IncompatibleCheckpointError(f"{path} is not a mapping of names to tensors; expected a model's state dict")
-    return _TensorDict(state)

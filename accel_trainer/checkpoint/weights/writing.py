@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
+import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ __all__ = [
     "BIN_NAME",
     "INDEX_NAME",
     "WEIGHTS_NAME",
+    "gather_to_file",
     "parse_size",
     "read_index",
     "remove_weights",
@@ -39,6 +42,8 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 BIN_NAME = "pytorch_model.bin"
 BIN_INDEX_NAME = "pytorch_model.bin.index.json"
+
+_ALIGNMENT = 64
 
 _UNITS = {
     "B": 1,
@@ -207,6 +212,61 @@ def _write_shard(path: Path, shard: Shard, made: Iterator[Tensor], safe_serializ
             torch.save({name: full[id(tensor)] for name, tensor in state.items()}, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def gather_to_file(tensors: Mapping[str, LazyTensor], target: Path, *, writes: bool) -> dict[str, Tensor]:
+    """Make every tensor once, and return all mapped from a file beside `target` that has no name and goes with them.
+
+    One of them is in memory at a time. Collective where they gather: every rank calls it with the same names.
+
+    Args:
+        target: a directory, or where one will be.
+        writes: False makes the tensors, and returns none.
+
+    Raises:
+        DiskFullError: there is no room; after the last tensor was made, so that nobody waits for it.
+    """
+    distinct = {id(tensor): tensor for tensor in tensors.values()}
+    made = ((key, tensor()) for key, tensor in distinct.items())
+    if not writes:
+        deque(made, maxlen=0)
+        return {}
+    directory = next(each for each in (target.absolute(), *target.absolute().parents) if each.is_dir())
+    offsets: dict[int, int] = {}
+    need_bytes = sum(tensor_file_bytes({"": tensor}) for tensor in distinct.values())
+    try:
+        with (
+            explain_full_disk(directory, need_bytes),
+            tempfile.TemporaryFile(dir=directory, buffering=0) as file,
+        ):
+            for key, full in made:
+                offsets[key] = _append(file, full)
+                del full  # before the next one is made
+            # Private: changes of the tensors reach neither the file nor anybody else. An empty file cannot be mapped.
+            num_bytes = os.fstat(file.fileno()).st_size
+            mapped = mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_COPY) if num_bytes else bytearray()
+    except Exception:
+        deque(made, maxlen=0)  # in step with other ranks; nothing where making one has failed
+        raise
+    found = {key: _view(mapped, offsets[key], tensor) for key, tensor in distinct.items()}
+    return {name: found[id(tensor)] for name, tensor in tensors.items()}
+
+
+def _append(file: IO[bytes], tensor: Tensor) -> int:
+    """Write a tensor's bytes, and return their offset."""
+    begin = file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)
+    rest = tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data
+    while rest:
+        rest = rest[file.write(rest) :]
+    return begin
+
+
+def _view(mapped: mmap.mmap | bytearray, offset: int, tensor: LazyTensor) -> Tensor:
+    num_bytes = tensor_file_bytes({"": tensor})
+    if not num_bytes:
+        return torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+    raw = torch.frombuffer(mapped, dtype=torch.uint8, count=num_bytes, offset=offset)
+    return raw.view(tensor.dtype).reshape(tuple(tensor.shape))
 
 
 def _incomplete(path: Path) -> Path:

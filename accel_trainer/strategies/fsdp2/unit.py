@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.placement import local_box, local_tensor, wrap_local_like
-from accel_trainer.checkpoint.weights.gather_to_file import gather_to_file
+from accel_trainer.checkpoint.weights.writing import gather_to_file
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import raise_together

@@ -32,7 +32,7 @@ from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.interop.accelerate_state import name_parameters
 from accel_trainer.checkpoint.interop.export import find_weights
 from accel_trainer.checkpoint.reader import open_checkpoint
-from accel_trainer.checkpoint.weights.gather_to_file import gather_to_file
+from accel_trainer.checkpoint.weights.writing import gather_to_file
 from accel_trainer.config import StateDictType
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.runtime.shared_errors import raise_together

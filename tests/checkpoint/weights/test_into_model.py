@@ -194,7 +194,7 @@ class Code:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("pytorch_model.bin", Code(), "holds more than tensors, and loading it could run code"),
+        ("pytorch_model.bin", Code(), "holds more than tensors, numbers and strings, and loading it could run code"),
         ("pytorch_model.bin", {"epoch": 3}, "is not a mapping of names to tensors"),
         ("pytorch_model.bin", b"not a zip file", "cannot be read as weights"),
         ("model.safetensors", b"short", "cannot be read as weights"),
