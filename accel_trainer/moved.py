@@ -82,7 +82,7 @@ MOVED_MODULES = {
     "integrations.deepspeed_unit": "integrations.deepspeed.unit",
     "integrations.mlflow_tracker": "integrations.trackers.mlflow_tracker",
     "integrations.tensorboard_tracker": "integrations.trackers.tensorboard_tracker",
-    "integrations.trackio_tracker": "integrations.trackers.trackio_tracker",
+    "integrations.trackio_tracker": "integrations.trackers.wandb_tracker",
     "integrations.wandb_tracker": "integrations.trackers.wandb_tracker",
     "launch.questionnaire": "launch.config_file",
     "launch.testing": "launch.job",

@@ -93,7 +93,7 @@ _TRACKERS = _Catalogue(
     {
         "mlflow": "accel_trainer.integrations.trackers.mlflow_tracker:MLflowTracker",
         "tensorboard": "accel_trainer.integrations.trackers.tensorboard_tracker:TensorBoardTracker",
-        "trackio": "accel_trainer.integrations.trackers.trackio_tracker:TrackioTracker",
+        "trackio": "accel_trainer.integrations.trackers.wandb_tracker:TrackioTracker",
         "wandb": "accel_trainer.integrations.trackers.wandb_tracker:WandBTracker",
     },
 )

@@ -100,8 +100,6 @@ def hidden_size_of(config: Any, where: str = "model.config") -> Fact | None:
             model, then the largest of any nested configuration.
         where: its name in messages.
     """
-    if config is None:
-        return None
     own: Mapping[str, Any] = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     for name in ("hidden_size", "hidden_sizes"):
         size = own.get(name) or getattr(config, name, None)
