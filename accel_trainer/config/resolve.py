@@ -12,7 +12,7 @@ from typing import Any
 
 from accel_trainer.config.deepspeed.block import leaves, read_block
 from accel_trainer.config.deepspeed.levels import KEY_PREFIX, block_sources, merge_levels, put_block
-from accel_trainer.config.dialects.environment import read_environment_layer, read_launch_variable
+from accel_trainer.config.dialects.environment import read_environment_layers, read_launch_variable
 from accel_trainer.config.files import FileConfig, read_file
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
 from accel_trainer.config.readers.config_source import ConfigSource, FileProblemsError, problem_report
@@ -80,18 +80,20 @@ class Resolved:
         return {path.removeprefix(KEY_PREFIX): source.where for path, source in named}
 
     def explain(self) -> list[tuple[str, Any, Source]]:
-        """Return (dotted path, value, source) of every option, in the order of the tree.
+        """Return (dotted path, value, source) of every option, in the order of the tree."""
+        return [(path, get_value(self.config, path), self.sources[path]) for path in field_specs()]
 
-        The DeepSpeed configuration is listed key by key, those of its file too.
+    def explain_block(self) -> list[tuple[str, Any, Source]]:
+        """Return (dotted path, value, source) of every value of the DeepSpeed configuration, those of its file too.
 
         Raises:
             ConfigError: the file has changed since, and cannot be read.
         """
-        rows = [(path, get_value(self.config, path), self.sources[path]) for path in field_specs()]
         if not self.config.deepspeed:
-            return rows
+            return []
         origins, default = self.block_origins(), self.sources["deepspeed"]
         block = read_block(self.config.deepspeed, origins=origins)
+        rows = []
         for key, value in leaves({**block.data, **block.launch}):
             where = block.origins.get(key) or origins.get(key) or default.where
             rows.append((f"{KEY_PREFIX}{key}", value, Source(default.kind, where)))
@@ -131,7 +133,7 @@ def resolve(
     launch_file, launch_flags = read_launch_variable(environ, problems)
     layers = [
         _file_layer(file if file is not None else launch_file, problems),
-        read_environment_layer(environ),
+        *read_environment_layers(environ),
         _named_layer({**launch_flags, **(flags or {})}, SourceKind.CLI, flag_name),
         _named_layer(
             explicit or {}, SourceKind.PYTHON, lambda path: f"{explicit_name}({explicit_keywords.get(path, path)}=...)"

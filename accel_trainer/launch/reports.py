@@ -45,8 +45,8 @@ def run_explain(words: Sequence[str]) -> int:
         return 0
     options = parse_options(words, command)
     resolved, _ = resolve_options(options, os.environ)
-    found = ((path, _text(path, value), source.where) for path, value, source in resolved.explain())
-    rows = [("option", "value", "from"), *(row for row in found if row[0] != "deepspeed")]
+    values = [row for row in resolved.explain() if row[0] != "deepspeed"] + resolved.explain_block()
+    rows = [("option", "value", "from"), *((path, _text(path, value), source.where) for path, value, source in values)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"{path:<{widths[0]}}  {value:<{widths[1]}}  {where}" for path, value, where in rows]
     print("\n".join([*lines, *(f"note: {note}" for note in (*options.notes, *resolved.notes))]))

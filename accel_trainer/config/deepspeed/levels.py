@@ -29,7 +29,6 @@ __all__ = [
     "block_sources",
     "check_fields",
     "merge_levels",
-    "merge_settings",
     "put_block",
     "put_document_block",
 ]
@@ -89,7 +88,7 @@ def block_sources(setting: Setting) -> dict[str, Source]:
     return {**dict.fromkeys(setting.value, setting.source), **setting.key_sources}
 
 
-def merge_settings(below: Setting, above: Setting) -> Setting:
+def _merge_settings(below: Setting, above: Setting) -> Setting:
     """Return the block of two levels; see `merge_blocks`.
 
     Raises:
@@ -122,7 +121,7 @@ def merge_levels(settings: dict[str, Setting], layers: Iterable[Layer], problems
     for layer in layers:
         above = layer.settings.get("deepspeed")
         try:
-            block = merge_settings(block, above) if block is not None and above is not None else above or block
+            block = _merge_settings(block, above) if block is not None and above is not None else above or block
             for path, setting in layer.settings.items():
                 if path.startswith(KEY_PREFIX):
                     block = _put_key(block, path.removeprefix(KEY_PREFIX), setting)
@@ -144,7 +143,7 @@ def _put_key(below: Setting | None, path: str, above: Setting) -> Setting:
     content = FrozenDict({path: above.value})
     if path in ACCELERATE_FIELDS:
         single = Setting("deepspeed", content, above.source)
-        return single if below is None else merge_settings(below, single)
+        return single if below is None else _merge_settings(below, single)
     block = read_block(below.value if below is not None else {})
     set_key(block.data, path, above.value)
     value = FrozenDict({**block.launch, **block.data})

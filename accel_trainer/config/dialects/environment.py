@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accel_trainer.config.deepspeed.block import CONFIG_FILE, FIELDS
-from accel_trainer.config.deepspeed.levels import merge_settings, put_block
+from accel_trainer.config.deepspeed.levels import KEY_PREFIX, put_block
 from accel_trainer.config.dialects.accelerate import DYNAMO, PARALLEL_SIZES, put_parallelism
 from accel_trainer.config.dialects.fsdp import is_known_key, translate_entries
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
@@ -22,7 +22,7 @@ from accel_trainer.config.validation import WrongValueError, coerce, show
 from accel_trainer.errors import did_you_mean
 from accel_trainer.logging import LEVEL_VARIABLE
 
-__all__ = ["LAUNCH_VARIABLE", "RESERVED_VARIABLES", "read_environment_layer", "read_launch_variable", "variable_name"]
+__all__ = ["LAUNCH_VARIABLE", "RESERVED_VARIABLES", "read_environment_layers", "read_launch_variable", "variable_name"]
 
 PREFIX = "ACCEL_TRAINER_"
 LAUNCH_VARIABLE = "ACCEL_TRAINER_LAUNCH"
@@ -61,29 +61,27 @@ def _variable(name: str, value: Any) -> Entry:
     return Entry(name, value, name, f"environment variable {name}")
 
 
-def read_environment_layer(environ: Mapping[str, str]) -> Layer:
-    """Return the options that variables set; our own win over accelerate's, and empty ones count as not set."""
+def read_environment_layers(environ: Mapping[str, str]) -> tuple[Layer, Layer]:
+    """Return the options that accelerate's variables set, and above them ours; empty variables count as not set."""
     given = {name: value for name, value in environ.items() if value.strip()}
-    lower = _read_accelerate(given)
-    own = Layer(SourceKind.ENVIRONMENT, lenient=True)
+    return _read_accelerate(given), _read_own(given)
+
+
+def _read_own(given: Mapping[str, str]) -> Layer:
+    layer = Layer(SourceKind.ENVIRONMENT, lenient=True)
     paths = {variable_name(path): path for path in field_specs()}
     for name, value in given.items():
         if name == variable_name("deepspeed"):
-            put_block(own, _variable(name, value))
+            put_block(layer, _variable(name, value))
         elif name.startswith(_BLOCK_PREFIX):
-            key = name.removeprefix(_BLOCK_PREFIX).lower().replace("__", ".")
-            own.settings[f"deepspeed.{key}"] = Setting(f"deepspeed.{key}", _parsed(value), Source(own.kind, name))
+            path = f"{KEY_PREFIX}{name.removeprefix(_BLOCK_PREFIX).lower().replace('__', '.')}"
+            layer.settings[path] = Setting(path, _parsed(value), Source(layer.kind, name))
         elif name in paths:
-            own.put(paths[name], _variable(name, value))
+            layer.put(paths[name], _variable(name, value))
         elif name.startswith(PREFIX) and name not in RESERVED_VARIABLES:
             hint = did_you_mean(name, [*paths, *RESERVED_VARIABLES])
-            own.problems.append(f"unknown environment variable {name!r}{hint}")
-    if "deepspeed" in own.settings and "deepspeed" in lower.settings:
-        own.settings["deepspeed"] = merge_settings(lower.settings["deepspeed"], own.settings["deepspeed"])
-    own.settings = {**lower.settings, **own.settings}
-    own.problems = [*lower.problems, *own.problems]
-    own.notes = [*lower.notes, *own.notes]
-    return own
+            layer.problems.append(f"unknown environment variable {name!r}{hint}")
+    return layer
 
 
 def _read_accelerate(given: Mapping[str, str]) -> Layer:

@@ -376,24 +376,20 @@ def test_the_steps_of_accelerates_block_are_an_option_like_any_other(folder):
     assert resolve(file=file, explicit={"accumulation.num_steps": 2}).config.accumulation.num_steps == 2
 
 
-def block_rows(resolved):
-    return [row for row in resolved.explain() if row[0].startswith("deepspeed.")]
-
-
 def test_every_key_of_the_block_is_explained(folder):
     file = accelerate_file(folder, deepspeed_config_file="ds.json")
-    rows = block_rows(resolve(file=file, flags={"deepspeed": {"zero_stage": 3}}))
+    rows = resolve(file=file, flags={"deepspeed": {"zero_stage": 3}}).explain_block()
     assert [(path, value, source.where) for path, value, source in rows] == [
         ("deepspeed.zero_optimization.stage", 3, "--zero_stage"),
         ("deepspeed.zero_optimization.offload_optimizer.device", "cpu", f"{folder / 'ds.json'}:5"),
         ("deepspeed.bf16.enabled", True, f"{folder / 'ds.json'}:9"),
         ("deepspeed.gradient_accumulation_steps", 4, f"{folder / 'ds.json'}:11"),
     ]
-    assert block_rows(resolve()) == []
-    (row,) = block_rows(resolve(explicit={"deepspeed": {"zero_optimization": {"stage": 1}}}))
+    assert resolve().explain_block() == []
+    (row,) = resolve(explicit={"deepspeed": {"zero_optimization": {"stage": 1}}}).explain_block()
     assert row[2].where == "Accelerator(deepspeed=...)"
     file = accelerate_file(folder, deepspeed_config_file="ds.json", deepspeed_hostfile="hosts")
-    rows = block_rows(resolve(file=file))
+    rows = resolve(file=file).explain_block()
     assert ("deepspeed.zero_optimization.stage", 2, f"{folder / 'ds.json'}:3") == (*rows[0][:2], rows[0][2].where)
     assert (rows[-1][:2], rows[-1][2].where) == (("deepspeed.deepspeed_hostfile", "hosts"), f"{file}:3")
 
