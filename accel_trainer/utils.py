@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from accel_trainer.accelerator.operations import (
+from accel_trainer.accelerator.gathering import (
     GatheredParameters,
     broadcast,
     broadcast_object_list,

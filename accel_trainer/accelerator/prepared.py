@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -13,8 +15,20 @@ from accel_trainer.accelerator.accumulation import PreparedUnit
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
+from accel_trainer.strategies.api import Capabilities
+from accel_trainer.strategies.ownership import check_disjoint, parameters_of
 
-__all__ = ["Prepared"]
+__all__ = ["Pairing", "Prepared"]
+
+
+@dataclass(slots=True)
+class Pairing:
+    """The model of each new optimizer."""
+
+    by_model: dict[int, list[Optimizer]]
+    """Optimizers by the id of a model that is to be prepared."""
+    to_bind: list[tuple[PreparedUnit, Optimizer]]
+    """Optimizers of models that are prepared already."""
 
 
 class Prepared:
@@ -69,6 +83,28 @@ class Prepared:
         """Return the units that an optimizer is bound to; one that holds parameters of several models has several."""
         return [known for known in self.units if any(own is optimizer for own in known.unit.optimizers)]
 
+    def pair(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Iterable[Optimizer],
+        replaced: Sequence[PreparedUnit],
+        capabilities: Capabilities,
+    ) -> Pairing:
+        """Find the models of each optimizer that is not bound yet, by its parameters.
+
+        Args:
+            models: those that are to be prepared.
+            replaced: units whose models are among them.
+
+        Raises:
+            ConfigError: an optimizer's parameters are of no model, or in another optimizer, their model was prepared
+                for evaluation, or the strategy wants one optimizer for each model.
+        """
+        bare = {id(o): o for o in optimizers if not isinstance(o, AcceleratedOptimizer)}
+        unbound = [optimizer for optimizer in bare.values() if not self.units_of(optimizer)]
+        staying = [prepared for prepared in self.units if prepared not in replaced]
+        return _pair(models, unbound, staying, capabilities)
+
     def drop(self, units: list[PreparedUnit]) -> None:
         """Take out units whose models are to be prepared anew."""
         self.units[:] = [known for known in self.units if known not in units]
@@ -107,3 +143,91 @@ class Prepared:
             held.clear()
         # A new list: the one in use may be `units` itself, whose micro-batch is entered and left later.
         self.current = []
+
+
+@dataclass(slots=True, eq=False)
+class _Holder:
+    """A model, prepared or about to be, with its parameters by the id of every tensor that stands for one."""
+
+    model: nn.Module
+    known: dict[int, nn.Parameter]
+    prepared: PreparedUnit | None = None
+    optimizers: list[Optimizer] = field(default_factory=list)
+
+
+def _pair(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    prepared: Sequence[PreparedUnit],
+    capabilities: Capabilities,
+) -> Pairing:
+    if not optimizers:
+        return Pairing({id(model): [] for model in models}, [])
+    new = [_Holder(model, {id(p): p for p in model.parameters()}) for model in models]
+    old = [_Holder(each.unit.module, each.unit.known_parameters(), each, [*each.unit.optimizers]) for each in prepared]
+    to_bind: list[tuple[PreparedUnit, Optimizer]] = []
+    for optimizer in optimizers:
+        for holder in _holders_of(optimizer, new + old):
+            holder.optimizers.append(optimizer)
+            if holder.prepared is not None:
+                _require_training(holder.prepared, optimizer)
+                to_bind.append((holder.prepared, optimizer))
+    for holder in new + old:
+        check_disjoint(holder.optimizers, holder.known)
+    if not capabilities.joint_optimizers:
+        _require_pairs(new + old)
+    return Pairing({id(holder.model): holder.optimizers for holder in new}, to_bind)
+
+
+def _holders_of(optimizer: Optimizer, holders: list[_Holder]) -> list[_Holder]:
+    """Return the models of an optimizer's parameters, in the order of `holders`."""
+    name, parameters = type(optimizer).__name__, parameters_of(optimizer)
+    if not parameters and len(holders) == 1:
+        return holders
+    found: set[int] = set()
+    others = 0
+    for parameter in parameters:
+        owner = next((index for index, holder in enumerate(holders) if id(parameter) in holder.known), None)
+        others += owner is None
+        found.update(() if owner is None else (owner,))
+    if not found:
+        raise ConfigError(
+            f"{name} was prepared without its model; pass both to one prepare() call, or prepare the model first"
+        )
+    if others:
+        known = ", ".join(type(holder.model).__name__ for holder in holders)
+        raise ConfigError(
+            f"{others} of {len(parameters)} parameters of {name} belong to no prepared model ({known} are); pass the "
+            "model that they are of to the same prepare() call, or build the optimizer without them"
+        )
+    return [holders[index] for index in sorted(found)]
+
+
+def _require_training(prepared: PreparedUnit, optimizer: Optimizer) -> None:
+    """Refuse an optimizer for a model whose gradients would not be exchanged."""
+    if prepared.evaluation_only:
+        raise ConfigError(
+            f"{type(optimizer).__name__} holds parameters of {type(prepared.unit.module).__name__}, which was prepared "
+            "for evaluation; pass both to one prepare() call to train it"
+        )
+
+
+def _require_pairs(holders: list[_Holder]) -> None:
+    """Refuse everything but one optimizer for each model."""
+    taken: dict[Optimizer, _Holder] = {}
+    for holder in holders:
+        model = type(holder.model).__name__
+        names = ", ".join(type(optimizer).__name__ for optimizer in holder.optimizers)
+        if len(holder.optimizers) > 1:
+            raise ConfigError(
+                f"{model} has several optimizers ({names}), and this strategy's engine takes one for each model; use "
+                "one optimizer with a parameter group for each part, or strategy 'ddp' or 'fsdp2'"
+            )
+        for optimizer in holder.optimizers:
+            if optimizer in taken:
+                raise ConfigError(
+                    f"{names} holds parameters of {type(taken[optimizer].model).__name__} and {model}, and this "
+                    "strategy's engine takes one optimizer for each model; build one for each, or use strategy 'ddp' "
+                    "or 'fsdp2'"
+                )
+            taken[optimizer] = holder

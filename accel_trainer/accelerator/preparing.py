@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
 from accel_trainer.accelerator.accumulation import AccumulationWindow, PreparedUnit
-from accel_trainer.accelerator.pairing import Pairing, pair
 from accel_trainer.accelerator.settings import AcceleratorSettings
 from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader
 from accel_trainer.data.loader import skip_first_batches as skip_loader_batches
@@ -214,7 +213,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         found = {id(model): self._prepared.find(model) for model in models}
         new = {id(m): m for m in models if _needs_preparing(found[id(m)], request)}
         replaced = [unit for key, unit in found.items() if key in new and unit is not None]
-        pairing = self._pair(list(new.values()), optimizers, replaced)
+        pairing = self._prepared.pair(list(new.values()), optimizers, replaced, self.strategy.capabilities)
         jobs = {key: self._build_job(model, pairing.by_model[key], request) for key, model in new.items()}
         for job in jobs.values():
             self._check_device_map(job.model, job.device_placement)
@@ -226,15 +225,6 @@ class AcceleratorPreparing(AcceleratorSettings):
         called = {id(model): _wrapper_of(model, found[id(model)]) for model in models}
         called |= {key: self._prepare_job(job) for key, job in jobs.items()}
         return called
-
-    def _pair(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], replaced: Sequence[PreparedUnit]
-    ) -> Pairing:
-        """Find the models of the optimizers that are not bound yet; each optimizer counts once."""
-        bare = {id(o): o for o in optimizers if not isinstance(o, AcceleratedOptimizer)}
-        unbound = [optimizer for optimizer in bare.values() if not self._prepared.units_of(optimizer)]
-        staying = [prepared for prepared in self._prepared.units if prepared not in replaced]
-        return pair(models, unbound, staying, self.strategy.capabilities)
 
     def _micro_batch_size(self, loaders: Sequence[DataLoader]) -> int | None:
         """Return the rows that one rank takes at a time, the fewest of several loaders; None without any."""

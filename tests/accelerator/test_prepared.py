@@ -1,4 +1,4 @@
-"""Which optimizers go with which models: in any order, now or later; what does not fit is refused beforehand."""
+"""Which optimizers go with which models, in any order, and the lists of prepared objects, which agree."""
 
 from __future__ import annotations
 
@@ -244,3 +244,27 @@ def test_an_optimizer_that_cannot_follow_leaves_a_new_model_as_it_was():
     for message, is_whole in run_ranks(bind_wrongly, 2):
         assert "AdamW already holds state for 2 parameter(s) and was built before prepare()" in message
         assert is_whole
+
+
+# --- the objects together ------------------------------------------------------------------------------------------
+
+
+def test_prepared_objects_lead_to_their_unit_until_they_are_released():
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    # The schedule first: it follows its optimizer when that is prepared.
+    scheduled = accelerator.prepare(schedule)
+    wrapped, stepped = accelerator.prepare(model, optimizer)
+    prepared = accelerator._prepared
+    (unit,) = prepared.units
+    assert {id(prepared.find(item)) for item in (model, wrapped, optimizer)} == {id(unit)}
+    assert prepared.get(stepped) is unit
+    assert prepared.models == [wrapped]
+    assert prepared.optimizers == [stepped]
+    assert scheduled.optimizers == (stepped,)
+    accelerator.free_memory()
+    assert [prepared.units, prepared.models, prepared.optimizers, prepared.schedulers, prepared.dataloaders] == [[]] * 5
+    with pytest.raises(ConfigError, match="was not prepared by this Accelerator"):
+        prepared.get(stepped)
