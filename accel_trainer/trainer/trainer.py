@@ -61,8 +61,8 @@ class AccelTrainerMixin(CheckpointMethods, _Upstream):
             arguments_class = SFTArguments
 
     The arguments are ours with the fields of the other library's, and so come first. Every method here is one of
-    transformers.Trainer, with the same signature: what the subclass overrides for itself (`compute_loss`,
-    `prediction_step`, `get_train_dataloader`, `log`, ...) is called as before. `self.accelerator` is an
+    transformers.Trainer, with the same signature: methods that the subclass overrides for itself (`compute_loss`,
+    `prediction_step`, `get_train_dataloader`, `log`, ...) are called as before. `self.accelerator` is an
     `accel_trainer.Accelerator`.
 
     Attributes:
@@ -96,8 +96,8 @@ class AccelTrainerMixin(CheckpointMethods, _Upstream):
             args = self.arguments_class(output_dir="tmp_trainer")
         if not isinstance(args, TrainingArguments):
             raise ConfigError(
-                f"args is a {type(args).__module__}.{type(args).__name__}, and this Trainer runs on what "
-                "accel_trainer.TrainingArguments resolves; build that one, its fields are the same"
+                f"args is a {type(args).__module__}.{type(args).__name__}, and this Trainer runs on the "
+                "configuration that accel_trainer.TrainingArguments resolves; build that one, its fields are the same"
             )
         self._loss_normalization = LossNormalization()
         self._preparation = ModelPreparation()
@@ -174,7 +174,7 @@ class AccelTrainerMixin(CheckpointMethods, _Upstream):
         trial: Any = None,
         ignore_keys_for_eval: Any = None,
     ) -> TrainOutput:
-        self._preparation.release()  # before upstream frees what the Accelerator holds, its optimizer's state with it
+        self._preparation.release()  # before upstream frees the Accelerator's memory, the optimizer's state with it
         run = functools.partial(
             super()._inner_training_loop,
             args=args,

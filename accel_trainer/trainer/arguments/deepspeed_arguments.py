@@ -81,13 +81,13 @@ def start_engine(args: TrainingArguments, resolved: Resolved) -> None:
 def unsharded_models() -> Iterator[None]:
     """Have transformers build full models in this block, whatever arguments live; not collective."""
     reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
-    held = None if reference is None else reference()
+    config = None if reference is None else reference()
     unset_hf_deepspeed_config()
     try:
         yield
     finally:
-        if held is not None:
-            set_hf_deepspeed_config(held)
+        if config is not None:
+            set_hf_deepspeed_config(config)
 
 
 def _numbers(args: TrainingArguments) -> dict[str, tuple[Any, bool]]:
@@ -123,7 +123,7 @@ def complete_engine_config(
 
     Args:
         model: the configuration may depend on its sizes.
-        num_steps: updates of the training; None leaves out what follows from it, which evaluation does not need.
+        num_steps: updates of the training; None leaves values open that depend on it, which evaluation does not need.
         given: `given_optimizer` and `given_scheduler`: "torch", or "dummy" for those that the configuration describes.
 
     Raises:

@@ -123,8 +123,8 @@ def fill_fsdp_fields(args: TrainingArguments, resolved: Resolved) -> None:
 def _build_fsdp_dict(resolved: Resolved) -> dict[str, Any]:
     """Return the options in the form that upstream's Trainer looks up in `args.fsdp_config`.
 
-    `mixed_precision` is in it when a file set it: arguments that are
-    rebuilt from `to_dict()` or by `dataclasses.replace` come out the same.
+    `mixed_precision` is in it when a file set it: arguments that are rebuilt from `to_dict()` or by
+    `dataclasses.replace` come out the same.
     """
     fsdp = resolved.config.fsdp
     content: dict[str, Any] = {

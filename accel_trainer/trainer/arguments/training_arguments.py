@@ -47,11 +47,11 @@ _DATA_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seeda
 class TrainingArguments(transformers.TrainingArguments):
     """Upstream's TrainingArguments with the same fields, running on accel_trainer.
 
-    Differences: `fsdp_config` and `deepspeed` also take YAML, whole `accelerate config` files and packaged names, and
-    refuse unknown keys; `ddp_timeout` holds on every device; `fsdp` and `deepspeed` with `use_cpu` shard on the CPU.
+    Differences: `fsdp_config` and `deepspeed` also take YAML, `accelerate config` files and packaged names, and refuse
+    unknown keys; `ddp_timeout` holds on every device; `fsdp` and `deepspeed` with `use_cpu` shard on the CPU.
 
     Attributes:
-        resolved: every option of the run with the place it came from.
+        resolved: every option of the run with its origin.
         hf_deepspeed_config: under DeepSpeed, its configuration as transformers looks it up; else None.
     """
 
