@@ -12,7 +12,6 @@ from accel_trainer import logging
 from accel_trainer.accelerator.accumulation import PreparedUnit
 from accel_trainer.accelerator.token_mean import TokenWindow
 from accel_trainer.checkpoint.format.boxes import Box
-from accel_trainer.checkpoint.shards import StoredTensor
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 
@@ -20,8 +19,8 @@ __all__ = ["OpenWindows"]
 
 logger = logging.get_logger(__name__)
 
-Stored = Tensor | StoredTensor
-"""A gradient in a file: a rank's own, unsharded, or one of which every rank has written its shard."""
+Stored = Tensor | Callable[[Box], Tensor]
+"""A gradient in a file: a rank's own, unsharded, or the boxes of one of which every rank has written its shard."""
 
 
 class OpenWindows:
@@ -132,7 +131,7 @@ def _sum(stored: Sequence[Stored], weight: float, box: Box) -> Tensor:
     """Return the weighed sum of the gradients in a box."""
     total: Tensor | None = None
     for each in stored:
-        values = each[box.within(Box.full(each.shape))] if isinstance(each, Tensor) else each.read(box)
+        values = each[box.within(Box.full(each.shape))] if isinstance(each, Tensor) else each(box)
         values = values if weight == 1.0 else values * weight
         total = values if total is None else total + values
     assert total is not None

@@ -1,1 +1,1 @@
-"""What is written, and how it is read back on any number of ranks."""
+"""Checkpoints: written by every rank, committed atomically, read back on any number of ranks."""

@@ -26,7 +26,7 @@ from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile, Te
 from accel_trainer.checkpoint.reader import StoredCheckpoint
 from accel_trainer.errors import CorruptCheckpointError
 
-__all__ = ["ShardedTensors", "StoredShards", "StoredTensor", "TensorShards", "own_share", "write_shards"]
+__all__ = ["ShardedTensors", "StoredShards", "TensorShards", "own_share", "write_shards"]
 
 _MAX_OPEN_FILES = 64  # of the 1,024 that a process may have by default; shards of one tensor lie in few files
 
@@ -101,9 +101,7 @@ class ShardedTensors(TensorReader):
         raise NotImplementedError
 
     def __getitem__(self, name: str) -> Tensor:
-        full = torch.empty(self.shape(name), dtype=self.dtype(name))
-        self.read_box(name, Box.full(full.shape), full)
-        return full
+        return self.read_box(name, Box.full(self.shape(name)))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
@@ -146,9 +144,15 @@ class ShardedTensors(TensorReader):
         """
         if target.is_meta:
             materialize(target)
-        self.read_box(name, local_box(target), local_tensor(target))
+        self.fill_box(name, local_box(target), local_tensor(target))
 
-    def read_box(self, name: str, box: Box, target: Tensor) -> None:
+    def read_box(self, name: str, box: Box) -> Tensor:
+        """Return a box of a tensor; see `read` for the errors."""
+        values = torch.empty(box.sizes, dtype=self.dtype(name))
+        self.fill_box(name, box, values)
+        return values
+
+    def fill_box(self, name: str, box: Box, target: Tensor) -> None:
         """Fill a plain tensor of the shape of `box` with that box of a stored one; see `read` for the errors."""
         for shard, source, place in self.plan(name, box):
             # From the mapped file by all threads of torch: twice as fast as reading into pages that are there.
@@ -203,17 +207,3 @@ class StoredShards(ShardedTensors):
                 self._opened.popitem(last=False)
         self._opened.move_to_end(file)
         return self._opened[file]
-
-
-class StoredTensor:
-    """One of the tensors in `StoredShards`, where it stands in a state that was decoded; boxes of it are read."""
-
-    def __init__(self, shards: StoredShards, name: str) -> None:
-        self._shards = shards
-        self._name = name
-
-    def read(self, box: Box) -> Tensor:
-        """Return a box of it; see `ShardedTensors.read` for the errors."""
-        values = torch.empty(box.sizes, dtype=self._shards.dtype(self._name))
-        self._shards.read_box(self._name, box, values)
-        return values

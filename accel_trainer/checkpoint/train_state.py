@@ -1,19 +1,20 @@
-"""A whole training state in a directory: safetensors and JSON, keyed by parameter names.
+"""The full training state in a directory: safetensors and JSON, keyed by parameter names.
 
 unit_I.json, unit_I.*          model I and its optimizers' state, as `strategies.api.CheckpointIO` writes them
 training.safetensors/.json     schedulers, loaders' positions, scaler, registered objects
 random_R.safetensors/.json     random streams of rank R
 window_R.safetensors/.json     gradients of an accumulation window, on rank R, where the save came in the middle of one
-window.RRRRR.safetensors       rank R's parts of those that are sharded
-manifest.json, COMMITTED       what was saved, by how many ranks, with which versions, and the checksum of every file
+window.RRRRR.safetensors       rank R's shards of those that are sharded
+manifest.json, COMMITTED       number of ranks, versions, and the checksum of every file
 
-Format 1 had a unit's state whole, in model_I.safetensors and optimizer_I.safetensors/.json.
+Format 1 had a unit's state unsharded, in model_I.safetensors and optimizer_I.safetensors/.json.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.json_codec import decode, encode
 from accel_trainer.checkpoint.format.manifest import FORMAT_VERSION, Manifest
 from accel_trainer.checkpoint.reader import StoredCheckpoint
-from accel_trainer.checkpoint.shards import StoredShards, StoredTensor, write_shards
+from accel_trainer.checkpoint.shards import StoredShards, write_shards
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.process import ProcessContext
@@ -48,12 +49,12 @@ class Windows(Protocol):
     """Accumulation windows, which may be open."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return this rank's part of open windows, None where all are closed. Every rank calls it."""
+        """Return this rank's gradients of open windows, None where all are closed. Every rank calls it."""
 
     def plan_load(self, read: Callable[[int], Mapping[str, Any]] | None, num_ranks: int) -> Callable[[], None]:
-        """Check what `read(rank)` returns for each rank that saved, and return what opens windows with it.
+        """Check the state `read(rank)` of each rank that saved, and return a function that opens the windows with it.
 
-        Without a reader, what closes all of them.
+        Without a reader, the function closes all of them.
         """
 
 
@@ -69,7 +70,7 @@ class TrainState:
     schedulers: Sequence[Stateful]
     loaders: Sequence[Stateful]
     objects: Mapping[str, Stateful]
-    """What was registered, by name."""
+    """Registered objects by name."""
     scaler: torch.amp.GradScaler | None
     windows: Windows | None = None
 
@@ -87,12 +88,12 @@ def _read(stored: StoredCheckpoint, name: str, more: Mapping[str, Any] | None = 
 
 def save_train_state(staged: StagedDirectory, state: TrainState, process: ProcessContext) -> None:
     """Write `state` into `staged`. Collective: every rank calls it, and a rank's error is raised on all."""
-    # A vote after each part that writes: what comes next may gather, engines and registered objects do.
+    # A vote after each write: the next step may gather, as engines and registered objects do.
     for index, unit in enumerate(state.units):
         with raise_together(process, "save of the state"):
             unit.save(staged, f"unit_{index}", weights=state.has_weights[index])
     with raise_together(process, "save of the state"):
-        # First what may gather: a rank whose disk is full would not take part.
+        # Before anything is written: it may gather, and a rank whose disk is full would not take part.
         window = None if state.windows is None else state.windows.state_dict()
         _write(staged, f"random_{process.rank}", get_rng_state())
         if window is not None:
@@ -102,10 +103,10 @@ def save_train_state(staged: StagedDirectory, state: TrainState, process: Proces
     tensors: dict[str, Tensor] = {}
     outline = encode(_training(state), tensors)
     # Copies of a sharded model, averaged weights say, are written like the model; for the rest one rank's word counts.
-    whole = _write_sharded(staged, "training", tensors, process)
+    unsharded = _write_sharded(staged, "training", tensors, process)
     # Read by every rank, hence on every node's disk.
     if staged.commits:
-        staged.write_tensors("training.safetensors", whole)
+        staged.write_tensors("training.safetensors", unsharded)
         staged.write_json("training.json", outline)
         staged.metadata["units"] = len(state.units)
 
@@ -113,7 +114,7 @@ def save_train_state(staged: StagedDirectory, state: TrainState, process: Proces
 def _write_sharded(
     staged: StagedDirectory, prefix: str, tensors: Mapping[str, Tensor], process: ProcessContext
 ) -> dict[str, Tensor]:
-    """Write this rank's part of what is laid out over a mesh, and return the other tensors."""
+    """Write this rank's shards of DTensors, and return the other tensors."""
     sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
     write_shards(staged, prefix, sharded, process.rank)
     return {name: tensor for name, tensor in tensors.items() if name not in sharded}
@@ -129,7 +130,7 @@ def _training(state: TrainState) -> dict[str, Any]:
 
 
 def _read_training(stored: StoredCheckpoint, state: TrainState) -> dict[str, Any]:
-    """Return the small things. Tensors that are sharded in this run are read so, each rank its part."""
+    """Return the states beside the units'. Tensors that are sharded in this run are read so, each rank its shard."""
     parts = StoredShards(stored, "training")
     now: dict[str, Tensor] = {}
     if len(parts):
@@ -166,7 +167,12 @@ def _by_name(saved: Any, own: Mapping[str, Stateful]) -> Mapping[str, Any]:
 
 
 def _check_fits(stored: StoredCheckpoint, training: dict[str, Any], state: TrainState) -> None:
-    place = stored.path.absolute()
+    place, num_units = stored.path.absolute(), stored.manifest.metadata["units"]
+    if num_units != len(state.units):
+        raise IncompatibleCheckpointError(
+            f"{place} holds {num_units} model(s) and this Accelerator has {len(state.units)}; prepare the same models "
+            "in the same order before load_state()"
+        )
     for kind, own in (("schedulers", state.schedulers), ("loaders", state.loaders), ("objects", state.objects)):
         if len(training[kind]) != len(own) and (kind != "objects" or isinstance(training[kind], list)):
             raise IncompatibleCheckpointError(
@@ -184,11 +190,24 @@ def _check_fits(stored: StoredCheckpoint, training: dict[str, Any], state: Train
         )
 
 
+def _stateful(training: dict[str, Any], state: TrainState) -> list[tuple[Stateful, Any]]:
+    """Return schedulers, loaders, registered objects and the loss scale, each with its stored state."""
+    objects = _by_name(training["objects"], state.objects)
+    pairs: list[tuple[Any, Any]] = [
+        *zip(state.schedulers, training["schedulers"], strict=True),
+        *zip(state.loaders, training["loaders"], strict=True),
+        *((state.objects[name], saved) for name, saved in objects.items()),
+    ]
+    if state.scaler is not None and training["scaler"] is not None:
+        pairs.append((state.scaler, training["scaler"]))
+    return pairs
+
+
 def load_train_state(stored: StoredCheckpoint, state: TrainState, process: ProcessContext) -> str:
-    """Load what `save_train_state` wrote. Collective: every rank calls it, and every rank reads the small files.
+    """Load a state that `save_train_state` wrote. Collective: every rank calls it, and reads the small files.
 
     Returns:
-        What is exact and what is not, for the user to read.
+        A report of the random streams, for the user to read.
 
     Raises:
         CheckpointNotFoundError: a file is missing.
@@ -197,34 +216,24 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
     """
     manifest = stored.manifest
     with raise_together(process, f"load of {stored.path}"):
-        if manifest.metadata["units"] != len(state.units):
-            raise IncompatibleCheckpointError(
-                f"{stored.path.absolute()} holds {manifest.metadata['units']} model(s) and this Accelerator has "
-                f"{len(state.units)}; prepare the same models in the same order before load_state()"
-            )
         training = _read_training(stored, state)
         _check_fits(stored, training, state)
         same_world = manifest.world_size == process.world_size
         random_state = _read_streams(stored, process)
         open_windows = _plan_windows(stored, state)
-    # All are checked before the first is changed.
+    # Everything is checked before the first object changes.
     loads: list[Callable[[], None]] = []
     for index, unit in enumerate(state.units):
         if f"unit_{index}.json" in stored:
             loads.append(unit.plan_load(stored, f"unit_{index}", weights=state.has_weights[index]))
         else:
-            loads += _plan_whole_unit(stored, index, unit, state, process)
+            loads += _plan_unsharded_unit(stored, index, unit, state, process)
     for load in loads:
         load()
     with raise_together(process, f"load of {stored.path}"):
         fault_point("load.apply", manifest.step)
-        for kind, own in (("schedulers", state.schedulers), ("loaders", state.loaders)):
-            for item, saved in zip(own, training[kind], strict=True):
-                item.load_state_dict(saved)
-        for name, saved in _by_name(training["objects"], state.objects).items():
-            state.objects[name].load_state_dict(saved)
-        if state.scaler is not None and training["scaler"] is not None:
-            state.scaler.load_state_dict(training["scaler"])
+        for item, saved in _stateful(training, state):
+            item.load_state_dict(saved)
         open_windows()
         if random_state is not None:
             set_rng_state(random_state) if same_world else reseed_from_saved(random_state, process.rank)
@@ -235,11 +244,11 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
 
 
 def _plan_windows(stored: StoredCheckpoint, state: TrainState) -> Callable[[], None]:
-    """Return what puts accumulation windows back, once they are known to fit."""
+    """Check stored accumulation windows, and return a function that opens them again."""
     if state.windows is None:
         return lambda: None
-    parts = StoredShards(stored, "window")
-    held = {name: StoredTensor(parts, name) for name in parts}
+    shards = StoredShards(stored, "window")
+    held = {name: partial(shards.read_box, name) for name in shards}
     is_open = "window_0.json" in stored
     read = (lambda rank: _read(stored, f"window_{rank}", held)) if is_open else None
     return state.windows.plan_load(read, stored.manifest.world_size)
@@ -258,10 +267,10 @@ def _stream_of(manifest: Manifest, process: ProcessContext) -> int:
     return process.rank if manifest.world_size == process.world_size else 0
 
 
-def _plan_whole_unit(
+def _plan_unsharded_unit(
     stored: StoredCheckpoint, index: int, unit: Any, state: TrainState, process: ProcessContext
 ) -> list[Callable[[], None]]:
-    """Check a unit as format 1 has it: one file with all of the model, one with all of the optimizer. Collective."""
+    """Check a unit of format 1, with one file for the model and one for the optimizer. Collective."""
     model: Mapping[str, Tensor] = {}
     optimizer: Mapping[str, Any] = {}
     with raise_together(process, f"load of {stored.path}"):

@@ -177,7 +177,7 @@ class PartitionReads(Reads):
         def fill(flat: Tensor) -> None:
             target = run.within(flat)
             for own in boxes:
-                stored.read_box(name, own.box, own.within(target))
+                stored.fill_box(name, own.box, own.within(target))
 
         return fill
 
