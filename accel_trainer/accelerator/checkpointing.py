@@ -33,7 +33,7 @@ __all__ = ["SAVED_STATES", "AcceleratorCheckpointing", "RegisteredState"]
 
 logger = logging.get_logger(__name__)
 
-SAVED_STATES = CheckpointKind(is_foreign=is_accelerate_or_dcp_state)
+SAVED_STATES = CheckpointKind(reads_without_manifest=is_accelerate_or_dcp_state)
 """The checkpoints of `save_state`, and the states of other libraries that `load_state` reads."""
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]

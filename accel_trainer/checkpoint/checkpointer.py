@@ -40,7 +40,7 @@ class CheckpointMetrics:
 
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
-        self.standstill_seconds = 0.0
+        self.stalled_seconds = 0.0
         """In which the run waited for saves and for its resume, in all."""
 
     def record(self, name: str, value: float) -> None:
@@ -50,7 +50,7 @@ class CheckpointMetrics:
     def record_stall(self, seconds: float) -> None:
         """Record how long the run stood still for a save."""
         self.record("ckpt/stall_s", seconds)
-        self.standstill_seconds += seconds
+        self.stalled_seconds += seconds
 
     def begin_resume(self) -> None:
         """Set the times of an earlier resume back."""
@@ -66,7 +66,7 @@ class CheckpointMetrics:
         finally:
             seconds = time.perf_counter() - begin
             self.record(f"resume/{phase}_s", self.values.get(f"resume/{phase}_s", 0.0) + seconds)
-            self.standstill_seconds += seconds
+            self.stalled_seconds += seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,6 +180,7 @@ class Checkpointer:
                 number = number if job.replaces else max(number, next_number(job.directory, self.kind.prefix))
         except Exception as raised:
             error = raised
+        # With a disk on every node each has counted its own, and all take the highest.
         return int(max(gather_or_raise(self.process, f"save to {job.directory}", error, number)))
 
     def _lock_directory(self, directory: Path) -> None:
@@ -188,6 +189,7 @@ class Checkpointer:
             return
         self.release_directory()
         self._lock = DirectoryLock.take(directory / LOCK_NAME)
+        # A Checkpointer that is dropped without `close` gives the directory back, too.
         self._release_lock = weakref.finalize(self, self._lock.release)
         if not self._lock.is_shared:  # with another Checkpointer of this process, whose save may be under way
             sweep(directory)
@@ -224,7 +226,9 @@ class Checkpointer:
         return self._open(path, verify)
 
     def _open(self, path: Path, verify: Verify) -> StoredCheckpoint | None:
-        seen = gather_or_raise(self.process, f"load of {path}", None, (has_manifest(path), self.kind.is_foreign(path)))
+        facts = has_manifest(path), self.kind.reads_without_manifest(path)
+        seen = gather_or_raise(self.process, f"load of {path}", None, facts)
+        # On one rank's word all open it and fail alike where its disk alone has the manifest.
         is_ours = any(has_one for has_one, _ in seen)
         return None if seen[0][1] and not is_ours else open_checkpoint(path, self.process, verify)
 

@@ -23,9 +23,9 @@ class CheckpointKind:
 
     prefix: str = PREFIX
     """Before the number in a name."""
-    is_foreign: Callable[[Path], bool] = lambda path: False
+    reads_without_manifest: Callable[[Path], bool] = lambda path: False
     """Whether a directory without a manifest is one of another library."""
-    check_foreign: Callable[[Path], None] = lambda path: None
+    check_without_manifest: Callable[[Path], None] = lambda path: None
     """Raises CheckpointNotFoundError or CorruptCheckpointError where the save of such a one never ended."""
 
 
@@ -92,8 +92,8 @@ def choose_newest(
 
 def _check_outline(path: Path, verify: Verify, kind: CheckpointKind) -> None:
     """Refuse a checkpoint that was not written to its end, or was cut short since."""
-    if not has_manifest(path) and kind.is_foreign(path):
-        kind.check_foreign(path)
+    if not has_manifest(path) and kind.reads_without_manifest(path):
+        kind.check_without_manifest(path)
         return
     manifest = Manifest.read(path)
     if verify != "off":

@@ -19,7 +19,7 @@ from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 
 ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
-KIND = CheckpointKind(prefix="step-", is_foreign=lambda path: (path / "theirs.txt").is_file())
+KIND = CheckpointKind(prefix="step-", reads_without_manifest=lambda path: (path / "theirs.txt").is_file())
 MISSING = CheckpointNotFoundError("none yet")
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from transformers import TrainerState, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.format.manifest import Manifest
+from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile
 from accel_trainer.checkpoint.selection import CheckpointKind, Selection
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.data.plan import mix_seed
@@ -218,18 +218,14 @@ def _check_outline(path: Path) -> None:
     except ValueError as error:
         raise CorruptCheckpointError(f"{state.absolute()} is not JSON ({error}); its save never ended") from error
     for file in sorted(path.iterdir()):
-        is_torn = file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file)
-        if is_torn or (file.suffix == ".safetensors" and not _is_safetensors(file)):
+        if file.suffix == ".safetensors":
+            SafetensorsFile(file)
+        # torch's files are archives whose directory is written last.
+        elif file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file):
             raise CorruptCheckpointError(f"{file.absolute()} ends too early; its save never ended")
 
 
-def _is_safetensors(file: Path) -> bool:
-    try:
-        with safe_open(file, "pt"):
-            return True
-    except SafetensorError:
-        return False
-
-
-TRAINER_CHECKPOINTS = CheckpointKind(prefix=PREFIX, is_foreign=lambda path: True, check_foreign=_check_outline)
+TRAINER_CHECKPOINTS = CheckpointKind(
+    prefix=PREFIX, reads_without_manifest=lambda path: True, check_without_manifest=_check_outline
+)
 """Upstream's own, without a manifest, among them."""

@@ -168,10 +168,9 @@ def _warn_of_differences(trainer: CheckpointingTrainer, own: set[str], stored: s
     if not trainer.accelerator.is_main_process:
         return
     named = dict(module.named_parameters(remove_duplicate=False))
-    aliases: dict[int, bool] = {}
-    for name, parameter in named.items():
-        aliases[id(parameter)] = aliases.get(id(parameter), False) or name in stored
-    missing = [name for name in sorted(own - stored) if not (name in named and aliases[id(named[name])])]
+    # A tied parameter is stored under one of its names.
+    loaded = {id(parameter) for name, parameter in named.items() if name in stored}
+    missing = [name for name in sorted(own - stored) if id(named.get(name)) not in loaded]
     if missing:
         logger.warning(f"There were missing keys in the checkpoint model loaded: {missing}.")
     if stored - own:
