@@ -1,1 +1,1 @@
-"""Adapters to other libraries, one role a file. Nothing imports this package: the registry names what it holds."""
+"""Adapters to other libraries, one folder each. Nothing imports this package: the registry has its names."""

@@ -1,1 +1,1 @@
-"""How a model and its optimizer are laid out over the ranks."""
+"""Strategies: one process, replicas (DDP), shards (FSDP2), and the contract that every engine implements."""

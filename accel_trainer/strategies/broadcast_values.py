@@ -1,4 +1,4 @@
-"""Make ranks start from the same values."""
+"""Broadcast of rank 0's values, so that all ranks start from the same."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def _broadcast_bucket(bucket: list[torch.Tensor], device: torch.device) -> None:
         offset = 0
         for tensor in tensors:
             received = flat[offset : offset + tensor.numel()].view_as(tensor).to(tensor.device)
-            # from_pretrained maps weights from their file: writing what is there already would give every rank a copy
-            # of the whole model in memory.
+            # from_pretrained maps weights from their file: writing equal values would give every rank a copy of the
+            # full model in memory.
             if not torch.equal(tensor, received):
                 tensor.copy_(received)
             offset += tensor.numel()

@@ -1,4 +1,4 @@
-"""How DistributedDataParallel sends gradients between ranks, when not as they are."""
+"""Communication hooks: compression of the gradients that DistributedDataParallel sends between ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CommHook", "DDPCommunicationHookType"]
 
 
 class DDPCommunicationHookType(StrEnum):
-    """What is done to a bucket of gradients on its way."""
+    """Compression of a bucket of gradients."""
 
     NO = "no"
     FP16 = "fp16"
@@ -50,7 +50,7 @@ class CommHook:
 
     hook: str = DDPCommunicationHookType.NO
     wrapper: str = DDPCommunicationHookType.NO
-    """What the hook itself sends is cast to it: "no", "fp16" or "bf16"."""
+    """Type to which the hook's own output is cast: "no", "fp16" or "bf16"."""
     state_options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of torch's PowerSGDState."""
 

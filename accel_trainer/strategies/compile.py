@@ -1,4 +1,4 @@
-"""torch.compile in place: names in the state dict and the user's class stay what they are."""
+"""torch.compile in place: names in the state dict and the user's class do not change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def apply_compile(model: nn.Module, config: CompileConfig, backend_options: Mapp
     """Compile `model`, or only its repeated blocks with `regional`, which starts faster. No-op when backend is "no".
 
     Args:
-        backend_options: what torch.compile calls `options`; None for the backend's defaults.
+        backend_options: the argument `options` of torch.compile; None for the backend's defaults.
     """
     if config.backend == "no":
         return

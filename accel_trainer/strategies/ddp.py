@@ -1,4 +1,4 @@
-"""DistributedDataParallel: every rank holds the whole model, gradients are averaged."""
+"""DistributedDataParallel: every rank holds a replica of the model, gradients are averaged."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class DDPUnit(NativeUnit):
     def __init__(self, model: nn.Module, module: nn.Module, loss_scale: LossScale | None = None) -> None:
         super().__init__(model, module, loss_scale)
         self._replicas = model if isinstance(model, DistributedDataParallel) else None
-        # A static graph is learnt in the first backward, which fails where it does not exchange. Averaging what is
-        # averaged already changes nothing, so a window may exchange once more.
+        # A static graph is learnt in the first backward, which fails where it does not exchange. The mean of gradients
+        # that are averaged already is the same, so a window may exchange once more.
         self._must_sync = self._replicas is not None and self._replicas.static_graph
 
     def set_gradient_sync(self, enabled: bool) -> None:
@@ -40,7 +40,7 @@ class DDPUnit(NativeUnit):
 
     @contextmanager
     def sync_in_backward(self) -> Iterator[None]:
-        """Exchange gradients in the backward of this block, whatever its forward was told.
+        """Exchange gradients in the backward of this block, although its forward ran without sync.
 
         Raises:
             ConfigError: DDP has to see the outputs in the forward, to learn which parameters are used.
@@ -58,7 +58,7 @@ class DDPUnit(NativeUnit):
             )
         before = replicas.require_backward_grad_sync
         replicas.require_backward_grad_sync = True
-        # What DDP does at the end of a forward that is followed by an exchange: every parameter is waited for.
+        # As DDP does at the end of a forward that is followed by an exchange: every parameter is waited for.
         replicas.reducer.prepare_for_backward([])
         try:
             yield

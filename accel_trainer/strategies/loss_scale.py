@@ -24,11 +24,11 @@ class _Unit(Protocol):
 
 
 class LossScale:
-    """A GradScaler with what it has to know of the optimizers that share it.
+    """A GradScaler with the state of the optimizers that share it.
 
-    A window's gradients are unscaled once for each optimizer. The scale follows them when all optimizers of the units
+    A window's gradients are unscaled once for each optimizer. The scale is updated when all optimizers of the units
     that one of them belongs to have stepped; at the latest when the next loss is scaled. Gradients of other optimizers
-    that still carry the scale are brought to the new one.
+    that still carry the old scale are multiplied to carry the new one.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
@@ -99,7 +99,7 @@ class LossScale:
             self._update()
 
     def _update(self) -> None:
-        """Let the scale follow what the gradients were like; the other optimizers' gradients follow the scale."""
+        """Update the scale after overflows or their absence, and rescale the other optimizers' gradients."""
         others = [optimizer for optimizer in self._optimizers() if optimizer not in self._done]
         # update() forgets which optimizers are unscaled already, and would count their overflows twice.
         states = scaler_states(self.scaler)

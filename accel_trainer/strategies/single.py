@@ -199,7 +199,7 @@ def with_optimizers(unit: Unit, job: TrainJob) -> Unit:
 
 
 class SingleStrategy(BaseStrategy):
-    """One process with the whole model."""
+    """One process with the full model."""
 
     name: ClassVar[str] = "single"
     capabilities: ClassVar[Capabilities] = Capabilities(max_world_size=1)

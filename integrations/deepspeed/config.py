@@ -35,7 +35,7 @@ _MEANINGFUL_AUTOS = (
 )  # fmt: skip
 """Where DeepSpeed itself gives "auto" a meaning."""
 _LEFT_OUT_AUTOS = ("communication_data_type", "seq_parallel_communication_data_type")
-"""Where "auto" means what DeepSpeed does when the key is absent: the type follows the precision."""
+"""Where "auto" means the same as an absent key: the type follows the precision."""
 _SIZES: Mapping[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda width: width * width,
     "prefetch_bucket_size": lambda width: int(0.9 * width * width),
@@ -62,7 +62,7 @@ class Fact:
 
     value: Any
     where: str
-    """What messages call its source: `TrainingArguments(learning_rate=...)`."""
+    """Its source, for messages: `TrainingArguments(learning_rate=...)`."""
     is_default: bool = False
     """Nobody chose it: a value in the configuration is not compared with it."""
 
@@ -163,13 +163,13 @@ def resolve_engine_config(block: Mapping[str, Any], *, facts: Facts, partial: bo
     """Fill every "auto" of a DeepSpeed configuration and check the rest of it.
 
     Where nobody asks for clipping, `gradient_clipping` becomes 0: DeepSpeed clips at 1.0 when its configuration is
-    silent. Where a torch optimizer is given, DeepSpeed is told to take it, under CPU offload too, where it would
+    silent. Where a torch optimizer is given, DeepSpeed is set to take it, under CPU offload too, where it would
     otherwise insist on an optimizer of its own.
 
     Args:
         block: `RunConfig.deepspeed`, in DeepSpeed's spelling or with fields of accelerate's; not changed.
         facts: values of the run.
-        partial: for a look before the model and the data exist: what cannot be known yet is left out instead of
+        partial: for a look before the model and the data exist: an "auto" that nothing fills yet is left out instead of
             being an error, and a batch size that nobody gave is 1.
 
     Raises:
@@ -206,7 +206,7 @@ class _Resolver:
     """One resolution; `resolve` once, then `data` is complete if `problems` is empty.
 
     Attributes:
-        data: the configuration; becomes what the engine gets.
+        data: the configuration; in the end, the engine's.
         problems: one line for each thing that is wrong.
         builds_in_pieces: whether the block asks for `deepspeed.zero.Init`.
     """

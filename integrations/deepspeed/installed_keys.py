@@ -1,4 +1,4 @@
-"""What the installed DeepSpeed knows: the keys of its own models, and what they say of values."""
+"""Keys and values that the installed DeepSpeed's own models accept."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SECTION_MODELS: Mapping[str, str] = {
 
 
 def is_installed() -> bool:
-    """Tell whether DeepSpeed can be imported."""
+    """Whether DeepSpeed can be imported."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
@@ -68,7 +68,7 @@ def _is_model(kind: Any) -> bool:
 
 
 def installed_keys() -> Keys:
-    """Return the tables of known keys with what the installed release knows beyond them."""
+    """Return the tables of known keys with the installed release's own ones."""
     known: dict[str, Any] = copy.deepcopy(dict(KNOWN_KEYS))
     for section, model in _models():
         _add(get_key(known, section), model_keys(model))

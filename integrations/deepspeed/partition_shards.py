@@ -84,7 +84,7 @@ class PartitionShards:
 
     @property
     def num_bytes(self) -> int:
-        """Size of what this rank writes."""
+        """Size of the tensors that this rank writes."""
         written = [tensor for tensors, _ in self._files for tensor in tensors.values()]
         return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in written)
 
@@ -122,7 +122,7 @@ class PartitionReads(Reads):
     def __init__(self, partitions: Partitions) -> None:
         super().__init__()
         self.replaces_state = False
-        """Whether the optimizer's state is among what is read."""
+        """Whether the optimizer's state is read, too."""
         self._partitions = partitions
         self._flats = [_FlatReads() for _ in range(partitions.num_flat)]
 

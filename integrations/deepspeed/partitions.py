@@ -98,7 +98,7 @@ class Partitions:
         """Give a flat partition and the optimizer's state for it, read from disk where they are offloaded to one.
 
         Args:
-            changes: what is changed in this block goes back to that disk.
+            changes: whether changes of this block are written back to that disk.
         """
         zero = self._zero
         is_swapped = bool(getattr(zero, "swap_optimizer", False)) and zero._swappable_optimizer_subgroup(index)
@@ -121,11 +121,11 @@ class Partitions:
         return state
 
     def read(self, run: Run, key: str | None = None) -> Tensor:
-        """Return the elements of a trained parameter's run, or of what the optimizer keeps for them under `key`."""
+        """Return the elements of a trained parameter's run, or of the optimizer's state `key` for them."""
         with self.opened(run.flat) as (flat, state):
-            part = run.within(flat if key is None else state[key])
-            # What came from a disk is in a buffer that the next one will use.
-            return part.clone() if getattr(self._zero, "swap_optimizer", False) else part
+            elements = run.within(flat if key is None else state[key])
+            # Elements from a disk are in a buffer that the next read will use.
+            return elements.clone() if getattr(self._zero, "swap_optimizer", False) else elements
 
     def write(self, run: Run, full: Tensor, key: str | None = None) -> None:
         """Copy the elements of a run out of the unsharded tensor; the counterpart of `read`."""
@@ -245,7 +245,7 @@ def opened_partition(parameter: Any, *, changes: bool = False) -> Iterator[Tenso
     """Give this rank's partition of a parameter of ZeRO-3, flat, read from disk where it is offloaded to one.
 
     Args:
-        changes: what is changed in this block goes back to that disk.
+        changes: whether changes of this block are written back to that disk.
     """
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 

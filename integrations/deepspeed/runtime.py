@@ -1,4 +1,4 @@
-"""Bring DeepSpeed up in this process: its accelerator, its view of the process group, and what its ops need."""
+"""DeepSpeed in this process: its import, its accelerator, its process group, and the tools that its ops need."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def require_deepspeed() -> None:
 
 
 def import_deepspeed() -> Any:
-    """Import DeepSpeed and return the module; what it says at INFO about itself is left out."""
+    """Import DeepSpeed, without its own log below WARNING, and return the module."""
     require_deepspeed()
     # Its import looks for an accelerator and warns where there is none; which one is used is set below, by the job.
     disabled = std_logging.root.manager.disable
@@ -74,7 +74,7 @@ def check_can_start(process: ProcessContext, engine_config: Mapping[str, Any]) -
 
 
 def _check_build_tools(process: ProcessContext, engine_config: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-    needed_for = _compiled_parts(process, engine_config)
+    needed_for = _compiled_ops(process, engine_config)
     if not needed_for:
         return
     reason = " and ".join(needed_for)
@@ -106,13 +106,13 @@ def _offload_devices(engine_config: Mapping[str, Any]) -> list[Any]:
     return [(zero.get(name) or {}).get("device") for name in ("offload_optimizer", "offload_param")]
 
 
-def _compiled_parts(process: ProcessContext, engine_config: Mapping[str, Any]) -> list[str]:
-    """Return what the engine will build on this machine, in words."""
-    parts = ["its shared-memory collectives for the CPU"] if process.device.type == "cpu" else []
+def _compiled_ops(process: ProcessContext, engine_config: Mapping[str, Any]) -> list[str]:
+    """Name the ops that the engine will compile on this machine."""
+    ops = ["its shared-memory collectives for the CPU"] if process.device.type == "cpu" else []
     devices = _offload_devices(engine_config)
     if "optimizer" in engine_config and "cpu" in devices or "nvme" in devices:
-        parts.append("its optimizer for the CPU")
-    return parts
+        ops.append("its optimizer for the CPU")
+    return ops
 
 
 def join_engine_group(deepspeed: Any, process: ProcessContext) -> None:
@@ -140,7 +140,7 @@ def join_engine_group(deepspeed: Any, process: ProcessContext) -> None:
 
 @contextlib.contextmanager
 def _without_prints() -> Iterator[None]:
-    """Keep what the engine prints, on every rank, out of the user's output; a failure speaks for itself."""
+    """Keep the engine's prints, of every rank, out of the user's output; a failure raises."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield
 
@@ -158,10 +158,10 @@ def _check_device(process: ProcessContext) -> None:
 
 
 def forget_module(module: nn.Module) -> None:
-    """Take a module whose engine was destroyed out of what ZeRO-3 keeps as long as the process lives.
+    """Take a module whose engine was destroyed out of the globals of ZeRO-3.
 
-    That is a stack of the modules in their forward, which has each engine's own at its bottom, and a cache of what to
-    release after each module, by module and engine; an engine that goes on computes again what it needs of it.
+    These are a stack of the modules in their forward, which has each engine's own at its bottom, and a cache of the
+    parameters to release after each module, by module and engine; another engine fills it again.
     """
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator

@@ -24,7 +24,7 @@ from accel_trainer.integrations.deepspeed.runtime import (
     join_engine_group,
     require_deepspeed,
 )
-from accel_trainer.integrations.deepspeed.unit import DeepSpeedUnit, WholeUnit
+from accel_trainer.integrations.deepspeed.unit import DeepSpeedUnit, EvaluationUnit
 from accel_trainer.precision import PrecisionPolicy, apply_autocast, cast_floating
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
@@ -32,7 +32,7 @@ from accel_trainer.strategies.broadcast_values import broadcast_module_states
 from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.optimizer_placeholder import OptimizerPlaceholder
 from accel_trainer.strategies.parameter_state.matching import uncompiled_name
-from accel_trainer.strategies.single import check_optimizers, place, require_values
+from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, require_values
 from accel_trainer.tree import map_leaves
 
 __all__ = ["DeepSpeedStrategy"]
@@ -126,11 +126,11 @@ class DeepSpeedStrategy(BaseStrategy):
         return replace(resolved, config=replace(own, accumulation=accumulation, mixed_precision=precision))
 
     def building(self, in_pieces: bool) -> AbstractContextManager[None]:
-        """Return the context in which `from_pretrained` and `from_config` build in pieces, or whole."""
+        """Return the context in which `from_pretrained` and `from_config` build in pieces, or in full."""
         return nullcontext() if self._building is None else self._building.switched(in_pieces)
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
-        """Refuse what the engine cannot lay out; nothing of DeepSpeed is imported for that."""
+        """Refuse a job that the engine cannot prepare; DeepSpeed is not imported for that."""
         require_values(job.model)
         check_optimizers(job)
         config = _resolve_job(job, process)
@@ -140,22 +140,22 @@ class DeepSpeedStrategy(BaseStrategy):
                 "write stage 1, 2 or 3, or use strategy 'ddp'"
             )
         _check_groups(job)
-        _check_numbers(job, config)
+        _check_scalars(job, config)
         _check_leaf_classes(job, config)
         check_can_start(process, config.data)
 
-    def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> DeepSpeedUnit | WholeUnit:
+    def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> NativeUnit | DeepSpeedUnit:
         """Build the engine around the job's model and optimizer. Collective.
 
         The unit's model is the engine; its module is the user's own object, whose parameters keep their identity.
-        Without an optimizer, ZeRO-3 shards the model for evaluation, and the other stages leave it whole.
+        Without an optimizer, ZeRO-3 shards the model for evaluation, and the other stages replicate it.
         """
         self.check(job, precision, process)
         config = _resolve_job(job, process)
         deepspeed = import_deepspeed()
         join_engine_group(deepspeed, process)
         if not job.optimizers and config.stage < 3:
-            return _whole_unit(job, precision, process)
+            return _evaluation_unit(job, precision, process)
         optimizer = job.optimizers[0] if job.optimizers else None
         groups = _group_names(job.model, optimizer)
         placeholder = optimizer if isinstance(optimizer, OptimizerPlaceholder) else None
@@ -163,7 +163,7 @@ class DeepSpeedStrategy(BaseStrategy):
         if config.precision not in _DTYPES and process.device.type == "cpu" and has_parameters_on_disk:
             # DeepSpeed 0.19.8 would keep them there in bf16; so called, it asks its configuration for the type.
             deepspeed.zero.Init(module=job.model, config_dict_or_path=config.data)
-        with _numbers_sent(job.model):
+        with _scalars_broadcast(job.model):
             engine, *_ = deepspeed.initialize(
                 model=job.model,
                 optimizer=optimizer if placeholder is None else None,
@@ -178,7 +178,7 @@ class DeepSpeedStrategy(BaseStrategy):
 
 
 @contextmanager
-def _numbers_sent(model: nn.Module) -> Iterator[None]:
+def _scalars_broadcast(model: nn.Module) -> Iterator[None]:
     """Send rank 0's parameters of no dimension, such as CLIP's scale of logits, and keep the engine from doing so.
 
     It would fail: it sends all parameters as bytes, and torch shows a number of no dimension not as bytes.
@@ -225,9 +225,9 @@ def _resolve(
     partial: bool = False,
     **known: Any,
 ) -> EngineConfig:
-    """Return the engine's configuration with what is known of the run; `partial` before there is a job."""
+    """Return the engine's configuration, filled with values of the run; `partial` before there is a job."""
     config = resolved.config
-    # Where no loader tells the size of a batch: the engine only reports by it, and divides nothing.
+    # 1 without a loader: the engine only reports by the size of a batch, and divides nothing by it.
     rows = Fact(micro_batch_size or 1, "the prepared data loader", is_default=True)
     facts = Facts(
         world_size=process.world_size,
@@ -262,7 +262,7 @@ def _check_groups(job: TrainJob) -> None:
             )
 
 
-def _check_numbers(job: TrainJob, config: EngineConfig) -> None:
+def _check_scalars(job: TrainJob, config: EngineConfig) -> None:
     """Refuse parameters of no dimension under ZeRO-3, whose first broadcast fails for them without a word of why."""
     numbers = [name for name, p in job.model.named_parameters() if not p.ndim and not hasattr(p, "ds_id")]
     if numbers and config.stage == 3:
@@ -296,7 +296,7 @@ def _group_names(model: nn.Module, optimizer: Optimizer | None) -> list[list[str
 
 
 def _cast_around(model: nn.Module, engine_config: EngineConfig, config: RunConfig) -> list[RemovableHandle]:
-    """Cast what a model of 16-bit weights is given, and what it returns, as other strategies do; return the hooks."""
+    """Cast inputs and outputs of a model of 16-bit weights, as other strategies do; return the hooks."""
     dtype = _DTYPES.get(engine_config.precision)
     if dtype is None:
         return []
@@ -322,10 +322,10 @@ def _cast(data: Any, dtype: torch.dtype) -> Any:
     return map_leaves(cast, data, is_leaf=lambda node: isinstance(node, torch.Tensor))
 
 
-def _whole_unit(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> WholeUnit:
-    """Lay out a model that nobody trains, at a stage that keeps parameters whole. Collective."""
+def _evaluation_unit(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> EvaluationUnit:
+    """Replicate a model for evaluation, at a stage that does not shard parameters. Collective."""
     place(job.model, job, process)
     apply_autocast(job.model, precision)
     if process.is_distributed:
         broadcast_module_states(job.model, process.device)
-    return WholeUnit(job.model, job.model, job.loss_scale)
+    return EvaluationUnit(job.model, job.model, job.loss_scale)

@@ -1,4 +1,4 @@
-"""What a Trainer's arguments ask of DeepSpeed, before there is a model: numbers for its configuration, and a start."""
+"""The engine's configuration and start from a Trainer's arguments, before there is a model."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def resolve_arguments(
         resolved: of the run; its `deepspeed` block is read.
         given: the Trainer's arguments.
         model: for its sizes; None before there is one.
-        num_steps: updates of the whole training. Without it, what cannot be known yet is left out.
+        num_steps: updates of the training. Without it, an "auto" that nothing fills yet is left out.
         num_warmup_steps: updates of the warm-up.
-        given_optimizer: what steps: "torch", "dummy" for the one that the configuration describes, "none" if unknown.
+        given_optimizer: "torch", "dummy" for the one that the configuration describes, "none" if unknown.
         given_scheduler: the same for the schedule.
 
     Raises:

@@ -21,7 +21,7 @@ from accel_trainer.strategies.api import CheckpointIO, HeldGradients, StepOutcom
 from accel_trainer.strategies.parameter_state.matching import uncompiled_name
 from accel_trainer.strategies.single import NativeUnit
 
-__all__ = ["DeepSpeedUnit", "WholeUnit"]
+__all__ = ["DeepSpeedUnit", "EvaluationUnit"]
 
 
 def _came_late(optimizer: Optimizer, module: nn.Module) -> ConfigError:
@@ -31,8 +31,8 @@ def _came_late(optimizer: Optimizer, module: nn.Module) -> ConfigError:
     )
 
 
-class WholeUnit(NativeUnit):
-    """A model that nobody trains, at a stage of ZeRO that keeps parameters whole; there is no engine."""
+class EvaluationUnit(NativeUnit):
+    """A model for evaluation at a stage of ZeRO that does not shard parameters; there is no engine."""
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Refuse: no gradients would be exchanged.
@@ -55,15 +55,15 @@ class WholeUnit(NativeUnit):
 
 
 def _loss_scale(zero: Any) -> Any:
-    """Return what the engine's gradients are multiplied by; its optimizer for bf16 with fp32 sums knows no scale."""
+    """Return the scale of the engine's gradients; its optimizer for bf16 with fp32 sums has none."""
     return getattr(zero, "loss_scale", 1.0)
 
 
 class DeepSpeedUnit:
     """A model in an engine that shards its optimizer state (ZeRO-1), gradients (2) and parameters (3).
 
-    The engine clips and unscales in its step. What comes before it is noted here and takes effect there: the bound of
-    the norm, and the factor that makes a window's gradients the mean over what it held.
+    The engine clips and unscales in its step. The bound of the norm and the factor that makes a window's gradients the
+    mean over its micro-batches come before it: they are kept here and take effect there.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class DeepSpeedUnit:
         self._configured_bound: float = getattr(self._zero, "clip_grad", 0.0)
         self._bound: float | None = None
         self._norm: Tensor | None = None
-        """What `clip_grad_norm` has handed out for this update; the step fills it."""
+        """The result of `clip_grad_norm` for this update; the step fills it."""
         self._factor: float | Tensor | None = None
         self._is_exchanged = self._holds_gradients = False
         engine.set_gradient_accumulation_boundary(True)
@@ -97,7 +97,7 @@ class DeepSpeedUnit:
         return {id(parameter): parameter for parameter in self.module.parameters()}
 
     def set_gradient_sync(self, enabled: bool) -> None:
-        """Say whether the next backward ends an accumulation window. ZeRO-2 and 3 exchange gradients in every one."""
+        """Set whether the next backward ends an accumulation window. ZeRO-2 and 3 exchange gradients in every one."""
         self._engine.set_gradient_accumulation_boundary(enabled)
 
     @contextmanager
@@ -149,7 +149,7 @@ class DeepSpeedUnit:
         """Nothing: the engine takes the fp16 loss scale out in its step."""
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Note a factor for the accumulated gradients; the step multiplies them by it."""
+        """Keep a factor for the accumulated gradients; the step multiplies them by it."""
         self._factor = factor if self._factor is None else self._factor * factor
 
     def held_gradients(self) -> HeldGradients | None:
@@ -168,7 +168,7 @@ class DeepSpeedUnit:
         )
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Note a bound of the global gradient norm for the engine's step. It wins over the configuration's.
+        """Keep a bound of the global gradient norm for the engine's step. It wins over the configuration's.
 
         Returns:
             Scalar, NaN until the step has filled it with the norm before clipping.
@@ -205,7 +205,7 @@ class DeepSpeedUnit:
                 "clip_grad_value_() was called after clip_grad_norm_(), and DeepSpeed applies the norm's bound in its "
                 "step, which comes later; clip values first"
             )
-        # What the step will divide by: the gradients that are clamped here carry it.
+        # The gradients that are clamped here carry the scale, by which the step will divide.
         bound = clip_value * _loss_scale(self._zero) / (1.0 if self._factor is None else self._factor)
         self._map_gradients(lambda gradient: gradient.clamp(-bound, bound), parameters)
 
@@ -237,7 +237,7 @@ class DeepSpeedUnit:
 
     @contextmanager
     def _step_options(self) -> Any:
-        """Hand the noted bound and factor to the engine, for one step."""
+        """Give the engine the bound and the factor, for one step."""
         zero, scale = self._zero, _loss_scale(self._zero)
         if self._bound is not None:
             zero.clip_grad = self._bound
@@ -256,19 +256,19 @@ class DeepSpeedUnit:
             self._bound, self._factor = None, None
 
     def _map_gradients(self, change: Callable[[Tensor], Tensor], parameters: Iterable[Tensor] | None = None) -> None:
-        """Replace gradients by what `change` makes of each element, parameter by parameter. Collective."""
+        """Replace each gradient by `change(gradient)`, parameter by parameter. Collective."""
         from deepspeed.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
 
         chosen = self.module.parameters() if parameters is None else parameters
         for parameter in {id(p): p for p in chosen if p.requires_grad}.values():
             if hasattr(parameter, "ds_id"):
-                # Of ZeRO-3: the setter of whole gradients fails where the elements do not divide by the ranks.
+                # ZeRO-3: the setter of full gradients fails where the elements do not divide by the ranks.
                 safe_set_local_grad(parameter, change(safe_get_local_grad(parameter)))
             elif (gradient := safe_get_full_grad(parameter)) is not None:
                 safe_set_full_grad(parameter, change(gradient))
 
     def _report_norm(self) -> Tensor | None:
-        """Return the norm of the last step, and fill what `clip_grad_norm` has handed out."""
+        """Return the norm of the last step, and fill the result of `clip_grad_norm` with it."""
         norm = self._engine.get_global_grad_norm()
         if norm is None:
             return None
@@ -286,7 +286,7 @@ class DeepSpeedUnit:
             self._bound, self._factor = None, None
 
     def _drop_gradients(self) -> None:
-        """Do what the engine itself does with gradients that overflowed."""
+        """Drop gradients as the engine itself does when they overflowed."""
         zero = self._zero
         zero.zero_grad(set_to_none=True)
         for name in ("averaged_gradients", "all_grad_tensors"):
@@ -310,7 +310,7 @@ class DeepSpeedUnit:
             zero.norm_for_param_grads.clear()
             kept = [flat.grad for flat in flat_partitions(zero) if flat.grad is not None]
             kept += getattr(zero, "accumulated_grads_in_cpu", {}).values()
-            if kept:  # what is swapped to disk holds none
+            if kept:  # partitions that are swapped to disk hold none
                 foreach_zero_(kept)
 
     def take_scheduler(self) -> Any:

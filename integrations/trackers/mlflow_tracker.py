@@ -14,7 +14,7 @@ __all__ = ["MLflowTracker"]
 
 logger = logging.get_logger(__name__)
 
-# What a server takes at once, and the longest parameter: https://mlflow.org/docs/latest/rest-api.html
+# Most parameters of one request, and the longest one: https://mlflow.org/docs/latest/rest-api.html
 _BATCH = 100
 _MAX_CHARACTERS = 6000
 

@@ -60,7 +60,7 @@ class _Selection(NamedTuple):
 
 
 def _upcast_trainable(model: nn.Module) -> None:
-    """Keep master weights in fp32 under mixed precision, and say which were not."""
+    """Keep master weights in fp32 under mixed precision, and log how many were not."""
     lower = [p for p in model.parameters() if p.requires_grad and p.is_floating_point() and p.dtype != torch.float32]
     if lower:
         logger.info(
@@ -164,7 +164,7 @@ class FSDP2Strategy(BaseStrategy):
             warn_of_one_unit(model, selection.layers, job.resolved)
         blocks = drop_tied_blocks(model, selection.layers)
         tied = _tied_names(model)
-        # Weak: an optimizer that is bound later keeps alive what it holds, and nothing else need be.
+        # Weak: an optimizer that is bound later keeps alive the parameters it holds, and no others are needed.
         originals = [(name, weakref.ref(p)) for name, p in model.named_parameters() if p not in selection.unsharded]
         if precision.compute is not None:
             _upcast_trainable(model)
@@ -227,7 +227,7 @@ def _check(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -
 
 
 def _select_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> _Selection:
-    """Select the model's units of sharding, and what is left unsharded. Changes nothing.
+    """Select the model's units of sharding, and its unsharded modules and parameters. Changes nothing.
 
     Raises:
         ConfigError: the options do not fit the model, or each other.
@@ -267,7 +267,7 @@ def _set_prefetch(model: nn.Module, blocks: Sequence[nn.Module], config: FSDPCon
         for current, following in itertools.pairwise(blocks):
             current.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     if not config.backward_prefetch:
-        # FSDP2 gathers the next unit unless it is given a list, and what is gathered already costs nothing.
+        # FSDP2 gathers the next unit unless it is given a list, and gathering one that is gathered costs nothing.
         for unit in (model, *blocks):
             unit.set_modules_to_backward_prefetch([unit])  # type: ignore[operator]
 
@@ -289,7 +289,7 @@ def _count_replicas(config: FSDPConfig, process: ProcessContext) -> int:
 
 
 def _prepare_unsharded(selection: _Selection, precision: PrecisionPolicy, device: torch.device) -> None:
-    """Do what fully_shard does for the rest: move tensors, and compute in the configured dtype."""
+    """Move unsharded tensors and set their compute dtype, as fully_shard does for the sharded ones."""
     for module in selection.ignored:
         move_unsharded([*module.parameters(), *module.buffers()], device)
         # Its weights stay in fp32 and are handed activations of 16 bits, which it returns as such.

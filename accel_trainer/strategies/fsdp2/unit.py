@@ -216,7 +216,7 @@ def _average_over_ranks(sharded: Mapping[str, nn.Parameter], local: Mapping[str,
 
 
 def refuse_copies(model: nn.Module) -> None:
-    """Make copying and pickling of a sharded model say what to do instead; torch's own words are about its classes."""
+    """Refuse copying and pickling of a sharded model with a way out; torch's own message is about its classes."""
 
     def refuse(*args: Any) -> Any:
         raise ConfigError(

@@ -48,7 +48,7 @@ def _blocks_by_class(model: nn.Module, class_names: Iterable[str], origin: str) 
 
 
 def _declared_blocks(model: nn.Module) -> list[str]:
-    """Return the class names in the `_no_split_modules` of the model and its parts that occur in it."""
+    """Return the class names in the `_no_split_modules` of the model and its submodules that occur in it."""
     declared: set[str] = set()
     for module in model.modules():
         declared.update(getattr(module, "_no_split_modules", None) or ())
@@ -76,8 +76,8 @@ def _blocks_by_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
 def _blocks_by_function(model: nn.Module, policy: WrapPolicyFunction) -> list[nn.Module]:
     """Return the submodules for which `policy(module)` is true.
 
-    The policies of `torch.distributed.fsdp.wrap` are asked as FSDP1 asks them, deepest modules first: whether to go
-    into a module, and whether to make a unit of what its units have left of its parameters.
+    The policies of `torch.distributed.fsdp.wrap` are called as FSDP1 calls them, deepest modules first: whether to go
+    into a module, and whether to make a unit of its parameters that are in no unit yet.
     """
     if "recurse" not in inspect.signature(policy).parameters:
         return [module for module in model.modules() if policy(module)]
@@ -147,7 +147,7 @@ def drop_tied_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.M
 
 
 def warn_of_one_unit(model: nn.Module, blocks: Sequence[nn.Module], resolved: Resolved) -> None:
-    """Say that nothing told which blocks to shard on their own, where the configuration left it to the model."""
+    """Warn that the model is one unit, where the configuration left the choice of blocks to the model."""
     config = resolved.config.fsdp
     if not blocks and config.wrap_policy == WrapPolicy.TRANSFORMER and not config.wrap_classes:
         logger.warning(

@@ -47,7 +47,7 @@ class TensorShards:
 
     @property
     def num_bytes(self) -> int:
-        """Size of what this rank writes."""
+        """Size of the tensors that this rank writes."""
         own = own_share(self._tensors, current_rank(), self._ranks)
         return sum(local_tensor(self._tensors[name]).nbytes for name in own)
 
