@@ -1,7 +1,8 @@
 """Evaluation and prediction: one pass, linear in the samples, every sample exactly once on any number of ranks.
 
 Each rank keeps what it predicted, and the ranks exchange it at the end (after every batch with `batch_eval_metrics` or
-`eval_do_concat_batches=False`). Upstream gathers and re-concatenates everything at every step, which is quadratic.
+`eval_do_concat_batches=False`). transformers 5.23 gathers and re-concatenates everything at every step, in
+quadratic time (EvalLoopContainer.add, trainer_pt_utils.py:376).
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class ColumnFilter(RemoveColumnsCollator):
 class ShiftingLabelSmoother(LabelSmoother):
     """Label smoothing for a model that predicts the next token.
 
-    transformers looks at the model's class name in every step, and FSDP2 puts a prefix before it.
+    transformers 5.23 (trainer.py:2186) asks for the model's class name in each step; FSDP2 puts a prefix before it.
     """
 
     def __call__(self, model_output: Any, labels: Any, shift_labels: bool = True, **kwargs: Any) -> Any:
@@ -134,8 +134,8 @@ def check_dataset(dataset: Any, name: str) -> None:
 def shifts_labels(model: Any) -> bool:
     """Whether the model's loss predicts the next token, so that a row's first label is never a target.
 
-    Upstream asks the model's `loss_type`, which is None for GPT-2 and others that fall back to the causal loss: it then
-    counts one target too many in each row, and scales loss and gradients by it.
+    transformers 5.23 (trainer.py:543) asks the model's `loss_type`, which is None for GPT-2 and others that fall back
+    to the causal loss: it then counts one target too many in each row, and scales loss and gradients by it.
     """
     class_name = type(model).__name__.removeprefix("FSDP")  # which torch's fully_shard puts before it
     if isinstance(model, nn.Module) and class_name in _CAUSAL_MODELS:

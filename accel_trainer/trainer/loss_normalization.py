@@ -1,6 +1,6 @@
 """Find out whether a model's loss is a sum over items divided by `num_items_in_batch`, or a mean of its own.
 
-Upstream takes a `**kwargs` in the model's forward for a promise to divide by `num_items_in_batch`. Many models have the
+transformers 5.23 (trainer.py:521) takes `**kwargs` of the model's forward for a promise to divide. Many models have the
 `**kwargs` and return the mean over their batch (BERT's classifier, for one): their loss and gradients then come out
 multiplied by the number of processes and of accumulated micro-batches. Asking the model once tells the two apart.
 """

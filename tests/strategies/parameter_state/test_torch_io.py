@@ -263,3 +263,8 @@ def test_shards_are_written_as_a_whole_and_read_again(tmp_path: Path):
         assert_same(result["weights"], first["states"]["model"])
         # Rank 0 finds out, and every rank says so.
         assert "stem.weight is (1,) in the checkpoint and (8, 4) in the model" in result["message"]
+
+
+def test_files_of_an_engine_are_refused_with_the_way_out(tmp_path: Path):
+    with pytest.raises(IncompatibleCheckpointError, match=r"holds files of an engine, and Linear is in none; load"):
+        TorchCheckpointIO(nn.Linear(2, 2)).load_engine_files(tmp_path)
