@@ -92,7 +92,7 @@ class _Reader:
         self.document = document
         self.layer = layer
         self.entries = {key.name: document.entry(key, node) for key, node in content.items()}
-        self.lines = {key.name: key.line for key in content}
+        self.keys = {key.name: key for key in content}
         blocks = {key.name: node.value for key, node in content.items() if isinstance(node.value, dict)}
         self.blocks: dict[str, dict[Key, Node]] = {name: blocks.get(name, {}) for name in _SECTIONS}
 
@@ -128,9 +128,7 @@ class _Reader:
             if entry.value not in (None, "LOCAL_MACHINE"):
                 self.layer.wrong(entry, "LOCAL_MACHINE")
         elif name not in _SPECIAL:
-            self.layer.problems.append(
-                self.document.unknown_key_problem(Key(name, self.lines[name]), _unknown_hint(name))
-            )
+            self.layer.problems.append(self.document.unknown_key_problem(self.keys[name], _unknown_hint(name)))
 
     def legacy(self) -> None:
         """Read the two top-level keys of old files, which accelerate 1.15 still converts (config_args.py)."""
@@ -193,14 +191,13 @@ class _Reader:
         if kind != "DEEPSPEED":
             self.unused(section, kind)
             return
-        line = self.lines[section]
-        content = self.entries[section].value
+        key, content = self.keys[section], self.entries[section].value
         if named_file(content) is None:
             self.accumulation(block)
             has_stage = any(content.get(name) is not None for name in ("zero_stage", "zero_optimization"))
             if is_complete(content) and not has_stage:
-                block[Key("zero_stage", line)] = Node(2, line)  # accelerate's default
-        put_document_block(self.document, Key(section, line), Node(block, line), self.layer)
+                block[Key("zero_stage", key.line)] = Node(2, key.line)  # accelerate's default
+        put_document_block(self.document, key, Node(block, key.line), self.layer)
 
     def accumulation(self, block: dict[Key, Node]) -> None:
         """Take accumulation out of a block whose other keys are accelerate's fields, too."""

@@ -100,10 +100,8 @@ def is_neutral(value: Any) -> bool:
 
 def own_name_hint(name: str) -> str:
     """Return a hint for a Hugging Face key that stands in our own `fsdp` section, or an empty string."""
-    key = _bare(name)
-    path = DIRECT.get(key) or (NAMED[key][0] if key in NAMED else None)
-    if key in _SHARDING:
-        path = "fsdp.reshard_after_forward"
+    named = {key: path for key, (path, _) in NAMED.items()}
+    path = (DIRECT | named | dict.fromkeys(_SHARDING, "fsdp.reshard_after_forward")).get(_bare(name))
     return f"; here it is called {path.removeprefix('fsdp.')!r}" if path else ""
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from accel_trainer.config import Dialect, SourceKind, StateDictType, WrapPolicy, read_file, resolve
+from accel_trainer.config import Dialect, SourceKind, StateDictType, WrapPolicy, field_specs, read_file, resolve
+from accel_trainer.config.dialects.accelerate import KNOWN_KEYS
 
 ISSUE_YAML = """\
 compute_environment: LOCAL_MACHINE
@@ -273,3 +274,29 @@ def test_an_unquoted_no_is_the_distributed_type_no(tmp_path):
     path.write_text("distributed_type: NO\n", encoding="utf-8")
 
     assert resolve(file=path).config.strategy == "single"
+
+
+def test_the_keys_of_the_launcher_are_those_of_accelerate():
+    # ClusterConfig of accelerate 1.15, and the flags of its launcher that files may hold.
+    keys = [
+        "num_processes",
+        "num_machines",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+        "rdzv_backend",
+        "rdzv_conf",
+        "same_network",
+        "gpu_ids",
+        "enable_cpu_affinity",
+        "num_cpu_threads_per_process",
+        "max_restarts",
+        "monitor_interval",
+        "tee",
+        "log_dir",
+        "role",
+        "main_training_function",
+    ]
+
+    assert set(keys) <= KNOWN_KEYS
+    assert len(keys) == sum(path.startswith("launch.") for path in field_specs())
