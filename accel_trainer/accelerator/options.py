@@ -21,10 +21,10 @@ from accel_trainer.plugins.kwargs import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    OptionObject,
     ProfileKwargs,
     TorchDynamoPlugin,
 )
-from accel_trainer.plugins.option_object import OptionObject
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Capabilities, Strategy, WrapPolicyFunction

@@ -23,7 +23,7 @@ from accel_trainer.config.readers.config_source import problem_report
 from accel_trainer.config.schema import RunConfig, get_key, set_key
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError, did_you_mean
-from accel_trainer.plugins.option_object import OptionObject
+from accel_trainer.plugins.kwargs import OptionObject
 from accel_trainer.strategies.api import Capabilities, Strategy
 
 __all__ = ["DeepSpeedPlugin", "DeepSpeedPlugins", "DummyOptim", "DummyScheduler", "HfDeepSpeedConfig"]

@@ -11,7 +11,7 @@ from accel_trainer import logging
 from accel_trainer.config import Resolved
 from accel_trainer.config.dialects.fsdp import DIRECT, NAMED, SHARDING_STRATEGIES, WITHOUT_EFFECT, fsdp_options
 from accel_trainer.errors import ConfigError, did_you_mean
-from accel_trainer.plugins.option_object import OptionObject
+from accel_trainer.plugins.kwargs import OptionObject
 from accel_trainer.strategies.api import Capabilities
 
 __all__ = ["FSDPDescription", "FullyShardedDataParallelPlugin"]

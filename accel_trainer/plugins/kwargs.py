@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from torch import profiler
 from accel_trainer.checkpoint.commit.retry import SaveErrorAction, SavePolicy
 from accel_trainer.config import field_specs
 from accel_trainer.errors import ConfigError, did_you_mean
-from accel_trainer.plugins.option_object import OptionObject
 from accel_trainer.strategies.comm_hooks import CommHook, DDPCommunicationHookType
 
 __all__ = [
@@ -25,10 +24,27 @@ __all__ = [
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
+    "OptionObject",
     "ProfileKwargs",
     "ProjectConfiguration",
     "TorchDynamoPlugin",
 ]
+
+
+class OptionObject:
+    """Holds options; a dataclass inherits it and says where they go."""
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that were set, the ones set to a default value included; None means not set."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}  # type: ignore[arg-type]
+
+    def explicit(self) -> dict[str, Any]:
+        """Return the options that were set, by dotted path of the configuration."""
+        return {}
+
+    def objects(self) -> dict[str, Any]:
+        """Return those that no configuration file can hold, by the name of a field of AcceleratorOptions."""
+        return {}
 
 
 class KwargsHandler(OptionObject):

@@ -216,7 +216,7 @@ def test_a_plugin_can_be_pickled():
     assert plugin.hf_ds_config.config is plugin.deepspeed_config
 
 
-def test_the_stand_ins_remember_what_was_given():
+def test_the_placeholders_remember_their_arguments():
     model = nn.Linear(2, 2)
     optimizer = DummyOptim(model.parameters(), lr=0.1, betas=(0.9, 0.95))
     assert optimizer.params == list(model.parameters())
