@@ -97,7 +97,7 @@ MOVED_MODULES = {
     "runtime.faults": "runtime.fault_injection",
     "runtime.health": "runtime.shared_errors",
     "runtime.ragged": "runtime.uneven_gather",
-    "runtime.regroup": "runtime.restart_group",
+    "runtime.regroup": "runtime.memory",
     "runtime.structures": "runtime.tensor_trees",
     "runtime.wire": "runtime.transport",
     "saving": "accelerator.checkpointing",
