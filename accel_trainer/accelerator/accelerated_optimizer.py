@@ -77,7 +77,7 @@ class AcceleratedOptimizer(Optimizer):
         """Update the parameters at the end of an accumulation window; do nothing before it. See the unit's `step`.
 
         Returns:
-            What the first call of `closure` returned, as torch's own optimizers do; None without one.
+            Value of the first call of `closure`, as of torch's own optimizers; None without one.
 
         Raises:
             ConfigError: it holds parameters of several models, and only some of their windows end.

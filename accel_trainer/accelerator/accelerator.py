@@ -154,6 +154,7 @@ class Accelerator(
         self._checkpointer = Checkpointer(self.process, SAVED_STATES)
         self._registered = RegisteredState()
         self._last_grad_norm = torch.tensor(float("nan"))
+        # find_executable_batch_size frees the models of every Accelerator before it tries a smaller batch.
         register_memory_owner(self)
         for note in self.resolved.notes:
             logger.info(note)
@@ -195,7 +196,8 @@ class Accelerator(
     def reconfigure(self, resolved: Resolved) -> None:
         """Prepare models by another configuration from now on; its strategy and its precision are the same.
 
-        For loops that learn only late what an engine's own configuration leaves open, such as the number of updates.
+        For loops that learn late the values that an engine's own configuration leaves open, the number of updates for
+        instance.
         """
         self.resolved, self.config = resolved, resolved.config
 

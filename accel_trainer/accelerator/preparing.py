@@ -261,6 +261,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         evaluation_only = job.evaluation_only and not self.strategy.capabilities.shards_parameters
         self._prepared.units.append(PreparedUnit(unit, window, evaluation_only))
         hook_forward_faults(unit.model)
+        # From here on: all ranks build a model from one seed, and drop out different activations afterwards.
         seed_own_streams(self.process)
         return unit.model
 

@@ -33,7 +33,7 @@ _ONLY = "default"
 """Name of a plugin that is the only one."""
 _ZERO3_INIT = "zero3_init_flag"
 _MOE = "transformer_moe_cls_names"
-# What the plugin's fields are called in a block of the configuration, where that is another name.
+# Names of the plugin's fields in a block of the configuration, where they differ.
 _BLOCK_NAMES = {_MOE: "deepspeed_moe_layer_cls_names"}
 
 

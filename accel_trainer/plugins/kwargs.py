@@ -60,7 +60,8 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
     """Whether weights that were cast are kept until autocast is left."""
     output_dtype: str | None = None
-    """What prepared models return: "fp32" (the default), or "kept" as computed, half the memory of large logits."""
+    """Dtype of the outputs of prepared models: "fp32" (the default), or "kept" as computed, half the memory of large
+    logits."""
 
     def autocast_options(self) -> dict[str, bool]:
         """Return `enabled` and `cache_enabled` where they were set."""
@@ -89,7 +90,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_hook: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
     """How gradients are sent: as they are, cast to "fp16" or "bf16", or approximated by "power_sgd"."""
     comm_wrapper: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
-    """What is sent in place of gradients by `power_sgd` is cast to it: "fp16" or "bf16"."""
+    """Dtype of the approximation that `power_sgd` sends in place of gradients: "fp16" or "bf16"."""
     comm_state_option: dict[str, Any] = field(default_factory=dict)
     """Arguments of torch's PowerSGDState, `matrix_approximation_rank` for instance."""
 
@@ -336,7 +337,7 @@ class ProjectConfiguration:
     """Number of the next automatically named checkpoint."""
     save_on_each_node: bool = False
     on_save_error: SaveErrorAction = "raise"
-    """What `save_state` does where a disk is full or fails: "raise", "warn" (the run goes on without the save) or
+    """Reaction of `save_state` to a disk that is full or fails: "raise", "warn" (the run goes on without the save) or
     "pause" (it tries again every minute)."""
     max_pause_s: float = 3600.0
     """With "pause": the error is raised after so many seconds."""
