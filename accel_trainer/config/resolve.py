@@ -64,7 +64,7 @@ class Resolved:
         return get_value(self.config, path)
 
     def is_set(self, path: str) -> bool:
-        """Tell whether any source gave the option, even if it gave its default."""
+        """Return whether any source gave the option, even if it gave its default."""
         return self.source(path).kind is not SourceKind.DEFAULT
 
     def describe(self, path: str) -> str:

@@ -146,7 +146,7 @@ def read_deepspeed(source: BlockSource) -> dict[str, Any]:
 
 
 def is_complete(block: Mapping[str, Any]) -> bool:
-    """Tell whether a block describes DeepSpeed by itself, instead of giving single fields."""
+    """Return whether a block describes DeepSpeed by itself, instead of giving single fields."""
     has_keys = any(name not in ACCELERATE_FIELDS and value is not None for name, value in block.items())
     return has_keys or named_file(block) is not None
 
@@ -349,7 +349,7 @@ def _paths(content: Mapping[str, Any], section: str) -> Iterator[str]:
 
 
 def _sets(name: str, path: str) -> bool:
-    """Tell whether a key of a block gives the value at a dotted path."""
+    """Return whether a key of a block gives the value at a dotted path."""
     return path in (name, FIELDS.get(name)) or path.startswith(f"{name}.")
 
 

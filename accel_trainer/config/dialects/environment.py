@@ -107,7 +107,7 @@ def _read_accelerate(given: Mapping[str, str]) -> Layer:
 
 
 def _is_launcher_default(name: str, given: Mapping[str, str]) -> bool:
-    """Tell whether accelerate's launcher wrote a variable for an option that nobody gave.
+    """Return whether accelerate's launcher wrote a variable for an option that nobody gave.
 
     It always writes all five of DYNAMO (accelerate 1.15, `prepare_multi_gpu_env` in utils/launch.py).
     """

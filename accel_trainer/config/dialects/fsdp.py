@@ -83,12 +83,12 @@ def _bare(name: str) -> str:
 
 
 def is_known_key(name: str) -> bool:
-    """Tell whether a key, with or without `fsdp_`, names an FSDP option."""
+    """Return whether a key, with or without `fsdp_`, names an FSDP option."""
     return _bare(name) in KNOWN_KEYS
 
 
 def is_neutral(value: Any) -> bool:
-    """Tell whether a value asks for nothing: null, false, 'no', empty, or a container of such values only."""
+    """Return whether a value asks for nothing: null, false, 'no', empty, or a container of such values only."""
     if isinstance(value, Mapping):
         return all(is_neutral(item) for item in value.values())
     if isinstance(value, list | tuple):
@@ -166,7 +166,7 @@ def _by_key(entries: Iterable[Entry], layer: Layer) -> dict[str, Entry]:
 
 
 def _is_unbounded(by_key: Mapping[str, Entry]) -> bool:
-    """Tell whether `min_num_params` is transformers' 0 for "no bound", which only wrapping by size needs."""
+    """Return whether `min_num_params` is transformers' 0 for "no bound", which only wrapping by size needs."""
     policy = by_key.get("auto_wrap_policy")
     by_size = policy is not None and _POLICIES.get(str(policy.value).upper()) == "size"
     return str(by_key["min_num_params"].value) == "0" and not by_size
