@@ -8,9 +8,9 @@ Of replicas each is written by one of their ranks, balanced by bytes. Nothing is
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.boxes import Box, Index, Read, balance_bytes, plan_reads
 from accel_trainer.checkpoint.format.manifest import TensorEntry
 from accel_trainer.checkpoint.format.placement import local_box, local_tensor, materialize
-from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile, TensorReader, dtype_of
+from accel_trainer.checkpoint.format.safetensors_file import TensorReader, dtype_of
 from accel_trainer.checkpoint.reader import StoredCheckpoint
 from accel_trainer.errors import CorruptCheckpointError
 
@@ -169,8 +169,7 @@ class StoredShards(ShardedTensors):
             CorruptCheckpointError: shards of one tensor contradict each other.
         """
         super().__init__(stored.path)
-        self._stored = stored
-        self._opened: OrderedDict[str, SafetensorsFile] = OrderedDict()
+        self._open = lru_cache(_MAX_OPEN_FILES)(stored.tensors)
         pattern = re.compile(re.escape(prefix) + r"\.\d+\.safetensors")
         for file, entries in sorted(stored.manifest.tensors.items()):
             if pattern.fullmatch(file):
@@ -199,11 +198,3 @@ class StoredShards(ShardedTensors):
         if name not in opened:
             raise CorruptCheckpointError(f"{(self.path / file).absolute()} lacks {name!r}; load another")
         return opened.slice(name, index)
-
-    def _open(self, file: str) -> SafetensorsFile:
-        if file not in self._opened:
-            self._opened[file] = self._stored.tensors(file)
-            if len(self._opened) > _MAX_OPEN_FILES:
-                self._opened.popitem(last=False)
-        self._opened.move_to_end(file)
-        return self._opened[file]

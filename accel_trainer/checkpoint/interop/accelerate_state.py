@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -144,7 +145,7 @@ def name_parameters(stored: Mapping[str, Any], own: Mapping[str, Any], path: Pat
         IncompatibleCheckpointError: it was saved for other parameter groups.
     """
     groups, own_groups = list(stored["param_groups"]), own["param_groups"]
-    keys = [key for group in groups for key in group["params"]]
+    keys = list(chain.from_iterable(group["params"] for group in groups))
     if not all(isinstance(key, int) for key in keys):
         return {"state": dict(stored.get("state", {})), "param_groups": groups}
     sizes, own_sizes = ([len(group["params"]) for group in each] for each in (groups, own_groups))
@@ -153,7 +154,7 @@ def name_parameters(stored: Mapping[str, Any], own: Mapping[str, Any], path: Pat
             f"the optimizer's state in {path.absolute()} was saved for parameter groups of {sizes} parameters, and "
             f"this optimizer has groups of {own_sizes}; build the model and the optimizer that were saved"
         )
-    names = dict(zip(keys, (name for group in own_groups for name in group["params"]), strict=True))
+    names = dict(zip(keys, chain.from_iterable(group["params"] for group in own_groups), strict=True))
     return {
         "state": {names[int(key)]: entry for key, entry in stored.get("state", {}).items()},
         "param_groups": [{**group, "params": [names[key] for key in group["params"]]} for group in groups],

@@ -42,17 +42,30 @@ def find_weights(source: Path, unit: int = 0, verify: str = "full") -> TensorRea
     """
     if not source.exists():
         raise CheckpointNotFoundError(f"{source.absolute()} does not exist; give a checkpoint, or a file of weights")
-    if (source / MANIFEST_NAME).is_file():
-        if (source / "model_0.safetensors").is_file() or (source / "unit_0.json").is_file():
-            return _state_weights(source, unit, verify)
-        if verify != "off":
-            stored = open_checkpoint(source, ALONE, verify)
-            stored.check(name for name in stored.manifest.files if name.startswith(_WEIGHTS))
-    shards = [source, *(source / name.format(unit) for name in _SHARDED_NAMES)]
-    found = next((path for path in shards if (path / METADATA_NAME).is_file()), None)
-    if found == source or (found is not None and find_weight_file(source, unit) is None):
+    is_ours = (source / MANIFEST_NAME).is_file()
+    if is_ours and any((source / name).is_file() for name in ("unit_0.json", "model_0.safetensors")):
+        return _state_weights(source, unit, verify)
+    if is_ours and verify != "off":
+        stored = open_checkpoint(source, ALONE, verify)
+        stored.check(name for name in stored.manifest.files if name.startswith(_WEIGHTS))
+    if source.is_file():
+        return WeightFiles(source)
+    return _folder_weights(source, unit)
+
+
+def _folder_weights(source: Path, unit: int) -> TensorReader:
+    """Return a model's weights in a directory of weight files, or of torch.distributed.checkpoint, or around one."""
+    if (source / METADATA_NAME).is_file():
+        return _dcp_weights(source)
+    try:
+        file = find_weight_file(source, unit)
+    except CheckpointNotFoundError:
+        folders = (source / name.format(unit) for name in _SHARDED_NAMES)
+        found = next((path for path in folders if (path / METADATA_NAME).is_file()), None)
+        if found is None:
+            raise
         return _dcp_weights(found)
-    return WeightFiles(source, unit)
+    return WeightFiles(file)
 
 
 def read_tied(source: Path, unit: int = 0) -> dict[str, str]:
@@ -66,7 +79,7 @@ def read_tied(source: Path, unit: int = 0) -> dict[str, str]:
 
 
 def _state_weights(source: Path, unit: int, verify: str) -> TensorReader:
-    """Return a model's weights of what `save_state` wrote: one file in format 1, shards since."""
+    """Return a model's weights in a state of `save_state`: one file in format 1, shards since."""
     stored = open_checkpoint(source, ALONE, verify)
     if f"model_{unit}.safetensors" in stored:
         return stored.tensors(f"model_{unit}.safetensors")

@@ -30,6 +30,7 @@ from accel_trainer.checkpoint.interop.export import ALONE, find_weights, read_ti
 from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.checkpoint.shards import StoredShards
 from accel_trainer.checkpoint.weights.reading import load_torch_file
+from accel_trainer.checkpoint.weights.writing import make_tensors
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.tree import map_leaves
 
@@ -148,12 +149,7 @@ def _copy_the_rest(source: Path, target: Path) -> None:
 
 def _write_full(target: Path, unit: int, weights: Mapping[str, LazyTensor], optimizer: Optimizer | None) -> None:
     ending = f"_{unit}" if unit else ""
-    made: dict[int, Tensor] = {}
-    for tensor in weights.values():
-        if id(tensor) not in made:
-            made[id(tensor)] = tensor()
-    torch.save({name: made[id(tensor)] for name, tensor in weights.items()}, target / f"pytorch_model_fsdp{ending}.bin")
-    made.clear()
+    torch.save(make_tensors(weights), target / f"pytorch_model_fsdp{ending}.bin")
     if optimizer is not None:
         full = map_leaves(lambda leaf: leaf() if isinstance(leaf, LazyRead) else leaf, dict(optimizer))
         torch.save(full, target / f"optimizer{ending}.bin")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,14 +18,8 @@ from accel_trainer.runtime.torch_private import parameter_like
 __all__ = ["init_empty_weights", "init_on_device"]
 
 
-class _Contexts(threading.local):
-    """The contexts that this thread is in, the innermost last."""
-
-    def __init__(self) -> None:
-        self.stack: list[RemovableHandle] = []
-
-
-_contexts = _Contexts()
+_innermost: ContextVar[RemovableHandle | None] = ContextVar("init_on_device", default=None)
+"""The hook of the innermost context of this thread, which alone moves parameters."""
 
 _INITIALIZERS = {name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")} | {
     "random_",
@@ -82,7 +76,7 @@ def init_on_device(device: int | str | torch.device, include_buffers: bool = Fal
         return
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or isinstance(parameter, nn.UninitializedParameter) or _contexts.stack[-1:] != [hook]:
+        if parameter is None or isinstance(parameter, nn.UninitializedParameter) or _innermost.get() is not hook:
             return None
         # One that is on the device already stays the same object: modules may share it.
         if parameter.device == device:
@@ -90,9 +84,9 @@ def init_on_device(device: int | str | torch.device, include_buffers: bool = Fal
         return parameter_like(parameter, parameter.detach().to(device))
 
     hook = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]  # may return a parameter
-    _contexts.stack.append(hook)
+    outer = _innermost.set(hook)
     try:
         yield
     finally:
-        _contexts.stack.remove(hook)
+        _innermost.reset(outer)
         hook.remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from accel_trainer.checkpoint.format.boxes import Index
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME
 from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile, TensorReader
-from accel_trainer.checkpoint.weights.writing import BIN_INDEX_NAME, BIN_NAME, INDEX_NAME, WEIGHTS_NAME, read_index
+from accel_trainer.checkpoint.weights.writing import read_index
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError, IncompatibleCheckpointError
 
 __all__ = ["BroadcastFiles", "WeightFiles", "find_weight_file", "load_torch_file"]
@@ -23,26 +24,17 @@ __all__ = ["BroadcastFiles", "WeightFiles", "find_weight_file", "load_torch_file
 class WeightFiles(TensorReader):
     """The tensors of a model's weight files. One is read when it is asked for, and one file is open at a time."""
 
-    def __init__(self, checkpoint: Path, unit: int = 0) -> None:
+    def __init__(self, checkpoint: Path) -> None:
         """Open a directory, an index, or one file of weights.
-
-        Args:
-            unit: which model's, in a directory that accelerate's `save_state` wrote for several.
 
         Raises:
             CheckpointNotFoundError: there are no weights.
             IncompatibleCheckpointError: a file cannot be read as weights.
         """
-        path = checkpoint
-        if checkpoint.is_dir():
-            found = find_weight_file(checkpoint, unit)
-            if found is None:
-                raise CheckpointNotFoundError(_no_weights(checkpoint))
-            path = found
+        self.path = path = find_weight_file(checkpoint) if checkpoint.is_dir() else checkpoint
         if not path.is_file():
             raise CheckpointNotFoundError(f"no file {path.absolute()}; expected a directory or a file of weights")
-        self.path = path
-        self._opened: tuple[str, TensorReader] | None = None
+        self._open = lru_cache(1)(lambda file: _open_file(path.parent / file))
         if path.name.endswith(".index.json"):
             # In this order each file is opened once.
             self._files = dict(sorted(read_index(path).items(), key=lambda entry: entry[1]))
@@ -50,7 +42,7 @@ class WeightFiles(TensorReader):
             self._files = dict.fromkeys(self._open(path.name), path.name)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._file_of(name)[name]
+        return self._open(self._files[name])[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -60,27 +52,19 @@ class WeightFiles(TensorReader):
 
     def slice(self, name: str, index: Index) -> Tensor:
         """Return a slice of a tensor, possibly a view of its file; see `SafetensorsFile.slice`."""
-        return self._file_of(name).slice(name, index)
+        return self._open(self._files[name]).slice(name, index)
 
     def fill(self, name: str, index: Index, target: Tensor) -> None:
         """Copy a slice of a tensor into `target`; see `SafetensorsFile.fill`."""
-        self._file_of(name).fill(name, index, target)
+        self._open(self._files[name]).fill(name, index, target)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading its values."""
-        return self._file_of(name).shape(name)
+        return self._open(self._files[name]).shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor without reading its values."""
-        return self._file_of(name).dtype(name)
-
-    def _file_of(self, name: str) -> TensorReader:
-        return self._open(self._files[name])
-
-    def _open(self, file: str) -> TensorReader:
-        if self._opened is None or self._opened[0] != file:
-            self._opened = (file, _open_file(self.path.parent / file))
-        return self._opened[1]
+        return self._open(self._files[name]).dtype(name)
 
 
 class BroadcastFiles(TensorReader):
@@ -142,26 +126,27 @@ class _TensorDict(dict[str, Tensor], TensorReader):
     """A state dict from one of torch's own files, which is mapped."""
 
 
-def find_weight_file(directory: Path, unit: int = 0) -> Path | None:
-    """Return the index or the file that holds a model's weights in `directory`, or None.
+def find_weight_file(directory: Path, unit: int = 0) -> Path:
+    """Return the index or the file that holds a model's weights in `directory`; of `unit`, where there are several.
 
     Safetensors come before torch's own files, and an index before a single file: the file that lies beside an index is
     older, for a save that needed no index would have removed it. Names with a number are accelerate's, those with
     "fsdp" are accelerate's and its Trainer's for FULL_STATE_DICT.
+
+    Raises:
+        CheckpointNotFoundError: there are no weights.
     """
     suffix = f"_{unit}" if unit else ""
     stems = (f"model{suffix}.safetensors", f"pytorch_model{suffix}.bin", f"pytorch_model_fsdp{suffix}.bin")
     names = [name for stem in stems for name in (f"{stem}.index.json", stem)]
-    return next((directory / name for name in names if (directory / name).is_file()), None)
-
-
-def _no_weights(directory: Path) -> str:
-    hint = ""
-    if (directory / MANIFEST_NAME).is_file():
-        hint = "; save_state() wrote this directory, and accelerator.load_state() reads it"
-    return (
-        f"no weights in {directory.absolute()}: expected one of {INDEX_NAME}, {WEIGHTS_NAME}, {BIN_INDEX_NAME}, "
-        f"{BIN_NAME}, as save_model() and save_pretrained() write them, or pytorch_model_fsdp.bin{hint}"
+    found = next((directory / name for name in names if (directory / name).is_file()), None)
+    if found is not None:
+        return found
+    is_ours = (directory / MANIFEST_NAME).is_file()
+    hint = "; save_state() wrote this directory, and accelerator.load_state() reads it" if is_ours else ""
+    raise CheckpointNotFoundError(
+        f"no weights in {directory.absolute()}: expected one of {', '.join(names)}, as save_model() and "
+        f"save_pretrained() write them{hint}"
     )
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "INDEX_NAME",
     "WEIGHTS_NAME",
     "gather_to_file",
+    "make_tensors",
     "parse_size",
     "read_index",
     "remove_weights",
@@ -47,14 +48,8 @@ _ALIGNMENT = 64
 
 _UNITS = {
     "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
+    **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)},
 }
 
 
@@ -207,11 +202,16 @@ def _write_shard(path: Path, shard: Shard, made: Iterator[Tensor], safe_serializ
         if safe_serialization:
             write_tensor_file(file, state)
         else:
-            distinct = {id(tensor): tensor for tensor in state.values()}
-            full = {key: tensor if isinstance(tensor, Tensor) else tensor() for key, tensor in distinct.items()}
-            torch.save({name: full[id(tensor)] for name, tensor in state.items()}, file)
+            torch.save(make_tensors(state), file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def make_tensors(state: State) -> dict[str, Tensor]:
+    """Return the tensors of `state`, each lazy one made once: tied ones stay one."""
+    distinct = {id(tensor): tensor for tensor in state.values()}
+    full = {key: tensor if isinstance(tensor, Tensor) else tensor() for key, tensor in distinct.items()}
+    return {name: full[id(tensor)] for name, tensor in state.items()}
 
 
 def gather_to_file(tensors: Mapping[str, LazyTensor], target: Path, *, writes: bool) -> dict[str, Tensor]:
