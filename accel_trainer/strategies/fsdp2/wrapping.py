@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,24 +56,7 @@ def _declared_blocks(model: nn.Module) -> list[str]:
     return sorted(declared & present)
 
 
-def _blocks_by_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """Return submodules, deepest first, that hold at least `min_num_params` parameters not yet in a deeper unit."""
-    chosen: list[nn.Module] = []
-    taken: set[int] = set()
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            visit(child)
-        remaining = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
-        if module is not model and sum(remaining.values()) >= min_num_params:
-            chosen.append(module)
-            taken.update(remaining)
-
-    visit(model)
-    return chosen
-
-
-def _blocks_by_function(model: nn.Module, policy: WrapPolicyFunction) -> list[nn.Module]:
+def _blocks_by_function(model: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
     """Return the submodules for which `policy(module)` is true.
 
     The policies of `torch.distributed.fsdp.wrap` are called as FSDP1 calls them, deepest modules first: whether to go
@@ -81,7 +64,6 @@ def _blocks_by_function(model: nn.Module, policy: WrapPolicyFunction) -> list[nn
     """
     if "recurse" not in inspect.signature(policy).parameters:
         return [module for module in model.modules() if policy(module)]
-    ask: Callable[..., bool] = policy
     chosen: list[nn.Module] = []
     taken: set[int] = set()
 
@@ -89,15 +71,20 @@ def _blocks_by_function(model: nn.Module, policy: WrapPolicyFunction) -> list[nn
         return sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in taken)
 
     def visit(module: nn.Module) -> None:
-        if ask(module=module, recurse=True, nonwrapped_numel=num_left(module)):
+        if policy(module=module, recurse=True, nonwrapped_numel=num_left(module)):
             for child in module.children():
                 visit(child)
-            if module is not model and ask(module=module, recurse=False, nonwrapped_numel=num_left(module)):
+            if module is not model and policy(module=module, recurse=False, nonwrapped_numel=num_left(module)):
                 chosen.append(module)
                 taken.update(map(id, module.parameters()))
 
     visit(model)
     return chosen
+
+
+def _is_large(min_num_params: int, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    """Whether a module holds enough parameters that are in no deeper unit; every module is gone into."""
+    return recurse or nonwrapped_numel >= min_num_params
 
 
 def find_blocks(model: nn.Module, resolved: Resolved, policy: WrapPolicyFunction | None) -> list[nn.Module]:
@@ -114,7 +101,7 @@ def find_blocks(model: nn.Module, resolved: Resolved, policy: WrapPolicyFunction
     elif config.wrap_policy == WrapPolicy.NONE:
         chosen = []
     elif config.wrap_policy == WrapPolicy.SIZE:
-        chosen = _blocks_by_size(model, config.min_num_params)
+        chosen = _blocks_by_function(model, partial(_is_large, config.min_num_params))
     elif config.wrap_classes:
         chosen = _blocks_by_class(model, config.wrap_classes, resolved.describe("fsdp.wrap_classes"))
     else:
@@ -193,7 +180,7 @@ class CheckpointedForward:
         return inspect.signature(self._forward())
 
     def _forward(self) -> Callable[..., Any]:
-        return self.inner or functools.partial(type(self.module).forward, self.module)
+        return self.inner or partial(type(self.module).forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward, keeping only its inputs for the backward."""
