@@ -25,7 +25,6 @@ from accel_trainer.data.loader import skip_first_batches
 from accel_trainer.errors import ConfigError, MissingExtraError
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.memory import clear_device_cache, find_executable_batch_size, is_out_of_memory
-from accel_trainer.trainer.accelerator_setup import build_accelerator
 from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.best_model import keeping_best
@@ -35,7 +34,7 @@ from accel_trainer.trainer.epoch import EpochRun, WindowReader
 from accel_trainer.trainer.evaluation import run_evaluation
 from accel_trainer.trainer.inputs import ColumnFilter, ShiftingLabelSmoother, check_dataset, load_model, shifts_labels
 from accel_trainer.trainer.loss_normalization import LossNormalization
-from accel_trainer.trainer.model_preparation import ModelPreparation
+from accel_trainer.trainer.preparation import ModelPreparation, build_accelerator
 
 __all__ = ["AccelTrainerMixin", "CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
 
