@@ -39,9 +39,7 @@ EXCUSED = {
     "Seq2SeqTrainingArguments": {},
 }
 
-OWN_METHODS = {
-    "arguments_class", "_resuming", "_restores_random_streams", "_load_weights", "_load_training_state",
-}  # fmt: skip
+OWN_METHODS = {"arguments_class", "_resuming"}
 
 PAIRS = [
     (Trainer, transformers.Trainer),
