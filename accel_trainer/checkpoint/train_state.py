@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.json_codec import decode, encode
-from accel_trainer.checkpoint.format.manifest import FORMAT_VERSION, Manifest
+from accel_trainer.checkpoint.format.manifest import Manifest
 from accel_trainer.checkpoint.reader import StoredCheckpoint
 from accel_trainer.checkpoint.shards import StoredShards, write_shards
 from accel_trainer.errors import IncompatibleCheckpointError
@@ -32,7 +32,7 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import get_rng_state, reseed_from_saved, set_rng_state
 from accel_trainer.runtime.shared_errors import raise_together
 
-__all__ = ["FORMAT_VERSION", "TrainState", "files_to_read", "load_train_state", "save_train_state"]
+__all__ = ["TrainState", "files_to_read", "load_train_state", "read_on_main", "save_train_state"]
 
 
 class Stateful(Protocol):
@@ -131,18 +131,18 @@ def _training(state: TrainState) -> dict[str, Any]:
 
 def _read_training(stored: StoredCheckpoint, state: TrainState) -> dict[str, Any]:
     """Return the states beside the units'. Tensors that are sharded in this run are read so, each rank its shard."""
-    parts = StoredShards(stored, "training")
+    shards = StoredShards(stored, "training")
     now: dict[str, Tensor] = {}
-    if len(parts):
+    if len(shards):
         encode(_training(state), now)
     sharded: dict[str, Tensor] = {}
-    for name in parts:
-        shape, own = parts.shape(name), now.get(name)
+    for name in shards:
+        shape, own = shards.shape(name), now.get(name)
         if isinstance(own, DTensor) and tuple(own.shape) == shape:
-            sharded[name] = torch.empty_like(own, dtype=parts.dtype(name), requires_grad=False)
+            sharded[name] = torch.empty_like(own, dtype=shards.dtype(name), requires_grad=False)
         else:
-            sharded[name] = torch.empty(shape, dtype=parts.dtype(name))
-        parts.read(name, sharded[name])
+            sharded[name] = torch.empty(shape, dtype=shards.dtype(name))
+        shards.read(name, sharded[name])
     training: dict[str, Any] = _read(stored, "training", sharded)
     return training
 
@@ -271,14 +271,17 @@ def _plan_unsharded_unit(
     stored: StoredCheckpoint, index: int, unit: Any, state: TrainState, process: ProcessContext
 ) -> list[Callable[[], None]]:
     """Check a unit of format 1, with one file for the model and one for the optimizer. Collective."""
-    model: Mapping[str, Tensor] = {}
-    optimizer: Mapping[str, Any] = {}
-    with raise_together(process, f"load of {stored.path}"):
-        if process.is_main and state.has_weights[index]:
-            model = stored.tensors(f"model_{index}.safetensors")
-        if process.is_main and state.has_optimizer[index]:
-            optimizer = _read(stored, f"optimizer_{index}")
-    loads = [unit.plan_full_model_load(model)] if state.has_weights[index] else []
+    section, loads = f"load of {stored.path}", []
+    if state.has_weights[index]:
+        weights = read_on_main(process, section, partial(stored.tensors, f"model_{index}.safetensors"))
+        loads.append(unit.plan_full_model_load(weights or {}))
     if state.has_optimizer[index]:
-        loads.append(unit.plan_full_optimizer_load(optimizer))
+        optimizer = read_on_main(process, section, partial(_read, stored, f"optimizer_{index}"))
+        loads.append(unit.plan_full_optimizer_load(optimizer or {}))
     return loads
+
+
+def read_on_main(process: ProcessContext, section: str, read: Callable[[], Any]) -> Any:
+    """Call `read` on rank 0, and return its result there, None elsewhere; its error is raised on all ranks."""
+    with raise_together(process, section):
+        return read() if process.is_main else None

@@ -33,7 +33,7 @@ def test_r20_files_of_format_2_are_compared_with_their_sha256(tmp_path: Path):
 
 
 def test_r20_every_format_has_a_fixture():
-    from accel_trainer.checkpoint.train_state import FORMAT_VERSION
+    from accel_trainer.checkpoint.format.manifest import FORMAT_VERSION
 
     assert [path.name for path in sorted(FIXTURES.glob("format_*"))] == [
         f"format_{version}" for version in range(1, FORMAT_VERSION + 1)

@@ -124,7 +124,7 @@ class Publication:
         try:
             names = gather_or_raise(self.process, self._section, error, name)
         except BaseException:
-            self._clean_up(self.target.parent / name)
+            self.abandon(self.target.parent / name)
             raise
         # The committing rank is the first of those whose files it commits.
         path = self.target.parent / names[self._first]
@@ -138,7 +138,7 @@ class Publication:
         if isinstance(error, Exception | SystemExit):
             self._error = error
             return True
-        self._clean_up()
+        self.abandon()
         return False
 
     def _make(self, name: str, need_bytes: int) -> None:
@@ -156,7 +156,7 @@ class Publication:
         try:
             gather_or_raise(self.process, self._section, self._error)
         except BaseException:
-            self._clean_up()
+            self.abandon()
             raise
 
     def commit(self, group: dist.ProcessGroup | None = None, *, keeps: bool = False) -> Path:
@@ -185,15 +185,11 @@ class Publication:
             is_over = True
         finally:
             if is_over:
-                self._clean_up(self._leftover)
+                self.abandon(self._leftover)
         return self.target
 
-    def abandon(self) -> None:
-        """Remove a staged directory that was not committed, and release the lock."""
-        self._clean_up()
-
-    def _clean_up(self, leftover: Path | None = None) -> None:
-        """Remove the temporary directory and the directory that it has replaced, and release the lock."""
+    def abandon(self, leftover: Path | None = None) -> None:
+        """Remove a staged directory that was not committed, and `leftover`, and release the lock."""
         if self.commits:
             for path in (leftover, self.staged.path if self.staged is not None else None):
                 if path is not None:

@@ -195,5 +195,5 @@ def _tensor_entry(
         return TensorEntry(dtype, sizes)
     shape, offsets = (tuple(int(number) for number in numbers) for numbers in place)
     if not Box(offsets, sizes).fits(shape):
-        raise ConfigError(f"the part {sizes} of tensor {name!r} does not lie at {offsets} of {shape}")
+        raise ConfigError(f"the shard {sizes} of tensor {name!r} does not lie at {offsets} of {shape}")
     return TensorEntry(dtype, shape, offsets, sizes)

@@ -19,12 +19,12 @@ from accel_trainer import logging
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME
 from accel_trainer.checkpoint.interop.dcp import METADATA_NAME, DcpDirectory
 from accel_trainer.checkpoint.interop.export import find_weights
-from accel_trainer.checkpoint.train_state import TrainState
+from accel_trainer.checkpoint.train_state import TrainState, read_on_main
 from accel_trainer.checkpoint.weights.reading import load_torch_file
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import set_rng_state
-from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
+from accel_trainer.runtime.shared_errors import raise_together
 
 __all__ = ["is_accelerate_or_dcp_state", "load_accelerate_or_dcp_state", "name_parameters"]
 
@@ -55,11 +55,11 @@ def load_accelerate_or_dcp_state(directory: Path, state: TrainState, process: Pr
     loads: list[Callable[[], None]] = []
     for index, unit in enumerate(state.units):
         if state.has_weights[index]:
-            weights = _on_main(process, section, partial(find_weights, directory, index))
+            weights = read_on_main(process, section, partial(find_weights, directory, index))
             loads.append(unit.plan_full_model_load(weights or {}))
         if state.has_optimizer[index]:
             own = unit.full_optimizer_state()
-            stored = _on_main(process, section, partial(_optimizer, directory, index, own))
+            stored = read_on_main(process, section, partial(_optimizer, directory, index, own))
             loads.append(unit.plan_full_optimizer_load(stored or {}))
     with raise_together(process, section):
         small = _read_small(directory, state) if has_all else []
@@ -74,18 +74,6 @@ def load_accelerate_or_dcp_state(directory: Path, state: TrainState, process: Pr
     saved_by = len(list(directory.glob("random_states_*.pkl")))
     stepped = f"; its schedules were stepped {saved_by} times an update" if saved_by > 1 and state.schedulers else ""
     return f"a state of Hugging Face accelerate; {streams}{stepped}; the position in the data is not in it"
-
-
-def _on_main(process: ProcessContext, section: str, read: Callable[[], Any]) -> Any:
-    """Call `read` on rank 0, and return its result there, None elsewhere; its error is raised on all ranks."""
-    value, error = None, None
-    if process.is_main:
-        try:
-            value = read()
-        except Exception as raised:
-            error = raised
-    gather_or_raise(process, section, error)
-    return value
 
 
 def _suffix(index: int) -> str:

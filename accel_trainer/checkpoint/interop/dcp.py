@@ -46,14 +46,14 @@ _RECORDS = {
 class _Record:
     """An object of torch's metadata, as plain attributes or constructor arguments."""
 
-    def __init__(self, *parts: Any) -> None:
-        self.parts = parts
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict):
             self.__dict__.update({str(key): value for key, value in state.items()})
         else:
-            self.parts = state
+            self.arguments = state
 
 
 class _RefusedError(Exception):
@@ -116,7 +116,7 @@ class DcpDirectory(ShardedTensors):
             if not hasattr(kind, "chunks"):
                 self._objects[name] = items[name, None]
                 continue
-            entry = TensorShards(kind.properties.parts[0], tuple(kind.size))
+            entry = TensorShards(kind.properties.arguments[0], tuple(kind.size))
             for chunk in kind.chunks:
                 box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
                 item = items[name, box.offsets]

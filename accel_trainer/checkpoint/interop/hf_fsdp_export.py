@@ -122,8 +122,9 @@ def _check_names(source: Path, weights: Mapping[str, Any], optimizer: Optimizer 
     names = [name for group in groups for name in group["params"]]
     if any(not isinstance(name, str) for name in names):
         raise IncompatibleCheckpointError(
-            f"{source.absolute()}: its optimizer numbers its parameters, as on one process and with DDP, where the "
-            "stock Trainer resumes from it as it is; under FSDP it wants their names, which a save under FSDP writes"
+            f"{source.absolute()}: its optimizer numbers its parameters, as on one process and with DDP, where "
+            "transformers' Trainer resumes from it as it is; under FSDP it wants their names, which a save under FSDP "
+            "writes"
         )
     strange = [name for name in names if name not in weights]
     if strange:
@@ -133,8 +134,8 @@ def _check_names(source: Path, weights: Mapping[str, Any], optimizer: Optimizer 
         )
     if any(OWN_STATE in group for group in groups):
         raise IncompatibleCheckpointError(
-            f"{source.absolute()}: its optimizer keeps a state that belongs to no parameter, which the stock Trainer's "
-            "files have no place for; resume with this library, or export the weights alone"
+            f"{source.absolute()}: its optimizer keeps a state that belongs to no parameter, which the "
+            "files of transformers' Trainer have no place for; resume with this library, or export the weights alone"
         )
 
 

@@ -50,10 +50,6 @@ class WeightFiles(TensorReader):
     def __len__(self) -> int:
         return len(self._files)
 
-    def slice(self, name: str, index: Index) -> Tensor:
-        """Return a slice of a tensor, possibly a view of its file; see `SafetensorsFile.slice`."""
-        return self._open(self._files[name]).slice(name, index)
-
     def fill(self, name: str, index: Index, target: Tensor) -> None:
         """Copy a slice of a tensor into `target`; see `SafetensorsFile.fill`."""
         self._open(self._files[name]).fill(name, index, target)
