@@ -115,3 +115,11 @@ def test_the_target_is_neither_a_file_nor_the_checkpoint(saved: Path):
         export_weights(saved / "parts", saved / "bin" / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"is the checkpoint; give another"):
         export_weights(saved / "parts", saved / "parts")
+
+
+def test_a_second_model_is_found_by_its_number_only(tmp_path: Path):
+    save_weights(build().state_dict(), tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match=r"expected one of model_1\.safetensors"):
+        export_weights(tmp_path, tmp_path / "out", unit=1)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model_1.safetensors")
+    assert export_weights(tmp_path, tmp_path / "out", unit=1) == ["model.safetensors"]
