@@ -229,7 +229,8 @@ class HeldGradients:
 class TrainUnit(Protocol):
     """A prepared model with its optimizers; the only thing the facade drives.
 
-    A class that inherits from this one has the defaults of `local_bytes` and `release`.
+    A class that inherits from this one has its defaults: those of an engine that replaces no parameters, makes no
+    schedule, and has nothing to unscale, to synchronize, or to release.
     """
 
     model: nn.Module
@@ -244,9 +245,11 @@ class TrainUnit(Protocol):
 
         The parameters themselves, and those that `prepare` has replaced, as long as somebody holds them.
         """
+        return {id(parameter): parameter for parameter in self.module.parameters()}
 
     def set_gradient_sync(self, enabled: bool) -> None:
-        """Say whether the next backward exchanges gradients. Called before the forward of a micro-batch."""
+        """Set whether the next backward exchanges gradients. Called before the forward of a micro-batch."""
+        return
 
     def sync_in_backward(self) -> AbstractContextManager[None]:
         """Return a context whose backward exchanges gradients although its forward was called without sync.
@@ -256,6 +259,7 @@ class TrainUnit(Protocol):
         Raises:
             ConfigError: the engine decides in the forward.
         """
+        return nullcontext()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate gradients of `loss`, divided already. Collective when gradients are exchanged."""
@@ -268,6 +272,7 @@ class TrainUnit(Protocol):
 
         None where the engine keeps them to itself. Collective where parameters are sharded.
         """
+        return None
 
     def put_gradients(self, gradients: Mapping[str, Callable[[Box], Tensor]]) -> None:
         """Go on with gradients by parameter name, whose mean over ranks is that of the window.
@@ -301,6 +306,7 @@ class TrainUnit(Protocol):
 
         Nothing in other precisions.
         """
+        return
 
     def zero_grad(self, set_to_none: bool = True, *, optimizer: Optimizer | None = None) -> None:
         """Drop the gradients of an optimizer's parameters; None for all of the unit's optimizers."""
@@ -310,6 +316,7 @@ class TrainUnit(Protocol):
 
         The engine steps it no longer. None where there is none.
         """
+        return None
 
     def bind_optimizer(self, optimizer: Optimizer) -> None:
         """Take an optimizer built before or after `prepare`; one built before is re-bound by parameter name.
@@ -336,6 +343,7 @@ class TrainUnit(Protocol):
 
         Every rank calls it, once or more often; the unit is not used afterwards.
         """
+        return
 
 
 class Strategy(Protocol):

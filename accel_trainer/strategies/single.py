@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -16,7 +15,15 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies import gradients
-from accel_trainer.strategies.api import BaseStrategy, Capabilities, CheckpointIO, HeldGradients, StepOutcome, TrainJob
+from accel_trainer.strategies.api import (
+    BaseStrategy,
+    Capabilities,
+    CheckpointIO,
+    HeldGradients,
+    StepOutcome,
+    TrainJob,
+    TrainUnit,
+)
 from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.loss_scale import LossScale
 from accel_trainer.strategies.ownership import check_disjoint, check_optimizer_belongs
@@ -58,7 +65,7 @@ def check_optimizers(job: TrainJob) -> None:
     check_disjoint(job.optimizers, known)
 
 
-class NativeUnit:
+class NativeUnit(TrainUnit):
     """A module and its torch optimizers in one process."""
 
     def __init__(self, model: nn.Module, module: nn.Module, loss_scale: LossScale | None = None) -> None:
@@ -68,17 +75,6 @@ class NativeUnit:
         self._scale = loss_scale
         if loss_scale is not None:
             loss_scale.serve(self)
-
-    def known_parameters(self) -> dict[int, nn.Parameter]:
-        """Return the module's parameters by their id."""
-        return {id(parameter): parameter for parameter in self.module.parameters()}
-
-    def set_gradient_sync(self, enabled: bool) -> None:
-        """Nothing to exchange."""
-
-    def sync_in_backward(self) -> AbstractContextManager[None]:
-        """Nothing to exchange."""
-        return nullcontext()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate gradients of `loss`, scaled where fp16 asks for it."""
@@ -155,9 +151,6 @@ class NativeUnit:
                 self._scale.drop(each)
             each.zero_grad(set_to_none)
 
-    def take_scheduler(self) -> None:
-        """None: schedules are the user's own."""
-
     def bind_optimizer(self, optimizer: Optimizer) -> None:
         """Take an optimizer that holds parameters of this module.
 
@@ -182,9 +175,6 @@ class NativeUnit:
     def _gradient_bytes(self) -> int:
         """Size of this rank's own gradients, which have not been exchanged yet."""
         return sum(gradient.nbytes for gradient in gradients.gradients_of(self.module.parameters()))
-
-    def release(self) -> None:
-        """Nothing to take off: wrappers end with the unit, and modules and optimizers are torch's own."""
 
 
 _APPLIED = StepOutcome(applied=True)

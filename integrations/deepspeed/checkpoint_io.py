@@ -19,7 +19,7 @@ from accel_trainer.errors import CheckpointNotFoundError, ConfigError, Incompati
 from accel_trainer.integrations.deepspeed.partition_shards import PartitionReads, PartitionShards
 from accel_trainer.integrations.deepspeed.partitions import Partitions, Run, opened_partition, unsharded_shape
 from accel_trainer.strategies.parameter_state.base_io import BaseCheckpointIO, HeldBoxes, PendingTensor
-from accel_trainer.strategies.parameter_state.matching import group_options, match_groups, uncompiled_name
+from accel_trainer.strategies.parameter_state.matching import group_options, uncompiled_name
 
 __all__ = ["DeepSpeedCheckpointIO"]
 
@@ -189,11 +189,8 @@ class DeepSpeedCheckpointIO(BaseCheckpointIO):
                 state[name] = entry
         return {"state": state, **options} if is_main else {}
 
-    def outline_optimizers(self, state: Mapping[str, Any]) -> dict[str, Any] | str:
-        """Return the state with shapes in place of tensors of a parameter's, or the message of the differences."""
-        groups = match_groups(state, self.group_names())
-        if isinstance(groups, str):
-            return groups
+    def outline_optimizers(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state with shapes in place of tensors of a parameter's shape, and the loss scale."""
         shapes = {name: run.shape for name, _, run in self._trained()}
 
         def outline(name: str, key: str, value: Any) -> Any:
@@ -205,7 +202,7 @@ class DeepSpeedCheckpointIO(BaseCheckpointIO):
             for name, entry in state["state"].items()
             if name in shapes
         }
-        return {"state": entries, "param_groups": groups, "loss_scale": state.get("loss_scale", {})}
+        return {"state": entries, "loss_scale": state.get("loss_scale", {})}
 
     def load_optimizers(self, outline: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """Load rank 0's full optimizer state. Collective."""

@@ -17,7 +17,7 @@ from accel_trainer.integrations.deepspeed.checkpoint_io import DeepSpeedCheckpoi
 from accel_trainer.integrations.deepspeed.partitions import flat_partitions
 from accel_trainer.integrations.deepspeed.runtime import forget_module
 from accel_trainer.runtime.torch_private import foreach_add_, foreach_zero_
-from accel_trainer.strategies.api import CheckpointIO, HeldGradients, StepOutcome
+from accel_trainer.strategies.api import CheckpointIO, StepOutcome, TrainUnit
 from accel_trainer.strategies.parameter_state.matching import uncompiled_name
 from accel_trainer.strategies.single import NativeUnit
 
@@ -59,11 +59,12 @@ def _loss_scale(zero: Any) -> Any:
     return getattr(zero, "loss_scale", 1.0)
 
 
-class DeepSpeedUnit:
+class DeepSpeedUnit(TrainUnit):
     """A model in an engine that shards its optimizer state (ZeRO-1), gradients (2) and parameters (3).
 
     The engine clips and unscales in its step. The bound of the norm and the factor that makes a window's gradients the
-    mean over its micro-batches come before it: they are kept here and take effect there.
+    mean over its micro-batches come before it: they are kept here and take effect there. There is nothing to unscale
+    before the step, and the gradients of an open window stay in the engine.
     """
 
     def __init__(
@@ -91,10 +92,6 @@ class DeepSpeedUnit:
         self._factor: float | Tensor | None = None
         self._is_exchanged = self._holds_gradients = False
         engine.set_gradient_accumulation_boundary(True)
-
-    def known_parameters(self) -> dict[int, nn.Parameter]:
-        """Return the module's parameters by id; the engine keeps the objects, and so their identity."""
-        return {id(parameter): parameter for parameter in self.module.parameters()}
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Set whether the next backward ends an accumulation window. ZeRO-2 and 3 exchange gradients in every one."""
@@ -145,16 +142,9 @@ class DeepSpeedUnit:
             )
         return {group: gradients for group, gradients in self._zero.averaged_gradients.items() if gradients}
 
-    def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Nothing: the engine takes the fp16 loss scale out in its step."""
-
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Keep a factor for the accumulated gradients; the step multiplies them by it."""
         self._factor = factor if self._factor is None else self._factor * factor
-
-    def held_gradients(self) -> HeldGradients | None:
-        """Return None: the engine keeps the gradients of an open window to itself."""
-        return None
 
     def put_gradients(self, gradients: Mapping[str, Callable[[Box], Tensor]]) -> None:
         """Refuse gradients of another run's window.

@@ -169,8 +169,8 @@ class BaseCheckpointIO(CheckpointIO, ABC):
         """Return this rank's shards of the optimizers' state, and its outline as JSON, the same on every rank."""
 
     @abstractmethod
-    def outline_optimizers(self, state: Mapping[str, Any]) -> dict[str, Any] | str:
-        """Return a full optimizer state without the values of its tensors, or the message of the differences."""
+    def outline_optimizers(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a full optimizer state without the values of its tensors."""
 
     @abstractmethod
     def load_optimizers(self, outline: Mapping[str, Any], state: Mapping[str, Any]) -> None:
@@ -279,10 +279,11 @@ class BaseCheckpointIO(CheckpointIO, ABC):
     def plan_full_optimizer_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """Check rank 0's full state, and return the call that loads it; see `CheckpointIO.plan_full_optimizer_load`."""
         self.require_optimizer()
+        groups = broadcast_object(match_groups(state, self.group_names()) if current_rank() == 0 else None)
+        if isinstance(groups, str):
+            raise IncompatibleCheckpointError(groups)
         outline = broadcast_object(self.outline_optimizers(state) if current_rank() == 0 else None)
-        if isinstance(outline, str):
-            raise IncompatibleCheckpointError(outline)
-        return partial(self.load_optimizers, outline, state)
+        return partial(self.load_optimizers, {**outline, "param_groups": groups}, state)
 
     def match_saved_groups(self, state: Mapping[str, Any], source: Path) -> list[Any]:
         """Return the saved parameter groups in the order of the optimizers' own.

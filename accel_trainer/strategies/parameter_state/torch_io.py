@@ -28,7 +28,7 @@ from accel_trainer.strategies.parameter_state.base_io import (
     current_rank,
     world_size,
 )
-from accel_trainer.strategies.parameter_state.matching import group_options, match_groups, uncompiled_name
+from accel_trainer.strategies.parameter_state.matching import group_options, uncompiled_name
 
 __all__ = ["TensorShards", "TorchCheckpointIO"]
 
@@ -137,16 +137,13 @@ class TorchCheckpointIO(BaseCheckpointIO):
                     entry[key] = full.to("cpu", copy=True) if is_main else None
         return saved if is_main else {}
 
-    def outline_optimizers(self, state: Mapping[str, Any]) -> dict[str, Any] | str:
-        """Return the state with shapes and dtypes in place of tensors, or the message of the differences."""
-        groups = match_groups(state, self.group_names())
-        if isinstance(groups, str):
-            return groups
+    def outline_optimizers(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state with shapes and dtypes in place of tensors."""
         outlined = {
             name: {key: _TensorOutline(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
             for name, entry in state["state"].items()
         }
-        return {"state": outlined, "param_groups": groups}
+        return {"state": outlined}
 
     def load_optimizers(self, outline: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """Load rank 0's full optimizer state. Collective."""
