@@ -18,7 +18,14 @@ from accel_trainer.runtime.process import ProcessContext, read_environment
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["check_can_start", "forget_module", "import_deepspeed", "join_engine_group", "require_deepspeed"]
+__all__ = [
+    "check_can_start",
+    "forget_module",
+    "import_deepspeed",
+    "join_engine_group",
+    "require_deepspeed",
+    "start_engine",
+]
 
 
 def require_deepspeed() -> None:
@@ -47,6 +54,21 @@ def import_deepspeed() -> Any:
     deepspeed.utils.logger.setLevel(std_logging.WARNING)
     # Of torch, about how the engine calls it, once for each of its layers of code.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
+    return deepspeed
+
+
+def start_engine(process: ProcessContext, engine_config: Mapping[str, Any]) -> Any:
+    """Bring DeepSpeed up in the job's process group, and return its module. Collective for the first call.
+
+    Before a model is built in pieces: without it, the engine takes the job for one process.
+
+    Raises:
+        ConfigError: the engine cannot start here.
+        MissingExtraError: DeepSpeed is not installed.
+    """
+    deepspeed = import_deepspeed()
+    check_can_start(process, engine_config)
+    join_engine_group(deepspeed, process)
     return deepspeed
 
 

@@ -18,12 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from accel_trainer.config import MixedPrecision, OutputDtype, Resolved, RunConfig
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.config import EngineConfig, Fact, Facts, hidden_size_of, resolve_engine_config
-from accel_trainer.integrations.deepspeed.runtime import (
-    check_can_start,
-    import_deepspeed,
-    join_engine_group,
-    require_deepspeed,
-)
+from accel_trainer.integrations.deepspeed.runtime import check_can_start, require_deepspeed, start_engine
 from accel_trainer.integrations.deepspeed.unit import DeepSpeedUnit, EvaluationUnit
 from accel_trainer.precision import PrecisionPolicy, apply_autocast, cast_floating
 from accel_trainer.runtime.process import ProcessContext
@@ -116,8 +111,7 @@ class DeepSpeedStrategy(BaseStrategy):
             The configuration with the accumulation steps and the precision that the engine's own one states.
         """
         config = _resolve(resolved, process, partial=True)
-        check_can_start(process, config.data)
-        join_engine_group(import_deepspeed(), process)
+        start_engine(process, config.data)
         self._building = None  # of another configuration: transformers sees that it is gone
         self._building = _build_in_pieces(config)
         own = resolved.config
@@ -152,8 +146,7 @@ class DeepSpeedStrategy(BaseStrategy):
         """
         self.check(job, precision, process)
         config = _resolve_job(job, process)
-        deepspeed = import_deepspeed()
-        join_engine_group(deepspeed, process)
+        deepspeed = start_engine(process, config.data)
         if not job.optimizers and config.stage < 3:
             return _evaluation_unit(job, precision, process)
         optimizer = job.optimizers[0] if job.optimizers else None

@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_trainer.config import Resolved
 from accel_trainer.integrations.deepspeed.config import EngineConfig, Fact, Facts, hidden_size_of, resolve_engine_config
-from accel_trainer.integrations.deepspeed.runtime import check_can_start, import_deepspeed, join_engine_group
+from accel_trainer.integrations.deepspeed.runtime import start_engine
 from accel_trainer.runtime.process import ProcessContext
 
 __all__ = ["resolve_arguments", "start_engine"]
@@ -68,17 +68,3 @@ def resolve_arguments(
         origins=resolved.block_origins(),
     )
     return resolve_engine_config(resolved.config.deepspeed, facts=facts, partial=num_steps is None)
-
-
-def start_engine(process: ProcessContext, config: EngineConfig) -> None:
-    """Bring DeepSpeed up in the job's process group. Collective.
-
-    Before a model is built in pieces: without it, the engine takes the job for one process.
-
-    Raises:
-        ConfigError: the engine cannot start here.
-        MissingExtraError: DeepSpeed is not installed.
-    """
-    deepspeed = import_deepspeed()
-    check_can_start(process, config.data)
-    join_engine_group(deepspeed, process)

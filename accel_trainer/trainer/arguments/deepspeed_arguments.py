@@ -70,7 +70,7 @@ def start_engine(args: TrainingArguments, resolved: Resolved) -> None:
     assert args.device is not None  # joins the job
     engine = adapter.resolve_arguments(resolved, _numbers(args), current_process())
     _fill_defaults(args, engine)
-    adapter.start_engine(current_process(), engine)
+    adapter.start_engine(current_process(), engine.data)
     # The arguments hold it: transformers does not.
     args.hf_deepspeed_config = HfDeepSpeedConfig(engine.data)
     if engine.stage < 3 or engine.builds_in_pieces:
