@@ -16,10 +16,11 @@ from accel_trainer.data.plan import BatchRows
 from accel_trainer.data.position import Position, Progress
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.logging import get_logger
-from accel_trainer.runtime.collectives import scatter_objects, send_to_device
+from accel_trainer.runtime.collectives import scatter_objects
 from accel_trainer.runtime.fault_injection import with_fault_point
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.torch_private import LOADER_AT_REST, LOADER_ITERATOR, is_loader_iterator
+from accel_trainer.runtime.tensor_trees import send_to_device
+from accel_trainer.runtime.torch_private import LOADER_AT_REST, keeps_iterator
 
 __all__ = ["LoaderCheckpoint", "PreparedDataLoader", "prepare_data_loader", "skip_first_batches"]
 
@@ -367,7 +368,7 @@ def _build_source(
     shard: int,
     dispatch: bool,
 ) -> Source:
-    if any(is_loader_iterator(value) for name, value in vars(loader).items() if name != LOADER_ITERATOR):
+    if keeps_iterator(loader):
         raise ConfigError(
             f"this {type(loader).__name__} keeps an iterator that reads the whole dataset; use a loader that makes its "
             "iterator in __iter__"

@@ -1,8 +1,7 @@
 """Every name of torch that accel_trainer uses and torch does not document, behind a name of our own.
 
-A release of torch may drop or rename them without notice. `PRIVATE_NAMES` has the consequence for each; a test asks the
-installed torch for all of them, and another keeps them out of the other files. Functions that are called in every step
-are bound here without a frame of Python around them.
+`PRIVATE_NAMES` has the consequence of a release without each; a test asks the installed torch for all of them, and
+another keeps them out of the other files. Functions that every step calls are bound here without a frame around them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from accel_trainer.errors import AccelTrainerError
 
 __all__ = [
     "LOADER_AT_REST",
-    "LOADER_ITERATOR",
     "ORIGINAL_MODULE",
     "PRIVATE_NAMES",
     "RESET_METHODS",
@@ -47,7 +45,7 @@ __all__ = [
     "forget_default_groups",
     "group_device_types",
     "group_timeout",
-    "is_loader_iterator",
+    "keeps_iterator",
     "parameter_like",
     "queue_callback",
     "scaler_states",
@@ -62,12 +60,7 @@ _REFUSED = "AccelTrainerError where it is used"
 _FOREACH = f"{_REFUSED}: gradients are scaled, clamped, copied and added by one kernel for all"
 _NOT_CLEARED = "not cleared: after find_executable_batch_size() has made a new group, DTensors may refer to the old one"
 PRIVATE_NAMES = {
-    "torch._foreach_add_": _FOREACH,
-    "torch._foreach_clamp_max_": _FOREACH,
-    "torch._foreach_clamp_min_": _FOREACH,
-    "torch._foreach_copy_": _FOREACH,
-    "torch._foreach_mul_": _FOREACH,
-    "torch._foreach_zero_": _FOREACH,
+    **{f"torch._foreach_{name}_": _FOREACH for name in ("add", "clamp_max", "clamp_min", "copy", "mul", "zero")},
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod": "torch.compile(model) is taken for a model of the user",
     "torch.Tensor._make_subclass": _REFUSED,
     "torch.amp.GradScaler._per_optimizer_states": f"{_REFUSED}: fp16 asks it whether an optimizer's step was skipped",
@@ -112,11 +105,7 @@ def _gone(path: str) -> AccelTrainerError:
 
 
 def _need(owner: Any, path: str) -> Any:
-    """Return the attribute of `owner` that `path` ends with.
-
-    Raises:
-        AccelTrainerError: this release of torch has none.
-    """
+    """Return the attribute of `owner` that `path` ends with; refuse a release of torch without it."""
     try:
         return getattr(owner, path.rpartition(".")[2])
     except AttributeError as error:
@@ -145,6 +134,11 @@ foreach_zero_ = _bind("torch", "_foreach_zero_")
 queue_callback = _bind("torch.autograd", "Variable._execution_engine.queue_callback")
 """Have a function called when the backward pass that is running has ended."""
 tree_leaves = _bind("torch.utils._pytree", "tree_leaves")
+default_group: Callable[[], dist.ProcessGroup] = _bind("torch.distributed.distributed_c10d", "_get_default_group")
+"""The group of all ranks of the job."""
+default_store: Callable[[], dist.Store] = _bind("torch.distributed.distributed_c10d", "_get_default_store")
+"""The key-value store through which the ranks of the job have met."""
+_make_subclass = _bind("torch", "Tensor._make_subclass")
 
 scaler_states: Callable[[torch.amp.GradScaler], dict[int, dict[str, Any]]] = attrgetter("_per_optimizer_states")
 """By the id of an optimizer, a GradScaler's notes on its present step: `found_inf_per_device`, for one."""
@@ -154,23 +148,18 @@ ORIGINAL_MODULE = "_orig_mod"
 RESET_METHODS = ("reset_parameters", "_reset_parameters")
 """Methods by which modules of torch initialise their own parameters."""
 
-LOADER_ITERATOR = "_iterator"
-"""The attribute in which a `DataLoader` keeps the iterator of its persistent workers."""
-LOADER_AT_REST: Mapping[str, None] = {LOADER_ITERATOR: None, "_IterableDataset_len_called": None}
+LOADER_AT_REST: Mapping[str, None] = {"_iterator": None, "_IterableDataset_len_called": None}
 """The attributes that a pass over a `DataLoader` leaves behind, as they are before the first."""
 
 
-def is_loader_iterator(value: Any) -> bool:
-    """Whether a value is an iterator that `DataLoader.__iter__` has made."""
-    return isinstance(value, getattr(dataloader, "_BaseDataLoaderIter", ()))
+def keeps_iterator(loader: dataloader.DataLoader[Any]) -> bool:
+    """Whether a loader holds an iterator over its dataset other than that of its persistent workers."""
+    made_by_loaders = getattr(dataloader, "_BaseDataLoaderIter", ())
+    return any(isinstance(value, made_by_loaders) for name, value in vars(loader).items() if name != "_iterator")
 
 
 def check_scaler(scaler: torch.amp.GradScaler) -> None:
-    """Refuse a scaler that `scaler_states` cannot read.
-
-    Raises:
-        AccelTrainerError: this release of torch keeps its notes elsewhere.
-    """
+    """Refuse a scaler that `scaler_states` cannot read, since this release of torch keeps its notes elsewhere."""
     if scaler.is_enabled():
         _need(scaler, "torch.amp.GradScaler._per_optimizer_states")
 
@@ -183,8 +172,7 @@ def compile_call(module: nn.Module, compiler: Callable[[Callable[..., Any]], Cal
 
 def parameter_like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
     """Return a parameter of the same class, with other data and the same attributes; no `__init__` is run."""
-    make = _need(torch.Tensor, "torch.Tensor._make_subclass")
-    made: nn.Parameter = make(type(parameter), data, parameter.requires_grad)
+    made: nn.Parameter = _make_subclass(type(parameter), data, parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     return made
 
@@ -196,18 +184,11 @@ def copy_module(
     copy_buffer: Callable[[Tensor], Tensor],
     copy_child: Callable[[nn.Module], nn.Module],
 ) -> nn.Module:
-    """Return a module of `own_class` with the attributes of another and copies of its tensors and children.
-
-    No `__init__` is run.
-    """
+    """Return a module of `own_class`, whose `__init__` is not run, with copies of a module's tensors and children."""
     copied: nn.Module = object.__new__(own_class)
     copied.__dict__.update(module.__dict__)
-    copiers: dict[str, Callable[[Any], Any]] = {
-        "_parameters": copy_parameter,
-        "_buffers": copy_buffer,
-        "_modules": copy_child,
-    }
-    for registry, copier in copiers.items():
+    copiers: tuple[Callable[[Any], Any], ...] = copy_parameter, copy_buffer, copy_child
+    for registry, copier in zip(("_parameters", "_buffers", "_modules"), copiers, strict=True):
         entries: Mapping[str, Any] = _need(module, f"torch.nn.Module.{registry}")
         # An entry of None is registered, and has no value yet.
         copied.__dict__[registry] = {name: None if entry is None else copier(entry) for name, entry in entries.items()}
@@ -226,22 +207,6 @@ def dtensor_like(tensor: Any, local: Tensor) -> Tensor:
     return type(tensor).from_local(
         local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride(), run_check=False
     )
-
-
-def default_group() -> dist.ProcessGroup:
-    """Return the group of all ranks of the job."""
-    get: Callable[[], dist.ProcessGroup] = _need(
-        dist.distributed_c10d, "torch.distributed.distributed_c10d._get_default_group"
-    )
-    return get()
-
-
-def default_store() -> dist.Store:
-    """Return the key-value store through which the ranks of the job have met."""
-    get: Callable[[], dist.Store] = _need(
-        dist.distributed_c10d, "torch.distributed.distributed_c10d._get_default_store"
-    )
-    return get()
 
 
 def group_device_types(group: dist.ProcessGroup) -> list[torch.device]:
@@ -277,8 +242,7 @@ def forget_default_groups() -> None:
     that is never closed has threads until the end, and one of them that drops a tensor while the interpreter goes ends
     the process with SIGABRT. None, which they have now, means the group of the time of the call.
     """
-    functional = sys.modules.get("torch.distributed.nn.functional")
-    for function in vars(functional).values() if functional is not None else ():
+    for function in vars(sys.modules.get("torch.distributed.nn.functional", object)).values():
         defaults = getattr(function, "__defaults__", None) or ()
         if any(isinstance(value, dist.ProcessGroup) for value in defaults):
             function.__defaults__ = tuple(None if isinstance(value, dist.ProcessGroup) else value for value in defaults)
