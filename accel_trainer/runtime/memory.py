@@ -8,7 +8,7 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from accel_trainer.runtime.torch_private import (
 )
 
 __all__ = [
-    "MemoryOwner",
     "clear_device_cache",
     "find_executable_batch_size",
     "is_out_of_memory",
@@ -43,21 +42,12 @@ _MESSAGES = (
 _DONE, _OUT_OF_MEMORY, _STOPPED, _FAILED = "done", "out of memory", "stopped", "failed: "
 
 _searches = itertools.count()
+_owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class MemoryOwner(Protocol):
-    """An owner of models and optimizers that can let go of them."""
-
-    def free_memory(self) -> Any:
-        """Let go of everything."""
-
-
-_holders: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def register_memory_owner(holder: MemoryOwner) -> None:
-    """Have `holder.free_memory()` called, as long as it lives, when a search for a batch size begins a new attempt."""
-    _holders.add(holder)
+def register_memory_owner(owner: Any) -> None:
+    """Have `owner.free_memory()` called, as long as it lives, when a search for a batch size begins a new attempt."""
+    _owners.add(owner)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -68,11 +58,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Return cached, unused memory to the accelerator.
-
-    Args:
-        garbage_collection: collect unreachable cycles first, which may hold tensors.
-    """
+    """Return cached, unused memory to the accelerator; on request, collect cycles first, which may hold tensors."""
     if garbage_collection:
         gc.collect()
     if torch.accelerator.is_available():
@@ -121,18 +107,16 @@ def find_executable_batch_size(
         )
     if starting_batch_size < 1:
         raise ConfigError(f"starting_batch_size={starting_batch_size} must be 1 or more")
-    wanted: Callable[..., Any] = function
 
-    @functools.wraps(wanted)
+    @functools.wraps(function)
     def search(*args: Any, **kwargs: Any) -> Any:
-        _check_call(wanted, args, kwargs)
+        _check_call(function, args, kwargs)
         number = next(_searches)
         batch_size = starting_batch_size
         for attempt in itertools.count():
             clear_device_cache(garbage_collection=True)
-            is_done, result = _attempt(
-                functools.partial(wanted, batch_size, *args, **kwargs), f"batch size search {number}.{attempt}"
-            )
+            call = functools.partial(function, batch_size, *args, **kwargs)
+            is_done, result = _attempt(call, f"batch size search {number}.{attempt}")
             if is_done:
                 return result
             smaller = _reduce(batch_size, reduce_batch_size_fn)
@@ -141,8 +125,8 @@ def find_executable_batch_size(
             logger.warning("memory ran out with a batch size of %d; trying %d", batch_size, smaller)
             batch_size = smaller
         raise ConfigError(
-            f"no batch size from {starting_batch_size} down to {batch_size} lets {_name(wanted)}() run: memory ran out "
-            "each time; use a smaller model, activation checkpointing, or sharding over more processes"
+            f"no batch size from {starting_batch_size} down to {batch_size} lets {_name(function)}() run: memory ran "
+            "out each time; use a smaller model, activation checkpointing, or sharding over more processes"
         )
 
     return search
@@ -229,8 +213,8 @@ def _is_joined() -> bool:
 
 
 def _release_all() -> None:
-    for holder in list(_holders):
-        holder.free_memory()
+    for owner in list(_owners):
+        owner.free_memory()
     clear_device_cache(garbage_collection=True)
 
 
@@ -243,58 +227,41 @@ class _Ballot:
     """
 
     def __init__(self, name: str) -> None:
-        """Note backend, device and timeout of the group that this process has joined.
-
-        Args:
-            name: of the vote; the same on every rank, and used once in a job.
-        """
+        """Note the group that this process has joined; `name` is the same on every rank, and used once in a job."""
         self.name = name
         self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+        self._keys = [f"accel_trainer/{name}/{rank}" for rank in range(dist.get_world_size())]
         self._store = default_store()
         group = default_group()
         self._timeout = group_timeout(group)
         self._recipe: dict[str, Any] = {"backend": dist.get_backend_config(), "device_id": group.bound_device_id}
         self._aborts = any(device.type != "cpu" for device in group_device_types(group))
-        self._has_left = False
-
-    def _key(self, rank: int) -> str:
-        return f"accel_trainer/{self.name}/{rank}"
 
     def cast(self, vote: str) -> None:
         """Publish this rank's vote. Returns at once."""
-        self._store.set(self._key(self.rank), vote)
+        self._store.set(self._keys[self.rank], vote)
 
     def is_cast(self, vote: str) -> bool:
         """Whether a rank has cast that vote by now. Returns at once."""
-        keys = [self._key(rank) for rank in range(self.world_size)]
-        return any(self._store.check([key]) and self._store.get(key).decode() == vote for key in keys)
+        return any(self._store.check([key]) and self._store.get(key).decode() == vote for key in self._keys)
 
     def wait(self) -> list[str]:
-        """Return the votes of all ranks, in the order of ranks. Collective, but no collective of the group.
-
-        Raises:
-            ProcessGroupError: a rank has not voted within the group's timeout.
-        """
-        keys = [self._key(rank) for rank in range(self.world_size)]
+        """Return the votes of all ranks, in the order of ranks. Collective, but no collective of the group."""
         try:
-            self._store.wait(keys, self._timeout)
+            self._store.wait(self._keys, self._timeout)
         except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            missing = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
             raise ProcessGroupError(
                 f"rank(s) {missing} did not say within {self._timeout.total_seconds():g} s how {self.name} ended; they "
                 "hang or are gone. Look into their output, or raise the timeout (InitProcessGroupKwargs)"
             ) from error
-        return [self._store.get(key).decode() for key in keys]
+        return [self._store.get(key).decode() for key in self._keys]
 
     def leave(self) -> None:
         """Leave the group; whoever waits for this rank in a collective of gloo gets an error.
 
         An object that refers to the group (a DistributedDataParallel model) keeps its connections open: drop it first.
         """
-        if self._has_left:
-            return
-        self._has_left = True
         if self._aborts:
             # nccl's destructor waits for kernels that can no longer end.
             default_group().abort()
@@ -305,11 +272,12 @@ class _Ballot:
 
     def rejoin(self) -> None:
         """Form the group again. Collective; every rank has voted."""
-        self.leave()
+        if dist.is_initialized():
+            self.leave()
         dist.init_process_group(
             store=dist.PrefixStore(f"accel_trainer/{self.name}/group", self._store),
             rank=self.rank,
-            world_size=self.world_size,
+            world_size=len(self._keys),
             timeout=self._timeout,
             **self._recipe,
         )
