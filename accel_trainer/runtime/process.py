@@ -36,9 +36,6 @@ __all__ = [
     "select_device",
 ]
 
-logger = logging.get_logger(__name__)
-
-
 # The context that init_process returned last, for functions that users call without naming a process.
 _current: ProcessContext | None = None
 _DEFAULT_TIMEOUT_SECONDS = 1800.0  # torch's default for gloo; for nccl that is 10 minutes
@@ -91,10 +88,7 @@ def hidden_variable(name: str) -> Iterator[None]:
 
 
 def select_device(local_rank: int, local_world_size: int, *, use_cpu: bool) -> torch.device:
-    """Return this rank's device: the machine's accelerator (cuda, xpu, mps, ...) or the CPU.
-
-    Args:
-        use_cpu: wins over every accelerator.
+    """Return this rank's device: the machine's accelerator (cuda, xpu, mps, ...), or the CPU.
 
     Raises:
         ConfigError: the node has an accelerator but fewer devices than ranks, or one that cannot be shared by ranks.
@@ -103,18 +97,17 @@ def select_device(local_rank: int, local_world_size: int, *, use_cpu: bool) -> t
     if accelerator is None:
         return torch.device("cpu")
     if accelerator.type == "mps":
-        if local_world_size > 1:
-            raise ConfigError(
-                f"{local_world_size} processes were started on this node, and its one mps device serves one process; "
-                f"start one process, or run them on the CPU: {_CPU_WAYS}"
-            )
-        return torch.device("mps")
+        if local_world_size == 1:
+            return torch.device("mps")
+        raise ConfigError(
+            f"{local_world_size} processes were started on this node, and its one mps device serves one process; "
+            f"start one process, or run them on the CPU: {_CPU_WAYS}"
+        )
     count = torch.accelerator.device_count()
     if local_rank >= count:
         raise ConfigError(
             f"local rank {local_rank} has no device: {local_world_size} processes were started on this node, which has "
-            f"{count} {accelerator.type} device(s); start at most {count} per node, or run on the CPU: "
-            f"{_CPU_WAYS}"
+            f"{count} {accelerator.type} device(s); start at most {count} per node, or run on the CPU: {_CPU_WAYS}"
         )
     return torch.device(accelerator.type, local_rank)
 
@@ -175,7 +168,8 @@ def _use_device(info: LaunchInfo | None, *, use_cpu: bool) -> torch.device:
     return device
 
 
-def _check_backend_carries(device: torch.device) -> None:
+def _check_joined_group(device: torch.device, backend: str | None) -> None:
+    """Refuse a group, which cannot be changed any more, whose backend does not serve the device or is not `backend`."""
     joined = dist.get_backend_config()
     if device.type not in joined:
         raise ConfigError(
@@ -183,25 +177,14 @@ def _check_backend_carries(device: torch.device) -> None:
             f"initialise it with {_select_backend(device)!r}"
             + (f", or run on the CPU: {_CPU_WAYS}" if device.type != "cpu" else ", or do not ask for the CPU")
         )
-
-
-def _check_backend_is(backend: str, device: torch.device) -> None:
-    """Refuse another backend than that of the group which this process has joined: it cannot be changed any more."""
-    joined = dist.get_backend_config()
+    if backend is None:
+        return
     wanted, actual = (dist.BackendConfig(dist.Backend(name)).get_device_backend_map() for name in (backend, joined))
     if wanted.get(device.type) != actual.get(device.type):
         raise ConfigError(
             f"backend={backend!r} was asked for, and this process has joined a group with backend {joined!r}; ask for "
             "it where the group is made, in the first Accelerator() or PartialState() of the process"
         )
-
-
-def _as_initialised(info: LaunchInfo | None) -> LaunchInfo:
-    """Return the group's own rank and world size, with the local rank of the launcher."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if info is None:
-        return LaunchInfo("user", rank, rank, world_size, world_size, None, None)
-    return replace(info, rank=rank, world_size=world_size)
 
 
 def init_process(
@@ -217,8 +200,6 @@ def init_process(
     context and joins nothing twice; a group that the user has initialised is used as it is.
 
     Args:
-        environ: the environment, from `read_environment()`.
-        use_cpu: run on the CPU although an accelerator is there.
         timeout_seconds: how long a collective may wait, on any backend, the CPU's included. None is half an hour for a
             group that is made here, and leaves one that exists as it is.
         backend: for `torch.distributed`, e.g. "nccl"; None chooses one for the device, and takes that of a group that
@@ -235,7 +216,8 @@ def init_process(
     info = find_launch_info(environ)
     is_joined = dist.is_available() and dist.is_initialized()
     if is_joined:
-        info = _as_initialised(info)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        info = replace(info or LaunchInfo("user", rank, rank, size, size, None, None), rank=rank, world_size=size)
     device = _use_device(info, use_cpu=use_cpu)
     install_faults(environ, info.rank if info is not None else 0)
     if info is None:
@@ -243,9 +225,7 @@ def init_process(
         _current = ProcessContext(0, 0, 1, 1, device, None)
         return _current
     if is_joined:
-        _check_backend_carries(device)
-        if backend is not None:
-            _check_backend_is(backend, device)
+        _check_joined_group(device, backend)
         if timeout_seconds is not None:
             set_group_timeout(default_group(), timeout_seconds)
     else:
@@ -277,11 +257,7 @@ def current_process() -> ProcessContext:
 
 
 def find_rank() -> int:
-    """Return this process's rank, before it joins its job, too; 0 without a launcher.
-
-    Raises:
-        ProcessGroupError: the launcher's variables are incomplete.
-    """
+    """Return this process's rank, before it joins its job, too; 0 without a launcher."""
     if _current is not None:
         return _current.rank
     info = find_launch_info(os.environ)
