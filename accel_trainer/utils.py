@@ -34,15 +34,10 @@ from accel_trainer.plugins.kwargs import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accel_trainer.runtime.collectives import (
-    ReduceOp,
-    concatenate,
-    find_batch_size,
-    recursively_apply,
-    send_to_device,
-)
+from accel_trainer.runtime.collectives import ReduceOp
 from accel_trainer.runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
 from accel_trainer.runtime.rng import set_seed
+from accel_trainer.runtime.tensor_trees import concatenate, find_batch_size, recursively_apply, send_to_device
 from accel_trainer.tree import honor_type
 from accel_trainer.unsupported import explain_missing
 

@@ -11,9 +11,9 @@ from torch import Tensor, atleast_1d, cat
 
 from accel_trainer.data.plan import BatchRows
 from accel_trainer.errors import ConfigError
-from accel_trainer.runtime.collectives import gather, gather_known_rows, gather_object
+from accel_trainer.runtime.collectives import gather, gather_object
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.uneven_gather import check_uneven_options, gather_unknown_rows
+from accel_trainer.runtime.uneven_gather import check_uneven_options, gather_known_rows, gather_unknown_rows
 from accel_trainer.tree import leaves, map_leaves
 
 __all__ = ["drop_padding", "keep_valid", "trim_gathered"]

@@ -17,12 +17,6 @@ from torch import Tensor
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.runtime.collective_checks import UNEVEN_HINT, check_same_call, describe_leaves, describe_rows
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.tensor_trees import (
-    concatenate,
-    find_batch_size,
-    recursively_apply,
-    send_to_device,
-)
 from accel_trainer.runtime.transport import (
     SENDABLE_DTYPES,
     all_gather,
@@ -33,12 +27,7 @@ from accel_trainer.runtime.transport import (
     tensors_of,
     to_sendable,
 )
-from accel_trainer.runtime.uneven_gather import (
-    check_pad_value,
-    check_uneven_options,
-    gather_any_shapes,
-    gather_known_rows,
-)
+from accel_trainer.runtime.uneven_gather import check_pad_value, check_uneven_options, gather_any_shapes
 
 __all__ = [
     "ReduceOp",
@@ -46,16 +35,11 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "broadcast_object_list",
-    "concatenate",
-    "find_batch_size",
     "gather",
-    "gather_known_rows",
     "gather_object",
     "pad_across_processes",
-    "recursively_apply",
     "reduce",
     "scatter_objects",
-    "send_to_device",
 ]
 
 
@@ -197,10 +181,7 @@ def broadcast_object_list(objects: list[Any], process: ProcessContext, from_proc
 
 
 def broadcast_object(value: Any, process: ProcessContext, from_process: int = 0) -> Any:
-    """Return one rank's picklable object on every rank.
-
-    Collective: every rank calls it.
-    """
+    """Return one rank's picklable object on every rank. Collective: every rank calls it."""
     return broadcast_object_list([value], process, from_process)[0]
 
 
@@ -290,7 +271,9 @@ def _reduce_tensor(tensor: Tensor, process: ProcessContext, op: ReduceOp) -> Ten
         dtype = torch.int64
     reduced = tensor.detach()
     if process.is_distributed:
-        carried = dtype if dtype in SENDABLE_DTYPES - {torch.bool} or tensor.is_complex() else _wider(dtype)
+        carried = dtype
+        if not (tensor.is_complex() or dtype in SENDABLE_DTYPES - {torch.bool}):
+            carried = torch.float32 if is_float else torch.int64
         wire = to_sendable(reduced.to(carried), process).clone(memory_format=torch.contiguous_format)
         dist.all_reduce(wire, op=_TORCH_OPS[op])
         reduced = wire.to(tensor.device)
@@ -298,10 +281,6 @@ def _reduce_tensor(tensor: Tensor, process: ProcessContext, op: ReduceOp) -> Ten
         mean = reduced / process.world_size
         return mean.to(dtype) if is_float else mean
     return reduced.to(dtype)
-
-
-def _wider(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.is_floating_point else torch.int64
 
 
 def _has_dim(tensor: Tensor, dim: int) -> bool:

@@ -11,6 +11,8 @@ from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.collectives import ReduceOp
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
+from accel_trainer.runtime.tensor_trees import concatenate, find_batch_size, recursively_apply, send_to_device
+from accel_trainer.runtime.uneven_gather import gather_known_rows
 from tests.ranks import run_ranks
 
 ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
@@ -39,7 +41,7 @@ def test_one_process_has_the_shapes_of_many() -> None:
     assert collectives.scatter_objects(["mine"], ALONE) == "mine"
     assert collectives.all_gather_integers([1, 2], ALONE)() == [[1, 2]]
     assert collectives.pad_across_processes(torch.ones(2, 3), ALONE, dim=1).shape == (2, 3)
-    assert collectives.gather_known_rows(torch.ones(2, 3), [2], ALONE).shape == (2, 3)
+    assert gather_known_rows(torch.ones(2, 3), [2], ALONE).shape == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -85,12 +87,12 @@ def test_padding_refuses_what_it_cannot_do_before_ranks_talk() -> None:
 def test_gather_ragged_wants_a_size_of_each_rank() -> None:
     process = ProcessContext(1, 1, 2, 2, torch.device("cpu"), "gloo")
     with pytest.raises(ConfigError, match="got 3 sizes for 2 ranks"):
-        collectives.gather_known_rows(torch.ones(3, 2), [4, 2, 1], process)
+        gather_known_rows(torch.ones(3, 2), [4, 2, 1], process)
 
 
 def test_find_batch_size_takes_the_first_tensor_with_rows() -> None:
-    assert collectives.find_batch_size({"scale": torch.tensor(1.0), "x": [torch.ones(5, 2)]}) == 5
-    assert collectives.find_batch_size(["text"]) is None
+    assert find_batch_size({"scale": torch.tensor(1.0), "x": [torch.ones(5, 2)]}) == 5
+    assert find_batch_size(["text"]) is None
 
 
 def test_concatenate_joins_leaf_by_leaf() -> None:
@@ -98,24 +100,24 @@ def test_concatenate_joins_leaf_by_leaf() -> None:
         {"x": torch.full((2, 1), float(i)), "ids": [f"{i}"], "pair": Pair(torch.tensor(i), None)} for i in range(2)
     ]
 
-    joined = collectives.concatenate(parts)
+    joined = concatenate(parts)
 
     assert joined["x"].shape == (4, 1)
     assert joined["ids"] == ["0", "1"]
     assert joined["pair"].left.tolist() == [0, 1]
     with pytest.raises(ConfigError, match="concatenate got no parts"):
-        collectives.concatenate([])
+        concatenate([])
 
 
 def test_concatenate_fills_parts_of_different_lengths() -> None:
     short, long = {"x": torch.ones(1, 2, dtype=torch.int64)}, {"x": torch.ones(2, 3, dtype=torch.int64)}
 
-    joined = collectives.concatenate([short, long], pad_index=-100)
+    joined = concatenate([short, long], pad_index=-100)
 
     assert joined["x"].tolist() == [[1, 1, -100], [1, 1, 1], [1, 1, 1]]
-    assert collectives.concatenate([torch.ones(2, 1), torch.ones(3, 2)], dim=1, pad_index=0).tolist()[2] == [0, 1, 1]
+    assert concatenate([torch.ones(2, 1), torch.ones(3, 2)], dim=1, pad_index=0).tolist()[2] == [0, 1, 1]
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
-        collectives.concatenate([short, long])
+        concatenate([short, long])
 
 
 def test_samples_of_one_process_are_a_list_as_on_many() -> None:
@@ -140,29 +142,29 @@ def test_send_to_device_moves_everything_but_skipped_keys() -> None:
 
     data = {"x": [torch.ones(1)], "keep": torch.ones(1), "own": Own(), "text": "t"}
 
-    moved = collectives.send_to_device(data, "meta", skip_keys=["keep"])
+    moved = send_to_device(data, "meta", skip_keys=["keep"])
 
     assert moved["x"][0].device.type == "meta"
     assert moved["keep"].device.type == "cpu"
     assert moved["own"] == "moved to meta"
     assert moved["text"] == "t"
     nested = [UserDict(keep=torch.ones(1), x=(torch.ones(1), {"keep": torch.ones(1)}))]
-    (deep,) = collectives.send_to_device(nested, "meta", False, "keep")
+    (deep,) = send_to_device(nested, "meta", False, "keep")
     assert (deep["keep"].device.type, deep["x"][0].device.type, deep["x"][1]["keep"].device.type) == (
         "cpu",
         "meta",
         "cpu",
     )
     assert type(deep) is UserDict
-    assert collectives.send_to_device(torch.ones(1), "meta", skip_keys=None).is_meta
+    assert send_to_device(torch.ones(1), "meta", skip_keys=None).is_meta
 
 
 def test_recursively_apply_leaves_or_refuses_other_types() -> None:
     data = (torch.ones(1), "text")
 
-    assert collectives.recursively_apply(lambda t: t + 1, data)[1] == "text"
+    assert recursively_apply(lambda t: t + 1, data)[1] == "text"
     with pytest.raises(ConfigError, match="cannot apply"):
-        collectives.recursively_apply(lambda t: t + 1, data, error_on_other_type=True)
+        recursively_apply(lambda t: t + 1, data, error_on_other_type=True)
 
 
 # --- many processes ------------------------------------------------------------------------------------------------
@@ -287,7 +289,7 @@ def pad_everything() -> dict[str, Any]:
     padded = collectives.pad_across_processes(data, process, dim=1, pad_index=-100)
     first = collectives.pad_across_processes(torch.ones(1 + rank), process, pad_first=True)
     last = collectives.pad_across_processes(torch.ones(2, 2 + rank, dtype=torch.int64), process, dim=-1, pad_index=9)
-    ragged = collectives.gather_known_rows({"x": torch.full((2 + 2 * rank, 2), float(rank))}, [1, 2], process)["x"]
+    ragged = gather_known_rows({"x": torch.full((2 + 2 * rank, 2), float(rank))}, [1, 2], process)["x"]
     return {
         "wide": padded["wide"].tolist(),
         "shapes": [tuple(padded[key].shape) for key in ("flat", "scalar")],
@@ -355,8 +357,8 @@ def disagree(kind: str) -> str:
         "number": lambda: collectives.gather([torch.ones(1)] * (1 + rank), process, debug=True),
         "padding": lambda: collectives.pad_across_processes([torch.ones(2)] * (1 + rank), process, debug=True),
         "dimensions": lambda: collectives.gather(torch.ones((2,) * (1 + rank)), process, pad_index=0),
-        "uneven": lambda: collectives.gather_known_rows(torch.ones(2 - rank, 3 + rank), [2, 1], process, debug=True),
-        "rows": lambda: collectives.gather_known_rows(torch.ones(2 - rank + 3 * rank, 1), [2, 3], process, debug=True),
+        "uneven": lambda: gather_known_rows(torch.ones(2 - rank, 3 + rank), [2, 1], process, debug=True),
+        "rows": lambda: gather_known_rows(torch.ones(2 - rank + 3 * rank, 1), [2, 3], process, debug=True),
     }
     with pytest.raises(ProcessGroupError) as caught:
         calls[kind]()
