@@ -16,7 +16,7 @@ from accel_trainer.config.layer import Layer, Setting, SourceKind
 from accel_trainer.config.readers.config_source import ConfigSource, FileProblemsError, load_document
 from accel_trainer.config.readers.document import Document, Entry
 from accel_trainer.config.readers.yaml_reader import dump_yaml
-from accel_trainer.config.schema import RunConfig, field_specs, get_value, set_key
+from accel_trainer.config.schema import RunConfig, field_specs, get_value, set_key, thaw
 from accel_trainer.config.validation import show
 
 __all__ = ["Dialect", "FileConfig", "read_file", "to_file_dict", "to_yaml"]
@@ -33,23 +33,17 @@ class Dialect(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FileConfig:
-    """A configuration that was read and checked, before it is merged with the other sources.
+    """A configuration that was read and checked, before it is merged with the other sources."""
 
-    Attributes:
-        name: the path as given, `the JSON text` or `the config dict`, for messages.
-        path: the file, absolute; None for text and mappings.
-        dialect: the spelling.
-        settings: the options it sets, by dotted path.
-        notes: remarks that a run should log once.
-        content: plain Python values under the keys as written.
-    """
-
-    name: str
     path: Path | None
+    """The file, absolute; None for text and mappings."""
     dialect: Dialect
     settings: Mapping[str, Setting]
+    """By dotted path of the option."""
     notes: tuple[str, ...]
+    """Remarks that a run should log once."""
     content: Mapping[str, Any]
+    """Plain Python values under the keys as written."""
 
 
 def read_file(source: ConfigSource) -> FileConfig:
@@ -63,11 +57,11 @@ def read_file(source: ConfigSource) -> FileConfig:
         FileProblemsError: a `ConfigError` with all problems of the file; also when it is missing or unreadable.
     """
     document = load_document(source)
-    name = document.name
     dialect, layer = _translate(document)
     if layer.problems:
-        raise FileProblemsError(sorted(layer.problems, key=lambda problem: _line_of(problem, name)), name)
-    return FileConfig(name, document.path, dialect, layer.settings, tuple(layer.notes), document.root.plain())
+        problems = sorted(layer.problems, key=lambda problem: _line_of(problem, document.name))
+        raise FileProblemsError(problems, document.name)
+    return FileConfig(document.path, dialect, layer.settings, tuple(layer.notes), document.root.plain())
 
 
 def _line_of(problem: str, name: str) -> int:
@@ -124,28 +118,15 @@ def _detect(keys: Iterable[str]) -> tuple[Dialect, str | None]:
 
 
 def to_file_dict(config: RunConfig, *, full: bool = False) -> dict[str, Any]:
-    """Return the configuration as nested dicts of plain values that `read_file` takes.
-
-    Args:
-        config: any configuration.
-        full: write defaults too; options whose value is None have nothing to write and are left out.
-    """
+    """Return the configuration as nested dicts of plain values that `read_file` takes; `full` is with defaults."""
     content: dict[str, Any] = {}
     for path, spec in field_specs().items():
         value = get_value(config, path)
         if value is not None and (full or value != spec.default):
-            set_key(content, path, _plain(value))
+            set_key(content, path, thaw(value))
     return content
 
 
 def to_yaml(config: RunConfig, *, full: bool = False) -> str:
     """Return `to_file_dict` as YAML text; `read_file` gives the same configuration back."""
     return dump_yaml(to_file_dict(config, full=full))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, StrEnum):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -66,7 +66,7 @@ class Layer:
         try:
             checked = coerce(field_specs()[path], value, lenient=self.lenient, text=entry.text)
         except WrongValueError as error:
-            self.problems.append(f"{entry.subject} is {show(value)}; expected {error.expected}{error.hint}")
+            self.wrong(entry, error.expected, error.hint)
             return
         known = self.settings.get(path)
         if known is not None and known.value != checked:

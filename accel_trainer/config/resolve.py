@@ -23,17 +23,9 @@ from accel_trainer.errors import ConfigError, did_you_mean
 
 __all__ = ["Resolved", "build_config", "flag_name", "resolve"]
 
-_ACCELERATOR_KEYWORDS: Mapping[str, str] = {
-    "accumulation.num_steps": "gradient_accumulation_steps",
-    "data.split_batches": "split_batches",
-    "use_cpu": "cpu",
-}
-
-_FLAGS = {
-    "use_cpu": "cpu",
-    "accumulation.num_steps": "gradient_accumulation_steps",
-    "launch.monitor_interval_seconds": "monitor_interval",
-}
+_RENAMED = {"use_cpu": "cpu", "accumulation.num_steps": "gradient_accumulation_steps"}
+_ACCELERATOR_KEYWORDS = {**_RENAMED, "data.split_batches": "split_batches"}
+_FLAGS = {**_RENAMED, "launch.monitor_interval_seconds": "monitor_interval"}
 """Flags whose names do not follow from the path."""
 
 _DEFAULT = Source(SourceKind.DEFAULT, "default")
@@ -41,17 +33,13 @@ _DEFAULT = Source(SourceKind.DEFAULT, "default")
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A configuration that is complete and checked.
-
-    Attributes:
-        config: the tree.
-        sources: where each value came from, for every dotted path; for each key of the DeepSpeed block, too.
-        notes: one-line remarks that a run should log once, such as keys of FSDP1 that were mapped.
-    """
+    """A configuration that is complete and checked."""
 
     config: RunConfig
     sources: Mapping[str, Source]
+    """For every dotted path, and for each key of the DeepSpeed block."""
     notes: tuple[str, ...] = ()
+    """One-line remarks that a run should log once, such as keys of FSDP1 that were mapped."""
 
     def source(self, path: str) -> Source:
         """Return where the value at a dotted path came from."""
@@ -140,21 +128,16 @@ def resolve(
         ),
     ]
     settings = _merge(layers, problems)
-    resolved = Resolved(build_config({path: setting.value for path, setting in settings.items()}), _sources(settings))
+    sources = {path: settings[path].source if path in settings else _DEFAULT for path in field_specs()}
+    if "deepspeed" in settings:
+        sources |= {f"{KEY_PREFIX}{name}": source for name, source in block_sources(settings["deepspeed"]).items()}
+    resolved = Resolved(build_config({path: setting.value for path, setting in settings.items()}), sources)
     problems.extend(cross_problems(resolved.config, resolved.describe))
     if problems:
         raise ConfigError(problem_report(problems, "the configuration"))
     notes = [note for layer in layers for note in layer.notes]
     notes += unused_notes(resolved.config, settings.keys(), resolved.describe)
     return dataclasses.replace(resolved, notes=tuple(notes))
-
-
-def _sources(settings: Mapping[str, Setting]) -> dict[str, Source]:
-    """Return the source of every option, and of every key of the DeepSpeed block."""
-    sources = {path: settings[path].source if path in settings else _DEFAULT for path in field_specs()}
-    if "deepspeed" in settings:
-        sources |= {f"{KEY_PREFIX}{name}": source for name, source in block_sources(settings["deepspeed"]).items()}
-    return sources
 
 
 def _merge(layers: Sequence[Layer], problems: list[str]) -> dict[str, Setting]:

@@ -33,6 +33,7 @@ __all__ = [
     "get_value",
     "section_names",
     "set_key",
+    "thaw",
 ]
 
 
@@ -92,6 +93,15 @@ def _freeze(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(_freeze(item) for item in value)
     return value
+
+
+def thaw(value: Any) -> Any:
+    """Return a value of a configuration as new dicts, lists and plain scalars, as a file can hold them."""
+    if isinstance(value, StrEnum):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: thaw(item) for key, item in value.items()}
+    return [thaw(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -299,10 +309,7 @@ def section_names() -> tuple[str, ...]:
 
 def get_value(config: RunConfig, path: str) -> Any:
     """Return the value at a dotted path such as `fsdp.wrap_policy`."""
-    value: Any = config
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+    return functools.reduce(getattr, path.split("."), config)
 
 
 def get_key(content: Mapping[str, Any], path: str, default: Any = None) -> Any:

@@ -92,11 +92,9 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def coerce(spec: FieldSpec, value: Any, *, lenient: bool = False, text: str | None = None) -> Any:
-    """Return `value` as the type of the option, checked against its range.
+    """Return `value`, which is never None, as the type of the option, checked against its range.
 
     Args:
-        spec: the option.
-        value: as the source gave it; never None (a null stands for "not set" everywhere).
         lenient: take text for numbers and booleans too, as environment variables and accelerate's files need.
         text: the scalar as it stood unquoted in a file, if it did.
 
@@ -107,12 +105,8 @@ def coerce(spec: FieldSpec, value: Any, *, lenient: bool = False, text: str | No
     result: Any
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         result = _enum(kind, value, text)
-    elif kind is bool:
-        result = _bool(value, lenient)
-    elif kind is int:
-        result = _int(value, lenient)
-    elif kind is float:
-        result = _float(value, lenient)
+    elif kind in _NUMBERS:
+        result = _NUMBERS[kind](value, lenient)
     elif kind is str:
         result = _str(value, text)
     elif typing.get_origin(kind) is tuple:
@@ -201,6 +195,9 @@ def _float(value: Any, lenient: bool) -> float:
     if not math.isfinite(number):
         raise WrongValueError("a finite number")
     return number
+
+
+_NUMBERS: Mapping[Any, Callable[[Any, bool], Any]] = {bool: _bool, int: _int, float: _float}
 
 
 def _str(value: Any, text: str | None) -> str:

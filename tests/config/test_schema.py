@@ -11,7 +11,8 @@ import pickle
 
 import pytest
 
-from accel_trainer.config import FrozenDict, FSDPConfig, MixedPrecision, RunConfig, field_specs, get_value, schema
+from accel_trainer.config import FSDPConfig, MixedPrecision, RunConfig, field_specs, schema
+from accel_trainer.config.schema import FrozenDict, get_value
 
 
 def test_every_option_has_a_line_of_documentation():

@@ -1,14 +1,12 @@
 """The DeepSpeed block of a configuration, in every spelling: DeepSpeed's own sections, accelerate's fields, or both.
 
-The block is kept as it was written, and this module reads it: into one DeepSpeed configuration, in which "auto" may
-still stand where the run has to give the value.
+A configuration keeps the block as it was written; `read_block` makes it one DeepSpeed configuration.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import copy
 import json
 import os
 import re
@@ -20,7 +18,7 @@ from typing import Any, TypeAlias
 from accel_trainer.config.deepspeed.keys import KNOWN_KEYS, join
 from accel_trainer.config.readers.config_source import FileProblemsError, load_document, packaged_names
 from accel_trainer.config.readers.document import Node
-from accel_trainer.config.schema import get_key, set_key
+from accel_trainer.config.schema import get_key, set_key, thaw
 from accel_trainer.config.validation import show
 
 __all__ = [
@@ -109,12 +107,9 @@ def block_of(source: BlockSource) -> dict[str, Any]:
 
     Args:
         source: a mapping, JSON text, base64 of JSON text, the path of a JSON or YAML file, or a packaged name.
-
-    Raises:
-        ConfigError: none of these.
     """
     if isinstance(source, Mapping):
-        return _plain(source)
+        return thaw(source)
     if isinstance(source, str):
         text = source if source.lstrip().startswith("{") else _decoded(source)
         if text is not None:
@@ -134,10 +129,7 @@ def _decoded(text: str) -> str | None:
 
 
 def read_deepspeed(source: BlockSource) -> dict[str, Any]:
-    """Return the DeepSpeed configuration that a source holds, "auto" included.
-
-    Args:
-        source: as for `block_of`; a file may also be the configuration of a run, with a DeepSpeed block in it.
+    """Return the DeepSpeed configuration that a source of `block_of`, or the block in a run's file, holds.
 
     Raises:
         ConfigError: it cannot be found or read, or its fields are wrong or contradict each other.
@@ -163,9 +155,8 @@ def merge_blocks(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str
     Raises:
         ConfigError: the lower block has to be read for that, and it cannot be.
     """
-    kept = {name: value for name, value in below.items() if name in LAUNCH_FIELDS}
     if is_complete(above):
-        return {**kept, **above}
+        return {**{name: value for name, value in below.items() if name in LAUNCH_FIELDS}, **above}
     if not is_complete(below) or above.keys() <= set(LAUNCH_FIELDS):
         return {**below, **above}
     lower, upper = read_block(below), read_block({**above, "zero_stage": above.get("zero_stage", _DEFAULT_STAGE)})
@@ -183,11 +174,7 @@ def read_block(block: Mapping[str, Any], *, origins: Mapping[str, str] | None = 
     """Return a block as one DeepSpeed configuration; the file that it names is read.
 
     A value of the file and a field of another value contradict each other; a field fills keys that the file leaves
-    out or leaves to "auto". Fields alone mean stage 2, as in accelerate.
-
-    Args:
-        block: in any spelling.
-        origins: of keys of the block, for messages.
+    out or leaves to "auto". Fields alone mean stage 2, as in accelerate. `origins` of keys are for messages.
 
     Raises:
         FileProblemsError: a `ConfigError` with all problems of the block, and of the file.
@@ -196,7 +183,8 @@ def read_block(block: Mapping[str, Any], *, origins: Mapping[str, str] | None = 
     reader = _Reader(origins)
     result = reader.read(block)
     for path in list(_paths(result.data, "")):
-        if named := [name for name in origins if _sets(name, path)]:
+        named = [name for name in origins if path in (name, FIELDS.get(name)) or path.startswith(f"{name}.")]
+        if named:
             nearest = max(named, key=lambda name: len(FIELDS.get(name, name)))
             result.origins.setdefault(path, origins[nearest])
     if reader.problems:
@@ -222,7 +210,7 @@ class _Reader:
             elif name in FIELDS:
                 self.field(name, value, result)
             elif name != CONFIG_FILE and not (name in SHARED_KEYS and value is None):
-                self.own(name, _plain(value), result)
+                self.own(name, thaw(value), result)
         if not is_complete(block):
             result.data.setdefault("zero_optimization", {}).setdefault("stage", _DEFAULT_STAGE)
         return result
@@ -318,19 +306,10 @@ def _field_value(name: str, value: Any) -> Any:
     return str(os.fspath(value))
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else copy.copy(value)
-
-
 def leaves(content: Mapping[str, Any], section: str = "", *, known_only: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield (dotted path, value) of every value in nested mappings; an empty mapping is a value.
 
-    Args:
-        content: a DeepSpeed configuration.
-        section: dotted path of `content`.
-        known_only: a mapping is a value unless it is a section of DeepSpeed's, which takes `autotuning` as one value.
+    With `known_only` a mapping is a value unless it is a section of DeepSpeed's, which takes `autotuning` as one value.
     """
     for name, value in content.items():
         path = join(section, name)
@@ -346,11 +325,6 @@ def _paths(content: Mapping[str, Any], section: str) -> Iterator[str]:
         yield join(section, name)
         if isinstance(value, Mapping):
             yield from _paths(value, join(section, name))
-
-
-def _sets(name: str, path: str) -> bool:
-    """Return whether a key of a block gives the value at a dotted path."""
-    return path in (name, FIELDS.get(name)) or path.startswith(f"{name}.")
 
 
 def _lines(node: Node, section: str) -> Iterator[tuple[str, int | None]]:

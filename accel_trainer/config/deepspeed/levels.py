@@ -16,18 +16,16 @@ from accel_trainer.config.deepspeed.block import (
     merge_blocks,
     read_block,
 )
-from accel_trainer.config.deepspeed.keys import KNOWN_KEYS
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
 from accel_trainer.config.readers.config_source import FileProblemsError
 from accel_trainer.config.readers.document import Document, Entry, Key, Node
 from accel_trainer.config.schema import FrozenDict, MixedPrecision, get_key, set_key
 from accel_trainer.config.validation import show
-from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.errors import ConfigError
 
 __all__ = [
     "KEY_PREFIX",
     "block_sources",
-    "check_fields",
     "merge_levels",
     "put_block",
     "put_document_block",
@@ -36,19 +34,13 @@ __all__ = [
 KEY_PREFIX = "deepspeed."
 """Beginning of the path of a single key of the block: `deepspeed.zero_optimization.stage`."""
 
-_STRENGTH = tuple(SourceKind)
-
 
 def put_block(
     layer: Layer, entry: Entry, *, origins: Mapping[str, str] | None = None, folder: Path | None = None
 ) -> None:
     """Put a block into a layer: a mapping, or text that names a file, a packaged configuration, or holds JSON.
 
-    Args:
-        layer: gets the setting, or the problem.
-        entry: the block; None means "not set".
-        origins: of single keys of a mapping.
-        folder: the folder that a path in the block is relative to, besides the working directory.
+    `origins` are those of single keys; paths may be relative to `folder`, besides the working directory.
     """
     value = entry.value
     if isinstance(value, str) and value.strip() or isinstance(value, Path):
@@ -57,10 +49,8 @@ def put_block(
         except ConfigError as error:
             layer.problems.append(f"{entry.subject}: {error}")
             return
-    if isinstance(value, Mapping):
-        file = value.get(CONFIG_FILE)
-        if isinstance(file, str):
-            value = {**value, CONFIG_FILE: located(file, folder)}
+    if isinstance(value, Mapping) and isinstance(file := value.get(CONFIG_FILE), str):
+        value = {**value, CONFIG_FILE: located(file, folder)}
     layer.put("deepspeed", entry, value)
     setting = layer.settings.get("deepspeed")
     if origins and setting is not None:
@@ -75,25 +65,13 @@ def put_document_block(document: Document, key: Key, node: Node, layer: Layer) -
     put_block(layer, document.entry(key, node), origins=origins, folder=document.folder)
 
 
-def check_fields(document: Document, section: str, content: Mapping[Key, Node], layer: Layer) -> None:
-    """Refuse keys of accelerate's block that neither accelerate nor DeepSpeed has."""
-    for key in content:
-        if key.name not in ACCELERATE_FIELDS and key.name not in KNOWN_KEYS:
-            hint = did_you_mean(key.name, (*ACCELERATE_FIELDS, *KNOWN_KEYS))
-            layer.problems.append(document.unknown_key_problem(key, hint, section))
-
-
 def block_sources(setting: Setting) -> dict[str, Source]:
     """Return the source of each key of a block."""
     return {**dict.fromkeys(setting.value, setting.source), **setting.key_sources}
 
 
 def _merge_settings(below: Setting, above: Setting) -> Setting:
-    """Return the block of two levels; see `merge_blocks`.
-
-    Raises:
-        ConfigError: the lower one has to be read for that, and it cannot be.
-    """
+    """Return the block of two levels, which raises as `merge_blocks` does."""
     value = FrozenDict(merge_blocks(below.value, above.value))
     upper = block_sources(above)
     upper |= {FIELDS[name]: source for name, source in upper.items() if name in FIELDS}
@@ -135,14 +113,9 @@ def merge_levels(settings: dict[str, Setting], layers: Iterable[Layer], problems
 
 
 def _put_key(below: Setting | None, path: str, above: Setting) -> Setting:
-    """Return the block of the lower levels with one key of it set, by its dotted path.
-
-    Raises:
-        FileProblemsError: the lower block has to be read for that, and it cannot be.
-    """
-    content = FrozenDict({path: above.value})
+    """Return the block of the lower levels with one key of it set; FileProblemsError where they cannot be read."""
     if path in ACCELERATE_FIELDS:
-        single = Setting("deepspeed", content, above.source)
+        single = Setting("deepspeed", FrozenDict({path: above.value}), above.source)
         return single if below is None else _merge_settings(below, single)
     block = read_block(below.value if below is not None else {})
     set_key(block.data, path, above.value)
@@ -156,12 +129,10 @@ def _put_key(below: Setting | None, path: str, above: Setting) -> Setting:
 def _fix_options(settings: dict[str, Setting], block: Setting, problems: list[str]) -> None:
     """Give accumulation and precision the values that the block fixes, since DeepSpeed goes by its own configuration.
 
-    The block of a stronger level wins; an option of the same or of a stronger level than the block's has to be the
-    same.
+    An option of a weaker level is replaced; any other has to be the same.
     """
-    origins = {name: source.where for name, source in block_sources(block).items()}
     try:
-        content = read_block(block.value, origins=origins)
+        content = read_block(block.value, origins={name: at.where for name, at in block_sources(block).items()})
     except FileProblemsError as error:
         problems.extend(error.problems)
         return
@@ -191,4 +162,5 @@ def _fixed_options(data: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 def _is_weaker(known: Setting, source: Source) -> bool:
     # accelerate's launcher always sets this variable, to "no" without a choice (1.15, utils/launch.py).
     is_unasked = known.source.where == "ACCELERATE_MIXED_PRECISION" and known.value == "no"
-    return is_unasked or _STRENGTH.index(known.source.kind) < _STRENGTH.index(source.kind)
+    strengths = list(SourceKind)
+    return is_unasked or strengths.index(known.source.kind) < strengths.index(source.kind)

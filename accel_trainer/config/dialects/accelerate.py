@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from accel_trainer.config.deepspeed.block import is_complete, named_file
-from accel_trainer.config.deepspeed.levels import check_fields, put_document_block
+from accel_trainer.config.deepspeed.block import ACCELERATE_FIELDS, is_complete, named_file
+from accel_trainer.config.deepspeed.keys import KNOWN_KEYS as DEEPSPEED_KEYS
+from accel_trainer.config.deepspeed.levels import put_document_block
 from accel_trainer.config.dialects.fsdp import entries_of, is_neutral, translate_entries
 from accel_trainer.config.layer import Layer
 from accel_trainer.config.readers.document import Document, Entry, Key, Node
@@ -16,12 +17,6 @@ from accel_trainer.config.schema import field_specs, section_names
 from accel_trainer.errors import did_you_mean
 
 __all__ = ["DYNAMO", "KNOWN_KEYS", "MARKER_KEYS", "PARALLEL_SIZES", "put_parallelism", "translate"]
-
-MARKER_KEYS = frozenset({
-    "compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "dynamo_config", "fp8_config",
-    "megatron_lm_config", "mpirun_config", "parallelism_config", "ipex_config", "downcast_bf16",
-})  # fmt: skip
-"""Keys that only an accelerate file has; one of them decides the dialect."""
 
 _DIRECT = {
     "mixed_precision": "mixed_precision",
@@ -38,14 +33,14 @@ _DIRECT = {
 _TPU_KEYS = (
     "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env", "commands", "command_file",
 )  # fmt: skip
-_NOT_OFFERED = {
-    **dict.fromkeys(_TPU_KEYS, "there is no TPU strategy; remove the TPU keys"),
+_OF_OTHER_ENGINES = {
     "downcast_bf16": "it exists on TPUs only; use mixed_precision: bf16",
     "megatron_lm_config": "there is no Megatron-LM strategy; use distributed_type: FSDP or DEEPSPEED",
     "fp8_config": "fp8 recipes are not read from files; remove the block",
     "mpirun_config": "start the script with mpirun itself, the ranks are detected; remove the block",
     "ipex_config": "Intel's extension is not used, PyTorch has it built in; remove the block",
 }
+_NOT_OFFERED = {**dict.fromkeys(_TPU_KEYS, "there is no TPU strategy; remove the TPU keys"), **_OF_OTHER_ENGINES}
 _SAGEMAKER_KEYS = (
     "ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "pytorch_version",
     "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args",
@@ -70,6 +65,8 @@ _DISTRIBUTED_TYPES = (
     "MULTI_NEURON", "FSDP", "DEEPSPEED",
 )  # fmt: skip
 
+MARKER_KEYS = frozenset({"compute_environment", "distributed_type", *_SECTIONS, *_OF_OTHER_ENGINES})
+"""Keys that only an accelerate file has; one of them decides the dialect."""
 KNOWN_KEYS = frozenset({*_DIRECT, *_NOT_OFFERED, *_SPECIAL, *_SAGEMAKER_KEYS})
 """Every top-level key of an accelerate file."""
 
@@ -184,8 +181,10 @@ class _Reader:
     def deepspeed(self, kind: str | None) -> None:
         """Keep the block as written; `config.deepspeed.block` reads it."""
         section = "deepspeed_config"
-        block = dict(self.blocks[section])
-        check_fields(self.document, section, block, self.layer)
+        block, known = dict(self.blocks[section]), (*ACCELERATE_FIELDS, *DEEPSPEED_KEYS)
+        for key in block:
+            if key.name not in known:
+                self.unknown(key, section, known)
         if not block or kind is None:
             return
         if kind != "DEEPSPEED":

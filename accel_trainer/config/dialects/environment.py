@@ -26,7 +26,6 @@ __all__ = ["LAUNCH_VARIABLE", "RESERVED_VARIABLES", "read_environment_layers", "
 
 PREFIX = "ACCEL_TRAINER_"
 LAUNCH_VARIABLE = "ACCEL_TRAINER_LAUNCH"
-_BLOCK_PREFIX = "ACCEL_TRAINER_DEEPSPEED__"
 
 RESERVED_VARIABLES = {
     LAUNCH_VARIABLE: "the configuration file and the flags of `accel-trainer launch`, as JSON",
@@ -57,14 +56,14 @@ def variable_name(path: str) -> str:
     return PREFIX + path.upper().replace(".", "__")
 
 
-def _variable(name: str, value: Any) -> Entry:
-    return Entry(name, value, name, f"environment variable {name}")
-
-
 def read_environment_layers(environ: Mapping[str, str]) -> tuple[Layer, Layer]:
     """Return the options that accelerate's variables set, and above them ours; empty variables count as not set."""
     given = {name: value for name, value in environ.items() if value.strip()}
     return _read_accelerate(given), _read_own(given)
+
+
+def _variable(name: str, value: Any) -> Entry:
+    return Entry(name, value, name, f"environment variable {name}")
 
 
 def _read_own(given: Mapping[str, str]) -> Layer:
@@ -73,8 +72,8 @@ def _read_own(given: Mapping[str, str]) -> Layer:
     for name, value in given.items():
         if name == variable_name("deepspeed"):
             put_block(layer, _variable(name, value))
-        elif name.startswith(_BLOCK_PREFIX):
-            path = f"{KEY_PREFIX}{name.removeprefix(_BLOCK_PREFIX).lower().replace('__', '.')}"
+        elif name.startswith(variable_name(KEY_PREFIX)):
+            path = name.removeprefix(PREFIX).lower().replace("__", ".")
             layer.settings[path] = Setting(path, _parsed(value), Source(layer.kind, name))
         elif name in paths:
             layer.put(paths[name], _variable(name, value))
@@ -143,11 +142,8 @@ def _is_true(given: Mapping[str, str], name: str, layer: Layer) -> bool:
 
 
 def _read_fsdp(given: Mapping[str, str], layer: Layer) -> None:
-    entries = {
-        name.removeprefix("FSDP_").lower(): _variable(name, value)
-        for name, value in given.items()
-        if name.startswith("FSDP_") and is_known_key(name)
-    }
+    names = [name for name in given if name.startswith("FSDP_") and is_known_key(name)]
+    entries = {name.removeprefix("FSDP_").lower(): _variable(name, given[name]) for name in names}
     _drop_launcher_defaults(entries)
     translate_entries(entries.values(), layer, source_name="the environment (FSDP_*)", default_version=1)
 
@@ -165,8 +161,8 @@ def _drop_launcher_defaults(entries: dict[str, Entry]) -> None:
     if not word("auto_wrap_policy").startswith("size"):
         entries.pop("min_num_params", None)
     if word("version") == "2":
-        for key in ("use_orig_params", "sync_module_states"):
-            entries.pop(key, None)
+        entries.pop("use_orig_params", None)
+        entries.pop("sync_module_states", None)
     if word("forward_prefetch") == "false":
         del entries["forward_prefetch"]
 
@@ -194,9 +190,9 @@ def read_launch_variable(environ: Mapping[str, str], problems: list[str]) -> tup
             f"environment variable {LAUNCH_VARIABLE} is not valid JSON: {error}; `accel-trainer launch` sets it"
         )
         return None, {}
-    file = content.get("config_file") if isinstance(content, dict) else None
-    flags = content.get("flags", {}) if isinstance(content, dict) else None
-    if not isinstance(flags, dict) or not isinstance(file, str | None) or content.keys() - {"config_file", "flags"}:
+    content = {"config_file": None, "flags": {}, **content} if isinstance(content, dict) else {}
+    file, flags = content.get("config_file"), content.get("flags")
+    if not isinstance(flags, dict) or not isinstance(file, str | None) or len(content) > 2:
         problems.append(
             f"environment variable {LAUNCH_VARIABLE} is {show(text)}; expected a JSON object with 'config_file' and "
             "'flags', as `accel-trainer launch` sets it"

@@ -125,13 +125,9 @@ def _nearest(name: str) -> str:
 
 
 def translate_entries(entries: Iterable[Entry], layer: Layer, *, source_name: str, default_version: int) -> None:
-    """Put FSDP options into the layer.
+    """Put FSDP options, which all have known keys, into the layer.
 
-    Args:
-        entries: known keys only.
-        layer: where settings, problems and notes go.
-        source_name: of the entries, for the note.
-        default_version: the FSDP version of a source that names none; 1 for accelerate, 2 for transformers.
+    Without a version, the source is of `default_version`: 1 for accelerate, 2 for transformers.
     """
     by_key = _by_key(entries, layer)
     for key, entry in by_key.items():

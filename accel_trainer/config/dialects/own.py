@@ -14,8 +14,6 @@ __all__ = ["KNOWN_KEYS", "translate"]
 
 _ALIASES = {"gradient_accumulation_steps": "accumulation.num_steps"}
 """Top-level keys that stand for a nested option."""
-
-
 KNOWN_KEYS = (*dict.fromkeys(path.partition(".")[0] for path in field_specs()), *_ALIASES)
 """Every top-level key."""
 
@@ -53,9 +51,6 @@ def _translate_section(document: Document, section: Key, node: Node, layer: Laye
         if key.name in names:
             layer.put(prefix + key.name, document.entry(key, item, section.name))
         else:
-            hint = _renamed_hint(section.name, key.name) or did_you_mean(key.name, names)
+            renamed = fsdp_dialect.own_name_hint(key.name) if section.name == "fsdp" else ""
+            hint = renamed or did_you_mean(key.name, names)
             layer.problems.append(document.unknown_key_problem(key, hint, section.name))
-
-
-def _renamed_hint(section: str, name: str) -> str:
-    return fsdp_dialect.own_name_hint(name) if section == "fsdp" else ""

@@ -51,11 +51,7 @@ def packaged_names() -> tuple[str, ...]:
 
 
 def load_document(source: ConfigSource) -> Document:
-    """Find and parse a configuration.
-
-    Args:
-        source: the path of a YAML or JSON file (with or without suffix), the name of a packaged configuration, the
-            text of a JSON object, or a mapping.
+    """Find and parse a configuration, any source that `read_file` takes.
 
     Raises:
         FileProblemsError: it is missing, unreadable, or not valid YAML or JSON.

@@ -33,7 +33,7 @@ def read_json(text: str, name: str) -> Document:
     except RecursionError:
         raise ConfigError(f"{name} is nested deeper than {MAX_DEPTH} levels; a configuration has few") from None
     builder = _Builder(text, name)
-    root = builder.build()
+    root = builder.value(next(builder.tokens), 0)
     return Document(name, root, tuple(builder.problems))
 
 
@@ -58,10 +58,7 @@ class _Builder:
             else:
                 yield match.group()
 
-    def build(self) -> Node:
-        return self._value(next(self.tokens), 0)
-
-    def _value(self, token: str, depth: int) -> Node:
+    def value(self, token: str, depth: int) -> Node:
         self.num_nodes += 1
         if depth > MAX_DEPTH:
             raise ConfigError(
@@ -70,23 +67,19 @@ class _Builder:
         if self.num_nodes > MAX_NODES:
             raise ConfigError(f"{self.name} holds more than {MAX_NODES} values; a configuration has a few hundred")
         line = self.line
-        if token == "{":
-            return Node(self._object(depth), line)
-        if token == "[":
-            return Node(self._array(depth), line)
+        if token in ("{", "["):
+            return Node(self._object(depth) if token == "{" else self._array(depth), line)
         value: Any = json.loads(token)
         return Node(value, line, None if isinstance(value, str) else token)
 
     def _object(self, depth: int) -> dict[Key, Node]:
         content: dict[Key, Node] = {}
-        for token in self.tokens:
-            if token == "}":
-                break
+        for token in iter(lambda: next(self.tokens), "}"):
             if token == ",":
                 continue
             key = Key(json.loads(token), self.line)
             next(self.tokens)  # the colon
-            value = self._value(next(self.tokens), depth + 1)
+            value = self.value(next(self.tokens), depth + 1)
             if key in content:
                 self.problems.append(duplicate_key_problem(self.name, key, content))
             else:
@@ -94,10 +87,5 @@ class _Builder:
         return content
 
     def _array(self, depth: int) -> list[Node]:
-        items: list[Node] = []
-        for token in self.tokens:
-            if token == "]":
-                break
-            if token != ",":
-                items.append(self._value(token, depth + 1))
-        return items
+        items = iter(lambda: next(self.tokens), "]")
+        return [self.value(token, depth + 1) for token in items if token != ","]

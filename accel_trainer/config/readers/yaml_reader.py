@@ -6,6 +6,7 @@ dates stay text. `yes`, `no`, `on` and `off` are booleans, as every file written
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -156,20 +157,14 @@ class _Composer:
     def _sequence(self, depth: int) -> list[Node]:
         import yaml
 
-        items: list[Node] = []
-        for event in self.events:
-            if isinstance(event, yaml.SequenceEndEvent):
-                break
-            items.append(self._node(event, depth + 1))
-        return items
+        items = itertools.takewhile(lambda event: not isinstance(event, yaml.SequenceEndEvent), self.events)
+        return [self._node(event, depth + 1) for event in items]
 
     def _mapping(self, depth: int) -> dict[Key, Node]:
         import yaml
 
         content: dict[Key, Node] = {}
-        for event in self.events:
-            if isinstance(event, yaml.MappingEndEvent):
-                break
+        for event in itertools.takewhile(lambda event: not isinstance(event, yaml.MappingEndEvent), self.events):
             line = event.start_mark.line + 1
             if not isinstance(event, yaml.ScalarEvent):
                 raise ConfigError(f"{self.name}:{line} has a key that is not a name; a key is the name of an option")

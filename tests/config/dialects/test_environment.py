@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from accel_trainer.config import RESERVED_VARIABLES, SourceKind, field_specs, resolve, variable_name
+from accel_trainer.config import SourceKind, field_specs, resolve
+from accel_trainer.config.dialects.environment import RESERVED_VARIABLES, variable_name
 from accel_trainer.errors import ConfigError
 
 LAUNCHED_BY_ACCELERATE = {
