@@ -112,11 +112,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _find(directory: Path) -> list[Path]:
-    """Return the checkpoint that `directory` is, or those in it: numbered ones by number, then others by name.
-
-    Raises:
-        CheckpointNotFoundError: there is none.
-    """
+    """Return the checkpoint that `directory` is, or those in it: numbered ones by number, then others by name."""
     if (directory / MANIFEST_NAME).is_file():
         return [directory]
     numbered = [path for prefix in _PREFIXES for _, path in numbered_checkpoints(directory, prefix)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,9 +44,7 @@ def run_config(words: Sequence[str]) -> int:
     """Run `accel-trainer config` or `config default`, and print where the file is.
 
     Raises:
-        ConfigError: an offload has no stage that can do it; the file has another suffix than .yaml or .yml, exists and
-            is not to be replaced, or cannot be written; or the input ends before the last answer. Nothing has been
-            written then.
+        ConfigError: the options, the name of the file or the answers are wrong. Nothing has been written then.
     """
     arguments = _parser().parse_args(words)
     file = arguments.config_file
@@ -130,7 +129,8 @@ def _ask_answers(path: Path) -> dict[str, Any]:
     """Ask on the terminal for the configuration to write to `path`, and check it."""
     try:
         print(f"Answers go to {path}. An empty answer takes what stands in brackets.")
-        if path.exists() and not _read("That file exists. Replace it?", False, _parse_yes, shown="no"):
+        parse = functools.partial(coerce, FieldSpec("answer", bool, False), lenient=True)
+        if path.exists() and not _read("That file exists. Replace it?", False, parse, shown="no"):
             raise ConfigError(f"{path} exists and was left as it is; name another file with --config_file")
         content = _ask_configuration()
     except (EOFError, KeyboardInterrupt) as error:
@@ -141,11 +141,7 @@ def _ask_answers(path: Path) -> dict[str, Any]:
 
 
 def _ask_configuration() -> dict[str, Any]:
-    """Ask on the terminal, and return the answers as a configuration file has them.
-
-    Raises:
-        EOFError: the input ends before the last answer.
-    """
+    """Ask on the terminal, and return the answers as a configuration file has them."""
     content: dict[str, Any] = {}
     _ask(content, "use_cpu", "Run on the CPU although there may be a GPU?", False)
     num_machines = _ask(content, "launch.num_machines", "How many machines?", 1)
@@ -229,10 +225,6 @@ def _ask_deepspeed() -> dict[str, Any]:
         block["offload_param_device"] = _choose("Where are parameters kept between uses?", ("none", "cpu"), "none")
     bound = _read("Bound of the gradient norm?", None, _parse_bound, shown="none")
     return block if bound is None else {**block, "gradient_clipping": bound}
-
-
-def _parse_yes(text: str) -> bool:
-    return bool(coerce(FieldSpec("answer", bool, False), text, lenient=True))
 
 
 def _parse_bound(text: str) -> float:

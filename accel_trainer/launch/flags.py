@@ -158,18 +158,11 @@ def options_parser(usage: str, description: str) -> argparse.ArgumentParser:
     own = parser.add_argument_group("launcher")
     own.add_argument("-h", "--help", action="store_true", help="show this and end")
     groups = {title: parser.add_argument_group(text) for title, text in _SECTION_TITLES.items()}
-    seen = set()
-    for flag in launch_flags().values():
-        if flag.name in seen:
-            continue
-        seen.add(flag.name)
+    for flag in dict.fromkeys(launch_flags().values()):
         section = flag.path if flag.key is not None else (flag.path or "").rpartition(".")[0]
         group = own if flag.path is None else groups[section or ""]
-        kind: dict[str, Any] = (
-            {"action": "store_true"} if flag.path is None and flag.is_switch else {"metavar": flag.metavar}
-        )
-        if flag.preset:
-            kind = {"action": "store_true"}
+        takes_none = flag.preset is not None or flag.path is None and flag.is_switch
+        kind: dict[str, Any] = {"action": "store_true"} if takes_none else {"metavar": flag.metavar}
         group.add_argument(f"--{flag.name}", help=flag.help.replace("%", "%%"), **kind)
     return parser
 

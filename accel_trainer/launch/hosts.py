@@ -260,11 +260,7 @@ def _check_programs(job: HostJob) -> None:
 
 
 def run_on_hosts(job: HostJob, command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run `command` on every slot of the job's machines and return the runner's exit code.
-
-    Args:
-        command: program and arguments of a worker, as for this machine.
-        environ: of the workers; the variables that a machine needs are passed on.
+    """Run `command` on every slot of the job's machines, with the variables that they need; return the exit code.
 
     Raises:
         ConfigError: the launcher cannot run modules or programs.

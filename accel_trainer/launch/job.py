@@ -48,8 +48,6 @@ _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIB
 _DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg", "/dev/dri/renderD*", "/dev/accel*", "/dev/davinci[0-9]*")
 # The strategies that a process without a group can run; the capabilities of any other cost an import of torch.
 _WITHOUT_GROUP = ("auto", "single")
-
-
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _CHECKS = "accel_trainer.launch.self_check"
 
@@ -128,12 +126,7 @@ def resolve_options(options: Options, environ: Mapping[str, str]) -> tuple[Resol
 
 
 def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] = ()) -> Job:
-    """Return the job that a command line asks for, checked.
-
-    Args:
-        options: the parsed command line, with the script in `rest`.
-        environ: of this process.
-        argv: the command line as it was, for the command that a message proposes.
+    """Return the job that a command line asks for, checked; a message proposes a command made from `argv`.
 
     Raises:
         ConfigError: the job cannot run; the message names the option to change.
@@ -145,8 +138,7 @@ def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] =
     _refuse_flags_without_effect(options, resolved)
     hosts = plan_hosts(resolved)
     num_processes = _num_processes(resolved) if hosts is None else hosts.num_processes
-    strategy = resolved.config.strategy
-    is_alone = num_processes == 1 and launch.num_machines == 1 and strategy in _WITHOUT_GROUP
+    is_alone = num_processes == 1 and launch.num_machines == 1 and resolved.config.strategy in _WITHOUT_GROUP
     needs_group = not is_alone or bool(agent_options(resolved))
     _check_strategy(resolved, num_processes, options, argv)
     if needs_group and command[0] == sys.executable:
@@ -202,11 +194,7 @@ def _command(options: Options) -> tuple[str, ...]:
 
 
 def refuse_nesting(environ: Mapping[str, str]) -> None:
-    """Refuse to start a job from within a rank of another one.
-
-    Raises:
-        ConfigError: another launcher started this process as one of several.
-    """
+    """Raise a ConfigError in a rank of another launcher, which would start a job of its own on every rank."""
     if "TORCHELASTIC_RUN_ID" in environ and environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
             f"this is already rank {environ.get('RANK')} of {environ['WORLD_SIZE']} of another launcher, and would "
@@ -227,10 +215,8 @@ def _refuse_flags_without_effect(options: Options, resolved: Resolved) -> None:
 def _num_processes(resolved: Resolved) -> int:
     """Return the number of processes over all machines: `num_processes`, else one for each device."""
     config = resolved.config
-    if config.launch.num_processes is not None:
-        return config.launch.num_processes
-    if config.strategy == "single":
-        return 1
+    if config.strategy == "single" or config.launch.num_processes is not None:
+        return config.launch.num_processes or 1
     return config.launch.num_machines * max(1, count_devices(config.use_cpu, config.launch.gpu_ids))
 
 
@@ -285,8 +271,7 @@ def _check_strategy(resolved: Resolved, num_processes: int, options: Options, ar
     facts = load_strategy(strategy).capabilities
     if num_processes < facts.min_world_size:
         before = argv[: len(argv) - len(options.rest)]
-        if before and before[-1] == "--":
-            before = before[:-1]
+        before = before[:-1] if before and before[-1] == "--" else before
         words = ["accel-trainer", "launch", *before, "--num_processes", str(facts.min_world_size), *options.rest]
         raise ConfigError(
             f"{resolved.describe('strategy')} needs at least {facts.min_world_size} processes, and this job has "
@@ -306,13 +291,13 @@ def worker_environment(
     """Return the environment of the started processes: ours, without ranks of others, with the launcher's decisions.
 
     Args:
-        environ: of this process.
         launch_text: the value of ACCEL_TRAINER_LAUNCH.
         num_local: processes of the job on this machine.
         meets_here: whether all ranks of a process group are on this machine.
     """
     launch = resolved.config.launch
-    variables = {name: value for name, value in environ.items() if not _is_of_a_rank(name)}
+    of_ranks = {*_RANK_VARIABLES, *(name for name in environ if name.startswith("TORCHELASTIC_"))}
+    variables = {name: value for name, value in environ.items() if name not in of_ranks}
     variables[LAUNCH_VARIABLE] = launch_text
     if resolved.config.strategy == "deepspeed" and resolved.config.use_cpu:
         # DeepSpeed takes the accelerator that it finds, whatever the job runs on.
@@ -327,7 +312,3 @@ def worker_environment(
     if meets_here and _LOOPBACK in (name for _, name in socket.if_nameindex()):
         variables.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     return variables
-
-
-def _is_of_a_rank(variable: str) -> bool:
-    return variable in _RANK_VARIABLES or variable.startswith("TORCHELASTIC_")

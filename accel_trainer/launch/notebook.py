@@ -92,18 +92,22 @@ def notebook_launcher(
     address, port = _endpoint(rdzv_endpoint, master_addr, use_port)
     _check_numbers(num_processes, num_nodes, node_rank)
     is_static = rdzv_backend == "static"
+    settings = dict(rdzv_conf or {})
+    if not is_static and rdzv_id != "none":  # accelerate's default for no id
+        settings["rdzv_id"] = rdzv_id
     launch = LaunchConfig(
         num_machines=num_nodes,
         machine_rank=node_rank,
         main_process_ip=None if is_static and num_nodes == 1 else address,
         main_process_port=port,
         rdzv_backend=rdzv_backend,
-        rdzv_conf=_settings_text(rdzv_conf or {}, "none" if is_static else rdzv_id),
+        rdzv_conf=",".join(f"{key}={value}" for key, value in settings.items()),
         max_restarts=max_restarts,
         monitor_interval_seconds=monitor_interval,
         tee="3" if log_line_prefix_template else "0",
     )
-    flags = _flags(num_processes * num_nodes, mixed_precision, use_cpu)
+    flags: dict[str, Any] = {"launch.num_processes": num_processes * num_nodes, "mixed_precision": mixed_precision}
+    flags |= {"use_cpu": True} if use_cpu else {}
     numbers = {path: getattr(launch, path.removeprefix("launch.")) for path in _NUMBERS}
     resolved = resolve(
         explicit={**flags, **numbers}, environ=outer, explicit_name="notebook_launcher", explicit_keywords=_NUMBERS
@@ -139,19 +143,6 @@ def _check_numbers(num_processes: int, num_nodes: int, node_rank: int) -> None:
         )
 
 
-def _flags(num_processes: int, mixed_precision: str | None, use_cpu: bool) -> dict[str, Any]:
-    """Return the options that the workers find as flags of their launcher."""
-    flags: dict[str, Any] = {"launch.num_processes": num_processes}
-    flags |= {"mixed_precision": mixed_precision} if mixed_precision is not None else {}
-    return flags | ({"use_cpu": True} if use_cpu else {})
-
-
-def _settings_text(conf: Mapping[str, Any], run_id: str) -> str:
-    """Return settings of the rendezvous as `rdzv_conf` has them; "none" is accelerate's default for no run id."""
-    settings = dict(conf) if run_id == "none" else {**conf, "rdzv_id": run_id}
-    return ",".join(f"{key}={value}" for key, value in settings.items())
-
-
 def _endpoint(endpoint: str, address: str, port: int | str | None) -> tuple[str, int | None]:
     if endpoint:
         address, _, port = endpoint.rpartition(":")
@@ -162,7 +153,7 @@ def _endpoint(endpoint: str, address: str, port: int | str | None) -> tuple[str,
 
 
 def _count_devices(use_cpu: bool) -> int:
-    """Return the number of GPUs, without touching them: a process that has used one cannot fork workers that do."""
+    """Return the number of GPUs without touching them, after which this process could not fork workers that do."""
     return 0 if use_cpu else torch.cuda.device_count()
 
 
@@ -235,16 +226,13 @@ def _run(
     folder: Path,
 ) -> None:
     """Start the workers and wait; raise the traceback that the first failed one has written to `folder`."""
-
-    def work() -> None:
-        _work(function, args, folder)
-
     with _contained_agent() as logged, log_destination(launch) as logs:
         spec = WorkerSpec(
             role=launch.role,
             local_world_size=num_processes,
             rdzv_handler=build_rendezvous(launch),
-            entrypoint=work,
+            entrypoint=_work,
+            args=(function, args, folder),
             max_restarts=launch.max_restarts,
             monitor_interval=launch.monitor_interval_seconds,
         )

@@ -46,21 +46,19 @@ class BoundRendezvous(RendezvousHandler):
     Args:
         address: of machine 0, as the others reach it.
         port: 0 lets the kernel choose one, which only works on one machine.
-        machine_rank: number of this machine, from 0.
-        num_machines: of the job.
         settings: `bind_address` for machine 0 to listen elsewhere than on `address`; `timeout` in seconds.
     """
 
     def __init__(
         self, address: str, port: int, machine_rank: int, num_machines: int, settings: Mapping[str, str] | None = None
     ) -> None:
-        unknown = sorted(set(settings or {}) - {"bind_address", "timeout"})
+        settings = settings or {}
+        unknown = sorted(settings.keys() - {"bind_address", "timeout"})
         if unknown:
             raise ConfigError(
                 f"rdzv_conf has {', '.join(map(repr, unknown))}, which the static rendezvous does not know; it knows "
                 "'bind_address' and 'timeout'"
             )
-        settings = dict(settings or {})
         if not settings.get("timeout", "1").isdecimal():
             raise ConfigError(f"rdzv_conf has timeout={settings['timeout']!r}; expected a whole number of seconds")
         self.address = address

@@ -25,31 +25,24 @@ _ROWS = 4
 
 
 def main() -> int:
-    """Make every check, in the job that a launcher started; return an exit code. Collective.
-
-    Returns:
-        0 where all hold; 1 on a rank on which one does not.
-    """
-    name = "start"
+    """Make every check, in the job that a launcher started; return 1 on a rank where one fails, else 0. Collective."""
+    name, where = "start", ""
     try:
         state = PartialState()
+        where = f"rank {state.process_index} of {state.num_processes}: "
         accelerator = Accelerator()
         accelerator.print(_describe(accelerator))
         for name, check in CHECKS.items():
             accelerator.print(f"  passed  {name}: {check(accelerator)}", flush=True)
             accelerator.wait_for_everyone()
     except Exception as error:
-        print(f"accel-trainer test: {_where(locals().get('state'))}{name} failed: {error}", file=sys.stderr)
+        print(f"accel-trainer test: {where}{name} failed: {error}", file=sys.stderr)
         if not isinstance(error, ProcessGroupError | ValueError):
             traceback.print_exc()
         return 1
     accelerator.print(f"all {len(CHECKS)} checks passed on {accelerator.num_processes} process(es)")
     accelerator.end_training()
     return 0
-
-
-def _where(state: PartialState | None) -> str:
-    return "" if state is None else f"rank {state.process_index} of {state.num_processes}: "
 
 
 def _describe(accelerator: Accelerator) -> str:
@@ -97,17 +90,13 @@ def _batch_size(accelerator: Accelerator) -> int:
     return rows * accelerator.num_processes if accelerator.split_batches else rows
 
 
-def _samples(size: int) -> Any:
-    """Return a dataset whose samples are their own numbers."""
-    return range(size)
-
-
 def _check_loaders(accelerator: Accelerator) -> str:
     batch_size = _batch_size(accelerator)
     size = 3 * _ROWS * accelerator.num_processes + 1
+    samples: Any = range(size)
     torch.manual_seed(accelerator.process_index)  # another on each rank, which must not change the order of samples
     for shuffle in (False, True) if accelerator.use_seedable_sampler else (False,):
-        loader = accelerator.prepare(DataLoader(_samples(size), batch_size=batch_size, shuffle=shuffle))
+        loader = accelerator.prepare(DataLoader(samples, batch_size=batch_size, shuffle=shuffle))
         seen = accelerator.gather_object([int(sample) for batch in loader for sample in batch])
         missing = sorted(set(range(size)).difference(seen))
         spare = len(seen) - size
@@ -120,7 +109,8 @@ def _check_loaders(accelerator: Accelerator) -> str:
 
 def _check_metrics(accelerator: Accelerator) -> str:
     size = 2 * _ROWS * accelerator.num_processes + 1
-    loader = accelerator.prepare(DataLoader(_samples(size), batch_size=_batch_size(accelerator)))
+    samples: Any = range(size)
+    loader = accelerator.prepare(DataLoader(samples, batch_size=_batch_size(accelerator)))
     seen = [int(sample) for batch in loader for sample in accelerator.gather_for_metrics(batch)]
     _expect(seen == list(range(size)), f"samples {seen}", f"each of {size} once, in order")
     return f"gather_for_metrics gives each of {size} samples once"

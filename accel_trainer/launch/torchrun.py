@@ -84,8 +84,7 @@ def shell_code(code: int) -> int:
 def run_workers(job: AgentJob) -> int:
     """Run the workers to their end and return the exit code of the job: of the worker that failed first, else 0.
 
-    A signal is passed on to the workers, which then have 120 s (TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to end by themselves; a
-    second one ends them at once.
+    A signal is passed on to the workers, which then have 120 s (TORCH_ELASTIC_SHUTDOWN_TIMEOUT); a second ends them.
 
     Raises:
         ConfigError: the machine has fewer devices than processes, or the rendezvous cannot be opened.
@@ -93,7 +92,9 @@ def run_workers(job: AgentJob) -> int:
     _check_devices(job)
     variables = {**job.environment, "TORCHELASTIC_SIGNALS_TO_HANDLE": _SIGNALS}
     with worker_variables(variables), log_destination(job.launch) as logs:
-        _silence_agent()
+        if "LOGLEVEL" not in os.environ:  # `report` sums up the agent's own lines on a failing worker in one
+            for logger in AGENT_LOGGERS:
+                logger.setLevel(logging.CRITICAL)
         agent = _Agent(job, logs)
         try:
             result = agent.run()
@@ -163,7 +164,7 @@ class _Agent(LocalElasticAgent):
             try:
                 self._pass_on(number)
             finally:
-                self.kill_rest()
+                self._send(signal.SIGKILL)
         super()._shutdown(*args, **kwargs)
 
     def _pass_on(self, number: signal.Signals) -> None:
@@ -173,17 +174,18 @@ class _Agent(LocalElasticAgent):
             "another signal ends them at once",
             file=sys.stderr,
         )
-        for pid in self._running().values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, number)
+        self._send(number)
         deadline = time.monotonic() + self._grace
         for watcher in self._watchers:
             watcher.join(max(0.0, deadline - time.monotonic()))
 
-    def _running(self) -> dict[int, int]:
-        """Return the pids of the workers that have not ended, by rank."""
-        ended = {exit_.rank for exit_ in self.exits}
-        return {rank: pid for rank, pid in self._pids.items() if rank not in ended}
+    def _send(self, number: signal.Signals) -> None:
+        """Send a signal to the workers that still run. Each leads a process group of the processes it started."""
+        ended = {exit_.pid for exit_ in self.exits}
+        for pid in self._pids.values():
+            if pid not in ended:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, number)
 
     def _watch(self, rank: int, pid: int) -> None:
         """Wait for one worker without reaping it; the agent still sees its end by itself."""
@@ -201,12 +203,6 @@ class _Agent(LocalElasticAgent):
             watcher.join(1.0)
         failed = [exit_ for exit_ in self.exits if exit_.code]
         return min(failed, key=lambda exit_: exit_.seconds) if failed else None
-
-    def kill_rest(self) -> None:
-        """End the workers that still run, now. Each leads a process group that holds the processes it started."""
-        for pid in self._running().values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
 
     def report(self, first: _Exit) -> None:
         """Print which worker failed first, and which others had ended before without an error."""
@@ -259,16 +255,10 @@ def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
             )
         return BoundRendezvous(address, port, launch.machine_rank, launch.num_machines, settings)
     run_id = settings.pop("rdzv_id", "accel_trainer")
+    endpoint, size = f"{bracket_ipv6(address)}:{port}", launch.num_machines
     try:
         return get_rendezvous_handler(
-            RendezvousParameters(
-                launch.rdzv_backend,
-                f"{bracket_ipv6(address)}:{port}",
-                run_id,
-                launch.num_machines,
-                launch.num_machines,
-                **settings,
-            )
+            RendezvousParameters(launch.rdzv_backend, endpoint, run_id, size, size, **settings)
         )
     except (ValueError, TypeError, ImportError, RendezvousError) as error:
         conf = f" with rdzv_conf {launch.rdzv_conf!r}" if launch.rdzv_conf else ""
@@ -347,10 +337,3 @@ def log_destination(launch: LaunchConfig) -> Iterator[DefaultLogsSpecs]:
         yield DefaultLogsSpecs(log_dir=folder, tee=tee)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _silence_agent() -> None:
-    """Silence the agent's own lines on a failing worker, which `report` sums up in one. LOGLEVEL brings them back."""
-    if "LOGLEVEL" not in os.environ:
-        for logger in AGENT_LOGGERS:
-            logger.setLevel(logging.CRITICAL)
