@@ -15,7 +15,6 @@ from accel_trainer.config.dialects import accelerate, fsdp, own
 from accel_trainer.config.layer import Layer, Setting, SourceKind
 from accel_trainer.config.readers.config_source import ConfigSource, FileProblemsError, load_document
 from accel_trainer.config.readers.document import Document, Entry
-from accel_trainer.config.readers.yaml_reader import dump_yaml
 from accel_trainer.config.schema import RunConfig, field_specs, get_value, set_key, thaw
 from accel_trainer.config.validation import show
 
@@ -129,4 +128,6 @@ def to_file_dict(config: RunConfig, *, full: bool = False) -> dict[str, Any]:
 
 def to_yaml(config: RunConfig, *, full: bool = False) -> str:
     """Return `to_file_dict` as YAML text; `read_file` gives the same configuration back."""
+    from accel_trainer.config.readers.yaml_reader import dump_yaml
+
     return dump_yaml(to_file_dict(config, full=full))

@@ -128,7 +128,7 @@ def resolve(
         ),
     ]
     settings = _merge(layers, problems)
-    sources = {path: settings[path].source if path in settings else _DEFAULT for path in field_specs()}
+    sources = dict.fromkeys(field_specs(), _DEFAULT) | {path: setting.source for path, setting in settings.items()}
     if "deepspeed" in settings:
         sources |= {f"{KEY_PREFIX}{name}": source for name, source in block_sources(settings["deepspeed"]).items()}
     resolved = Resolved(build_config({path: setting.value for path, setting in settings.items()}), sources)

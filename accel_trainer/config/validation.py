@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
 from typing import Any
 
-from accel_trainer.config.schema import FieldSpec, FrozenDict, RunConfig, WrapPolicy, field_specs, get_value
+from accel_trainer.config.schema import FieldSpec, FrozenDict, RunConfig, WrapPolicy, field_specs, get_value, thaw
 from accel_trainer.errors import did_you_mean
 
 __all__ = ["UNUSED_UNDER", "WrongValueError", "coerce", "cross_problems", "show", "show_plain", "unused_notes"]
@@ -36,10 +36,8 @@ class WrongValueError(Exception):
 def show(value: Any) -> str:
     """Return a value as it would stand in a configuration file, cut to a readable length."""
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, StrEnum):
-        return repr(str(value))
-    text = repr(list(value) if isinstance(value, tuple) else value)
+        return json.dumps(value)
+    text = repr(thaw(value))
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -296,8 +296,11 @@ def worker_environment(
         meets_here: whether all ranks of a process group are on this machine.
     """
     launch = resolved.config.launch
-    of_ranks = {*_RANK_VARIABLES, *(name for name in environ if name.startswith("TORCHELASTIC_"))}
-    variables = {name: value for name, value in environ.items() if name not in of_ranks}
+    variables = {
+        name: value
+        for name, value in environ.items()
+        if name not in _RANK_VARIABLES and not name.startswith("TORCHELASTIC_")
+    }
     variables[LAUNCH_VARIABLE] = launch_text
     if resolved.config.strategy == "deepspeed" and resolved.config.use_cpu:
         # DeepSpeed takes the accelerator that it finds, whatever the job runs on.
@@ -309,6 +312,6 @@ def worker_environment(
     elif num_local > 1:
         # N ranks with a full thread pool each run slower than one.
         variables.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // num_local)))
-    if meets_here and _LOOPBACK in (name for _, name in socket.if_nameindex()):
+    if meets_here and _LOOPBACK in dict(socket.if_nameindex()).values():
         variables.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     return variables

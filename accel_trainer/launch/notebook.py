@@ -88,26 +88,28 @@ def notebook_launcher(
     refuse_nesting(os.environ)
     outer = {name: value for name, value in os.environ.items() if name != LAUNCH_VARIABLE}
     if num_processes is None:
-        num_processes = max(1, _count_devices(use_cpu or resolve(environ=outer).config.use_cpu))
+        is_on_cpu = use_cpu or resolve(environ=outer).config.use_cpu
+        num_processes = 1 if is_on_cpu else max(1, torch.cuda.device_count())
     address, port = _endpoint(rdzv_endpoint, master_addr, use_port)
     _check_numbers(num_processes, num_nodes, node_rank)
     is_static = rdzv_backend == "static"
-    settings = dict(rdzv_conf or {})
-    if not is_static and rdzv_id != "none":  # accelerate's default for no id
-        settings["rdzv_id"] = rdzv_id
     launch = LaunchConfig(
         num_machines=num_nodes,
         machine_rank=node_rank,
         main_process_ip=None if is_static and num_nodes == 1 else address,
         main_process_port=port,
         rdzv_backend=rdzv_backend,
-        rdzv_conf=",".join(f"{key}={value}" for key, value in settings.items()),
+        rdzv_conf=_settings_text(rdzv_conf, rdzv_id, is_static=is_static),
         max_restarts=max_restarts,
         monitor_interval_seconds=monitor_interval,
         tee="3" if log_line_prefix_template else "0",
     )
-    flags: dict[str, Any] = {"launch.num_processes": num_processes * num_nodes, "mixed_precision": mixed_precision}
-    flags |= {"use_cpu": True} if use_cpu else {}
+    # None stands for an option that is not given.
+    flags = {
+        "launch.num_processes": num_processes * num_nodes,
+        "mixed_precision": mixed_precision,
+        "use_cpu": use_cpu or None,
+    }
     numbers = {path: getattr(launch, path.removeprefix("launch.")) for path in _NUMBERS}
     resolved = resolve(
         explicit={**flags, **numbers}, environ=outer, explicit_name="notebook_launcher", explicit_keywords=_NUMBERS
@@ -143,6 +145,14 @@ def _check_numbers(num_processes: int, num_nodes: int, node_rank: int) -> None:
         )
 
 
+def _settings_text(conf: Mapping[str, Any] | None, run_id: str, *, is_static: bool) -> str:
+    """Return settings of the rendezvous as `rdzv_conf` has them; "none" is accelerate's default for no run id."""
+    settings = dict(conf or {})
+    if not is_static and run_id != "none":
+        settings["rdzv_id"] = run_id
+    return ",".join(f"{key}={value}" for key, value in settings.items())
+
+
 def _endpoint(endpoint: str, address: str, port: int | str | None) -> tuple[str, int | None]:
     if endpoint:
         address, _, port = endpoint.rpartition(":")
@@ -150,11 +160,6 @@ def _endpoint(endpoint: str, address: str, port: int | str | None) -> tuple[str,
         where = f"rdzv_endpoint={endpoint!r}" if endpoint else f"use_port={port!r}"
         raise ConfigError(f"{where}: expected {'address:port' if endpoint else 'the number of a port'}")
     return address, None if port is None else int(port)
-
-
-def _count_devices(use_cpu: bool) -> int:
-    """Return the number of GPUs without touching them, after which this process could not fork workers that do."""
-    return 0 if use_cpu else torch.cuda.device_count()
 
 
 def _check_can_fork(num_processes: int, use_cpu: bool) -> None:
@@ -181,7 +186,7 @@ def _check_can_fork(num_processes: int, use_cpu: bool) -> None:
             "this process has used a GPU, and workers forked from it could not; restart the notebook, and use GPUs "
             "within the launched function only (models, tensors on a device, torch.cuda calls)"
         )
-    count = _count_devices(use_cpu)
+    count = torch.cuda.device_count()  # touches none, so that workers can still be forked
     if count and num_processes > count:
         raise ConfigError(
             f"num_processes={num_processes} on this machine, which has {count} GPU(s); start at most {count}, or pass "

@@ -89,17 +89,14 @@ _DEFAULT_STAGE = 2
 
 @dataclass(frozen=True, slots=True)
 class EngineBlock:
-    """A block that was read: one DeepSpeed configuration.
-
-    Attributes:
-        data: a DeepSpeed configuration, "auto" included; `zero3_init_flag` stands in it where it was given.
-        origins: line of a file, by dotted path of the value.
-        launch: the fields that starting processes needs.
-    """
+    """A block that was read: one DeepSpeed configuration."""
 
     data: dict[str, Any]
+    """A DeepSpeed configuration, "auto" included; `zero3_init_flag` stands in it where it was given."""
     origins: dict[str, str] = field(default_factory=dict)
+    """Line of a file, by dotted path of the value."""
     launch: dict[str, Any] = field(default_factory=dict)
+    """The fields that starting processes needs."""
 
 
 def block_of(source: BlockSource) -> dict[str, Any]:

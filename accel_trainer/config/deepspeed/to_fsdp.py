@@ -40,7 +40,7 @@ _INSTEAD = {
     "zero3_init_flag": "models are built whole, and then sharded",
 }
 _SHARDED = "fsdp2"
-_STRATEGIES = {_SHARDED: "FSDP2", "ddp": "DDP"}
+_STRATEGIES = (_SHARDED, "ddp")
 
 
 def to_fsdp(config: RunConfig) -> tuple[RunConfig, list[str]]:

@@ -115,13 +115,11 @@ def translate_file(document: Document, content: Mapping[Key, Node], layer: Layer
 def entries_of(document: Document, content: Mapping[Key, Node], layer: Layer, section: str = "") -> list[Entry]:
     """Return the FSDP entries of a mapping; unknown keys become problems of the layer."""
     unknown = [key for key in content if not is_known_key(key.name)]
-    layer.problems.extend(document.unknown_key_problem(key, _nearest(key.name), section) for key in unknown)
+    for key in unknown:
+        prefix = "fsdp_" if key.name.lower().startswith("fsdp_") else ""
+        hint = did_you_mean(key.name, [f"{prefix}{known}" for known in KNOWN_KEYS])
+        layer.problems.append(document.unknown_key_problem(key, hint, section))
     return [document.entry(key, node, section) for key, node in content.items() if key not in unknown]
-
-
-def _nearest(name: str) -> str:
-    prefixed = name.lower().startswith("fsdp_")
-    return did_you_mean(name, [f"fsdp_{key}" for key in KNOWN_KEYS] if prefixed else KNOWN_KEYS)
 
 
 def translate_entries(entries: Iterable[Entry], layer: Layer, *, source_name: str, default_version: int) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import yaml
 
 from accel_trainer.config.readers.document import MAX_DEPTH, MAX_NODES, Document, Key, Node, duplicate_key_problem
 from accel_trainer.errors import ConfigError
-
-if TYPE_CHECKING:
-    import yaml
 
 __all__ = ["dump_yaml", "read_yaml"]
 
@@ -37,8 +36,6 @@ def read_yaml(text: str, name: str) -> Document:
         ConfigError: not valid YAML, more than one document, aliases that expand beyond `MAX_NODES` values, or nesting
             beyond `MAX_DEPTH`. Tags and duplicate keys become problems of the document.
     """
-    import yaml  # 10 ms, which only a run with a YAML file pays
-
     try:
         return _Composer(yaml.parse(text, Loader=yaml.SafeLoader), name).compose()
     except yaml.MarkedYAMLError as error:
@@ -54,7 +51,6 @@ def read_yaml(text: str, name: str) -> Document:
 
 def dump_yaml(content: Any) -> str:
     """Return YAML that `read_yaml` reads back to the same value, with the keys in the given order."""
-    import yaml
 
     class Dumper(yaml.SafeDumper):
         """Quotes every string that `read_yaml`, or a reader of YAML 1.1, would take for something else."""
@@ -91,23 +87,16 @@ class _Composer:
         self.problems: list[str] = []
 
     def compose(self) -> Document:
-        import yaml
-
         root: Node | None = None
         for event in self.events:
-            if isinstance(event, yaml.StreamStartEvent | yaml.StreamEndEvent | yaml.DocumentEndEvent):
-                continue
-            if isinstance(event, yaml.DocumentStartEvent):
-                if root is not None:
-                    line = event.start_mark.line + 1
-                    raise ConfigError(f"{self.name}:{line} starts a second document; a configuration is one document")
-                continue
-            root = self._node(event, 0)
+            if isinstance(event, yaml.DocumentStartEvent) and root is not None:
+                line = event.start_mark.line + 1
+                raise ConfigError(f"{self.name}:{line} starts a second document; a configuration is one document")
+            if isinstance(event, yaml.NodeEvent):
+                root = self._node(event, 0)
         return Document(self.name, root or Node(None, 1, ""), tuple(self.problems))
 
     def _node(self, event: Any, depth: int) -> Node:
-        import yaml
-
         line = event.start_mark.line + 1
         if depth > MAX_DEPTH:
             raise ConfigError(f"{self.name}:{line} is nested deeper than {MAX_DEPTH} levels; a configuration has few")
@@ -155,14 +144,10 @@ class _Composer:
         return Node(_scalar(event.value), line, event.value)
 
     def _sequence(self, depth: int) -> list[Node]:
-        import yaml
-
         items = itertools.takewhile(lambda event: not isinstance(event, yaml.SequenceEndEvent), self.events)
         return [self._node(event, depth + 1) for event in items]
 
     def _mapping(self, depth: int) -> dict[Key, Node]:
-        import yaml
-
         content: dict[Key, Node] = {}
         for event in itertools.takewhile(lambda event: not isinstance(event, yaml.MappingEndEvent), self.events):
             line = event.start_mark.line + 1
