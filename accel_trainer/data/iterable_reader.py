@@ -1,7 +1,7 @@
 """Streams of steps over an iterable dataset, iterated in the workers or in the main process.
 
-A dataset is read by every rank, which keeps its slice of every global batch (`SlicedStream`), or it has shards of its
-own, and each rank reads some of them (`ShardedStream`). Both count the valid rows of a batch.
+Every rank reads a full dataset and keeps its slice of each global batch (`SlicedStream`), or the dataset has shards of
+its own, and each rank reads some of them (`ShardedStream`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ __all__ = [
     "can_resume_itself",
     "is_sharded_by_rank",
     "num_shards_of",
-    "open_pipe",
     "set_dataset_epoch",
 ]
 
@@ -67,6 +66,7 @@ class StreamRule:
         return [*mine, *islice(cycle(samples), rows.sizes[shard] - len(mine))]
 
 
+@dataclass(slots=True, eq=False)
 class Step:
     """The samples of one step, which are collated in place, with their rows and the end of the reader's stream.
 
@@ -74,33 +74,24 @@ class Step:
     because making an object for each costs a tenth of a small batch.
     """
 
-    __slots__ = ("content", "dataset_state", "ends_reader", "is_step", "rows")
-
-    def __init__(
-        self,
-        content: Any,
-        rows: BatchRows | None,
-        ends_reader: bool = False,
-        is_step: bool = True,
-        dataset_state: Any = None,
-    ) -> None:
-        self.content = content
-        """Lists of samples, one for each shard that the reader serves; collated, a batch or a list of batches."""
-        self.rows = rows
-        """None where there is no batch, because its step is skipped or the reader's stream is empty."""
-        self.ends_reader = ends_reader
-        """Whether the stream that this came from (one for each worker) has nothing more."""
-        self.is_step = is_step
-        """False for the one message of a reader whose stream is empty."""
-        self.dataset_state = dataset_state
-        """The dataset's `state_dict()` after these samples, where the stream keeps it."""
+    content: Any
+    """Lists of samples, one for each shard that the reader serves; collated, a batch or a list of batches."""
+    rows: BatchRows | None
+    """None where there is no batch, because its step is skipped or the reader's stream is empty."""
+    ends_reader: bool = False
+    """Whether the stream that this came from (one for each worker) has nothing more."""
+    is_step: bool = True
+    """False for the one message of a reader whose stream is empty."""
+    dataset_state: Any = None
+    """The dataset's `state_dict()` after these samples, where the stream keeps it."""
 
 
 class _EpochStream(IterableDataset[Any]):
     """A stream that sets its dataset's epoch when a pass begins, in whatever process it is iterated."""
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any, rule: StreamRule, seed: int) -> None:
         self.dataset = dataset
+        self.rule = rule
         self.seed = seed
         self._epoch = torch.zeros((), dtype=torch.int64)
 
@@ -115,10 +106,12 @@ class _EpochStream(IterableDataset[Any]):
     def _open(self) -> Iterator[Any]:
         epoch = int(self._epoch)
         set_dataset_epoch(self.dataset, epoch)
+        seed = seed_for_epoch(self.seed, epoch)
         generator = getattr(self.dataset, "generator", None)
         if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
-            generator.manual_seed(seed_for_epoch(self.seed, epoch))
-        open_pipe(self.dataset, seed_for_epoch(self.seed, epoch))
+            generator.manual_seed(seed)
+        if isinstance(self.dataset, IterDataPipe):
+            _prepare_pipe(self.dataset, seed)
         return iter(self.dataset)
 
 
@@ -134,8 +127,7 @@ class SlicedStream(_EpochStream):
     def __init__(
         self, dataset: Any, rule: StreamRule, seed: int, *, draws_alike: bool = False, keeps_state: bool = False
     ) -> None:
-        super().__init__(dataset, seed)
-        self.rule = rule
+        super().__init__(dataset, rule, seed)
         self.keeps_state = keeps_state
         self._draws_alike = draws_alike
         self._skip = torch.zeros((), dtype=torch.int64)
@@ -228,21 +220,13 @@ class StepCollate:
             step.content = self._collate(step.content) if step.content else None
         return step
 
-    def _collate(self, slices: Any) -> Any:
-        if self.is_all:
-            return [self._collate_one(samples) for samples in slices]
-        return self._collate_one(slices[0])
-
-    def _collate_one(self, samples: list[Any]) -> Any:
-        return self.collate(samples[0] if self.is_single else samples)
+    def _collate(self, slices: list[list[Any]]) -> Any:
+        batches = [self.collate(samples[0] if self.is_single else samples) for samples in slices]
+        return batches if self.is_all else batches[0]
 
 
 class ShardedStream(_EpochStream):
     """The samples of this rank's own shards, one list for each step."""
-
-    def __init__(self, dataset: Any, rule: StreamRule, seed: int) -> None:
-        super().__init__(dataset, seed)
-        self.rule = rule
 
     def __iter__(self) -> Iterator[Step]:
         samples = self._open()
@@ -292,7 +276,8 @@ def is_sharded_by_rank(dataset: Any) -> bool:
         return bool(declared)
     if any(_is_split_by_rank(node) for node in _with_wrapped(dataset)):
         return True
-    return any(getattr(pipe, "num_of_instances", 1) > 1 for pipe in _sharding_filters(dataset))
+    pipes = get_all_graph_pipes(traverse_dps(dataset)) if isinstance(dataset, IterDataPipe) else []
+    return any(hasattr(pipe, "apply_sharding") and getattr(pipe, "num_of_instances", 1) > 1 for pipe in pipes)
 
 
 def _is_split_by_rank(dataset: Any) -> bool:
@@ -301,21 +286,13 @@ def _is_split_by_rank(dataset: Any) -> bool:
     return is_split or bool(getattr(dataset, "is_sharded_by_rank", False))
 
 
-def open_pipe(dataset: Any, seed: int) -> None:
-    """Prepare an `IterDataPipe` as torch's loader does: one seed for all its readers, and a shard for each worker."""
-    if not isinstance(dataset, IterDataPipe):
-        return
+def _prepare_pipe(pipe: IterDataPipe[Any], seed: int) -> None:
+    """Seed and shard a pipe as torch's loader does: one seed for all its readers, and a shard for each worker."""
     # Workers that shuffle before a sharding_filter must shuffle alike, or samples are lost.
-    apply_random_seed(dataset, torch.Generator().manual_seed(seed))
+    apply_random_seed(pipe, torch.Generator().manual_seed(seed))
     worker = get_worker_info()
     if worker is not None:
-        apply_sharding(dataset, worker.num_workers, worker.id, SHARDING_PRIORITIES.MULTIPROCESSING)
-
-
-def _sharding_filters(dataset: Any) -> list[Any]:
-    if not isinstance(dataset, IterDataPipe):
-        return []
-    return [pipe for pipe in get_all_graph_pipes(traverse_dps(dataset)) if hasattr(pipe, "apply_sharding")]
+        apply_sharding(pipe, worker.num_workers, worker.id, SHARDING_PRIORITIES.MULTIPROCESSING)
 
 
 def can_resume_itself(dataset: Any) -> bool:

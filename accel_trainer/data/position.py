@@ -12,23 +12,21 @@ from accel_trainer.errors import IncompatibleCheckpointError
 __all__ = ["Position", "Progress"]
 
 
+@dataclass(slots=True, eq=False)
 class Progress:
     """A pass over a loader that is under way: the samples and steps it has yielded, and the rows of its last batch."""
 
-    __slots__ = ("_before", "_since", "dataset_state", "epoch", "num_yielded", "rows", "start", "total")
-
-    def __init__(self, epoch: int, total: int | None) -> None:
-        self.epoch = epoch
-        self.total = total
-        """Steps of the pass; None where the length is not known."""
-        self.num_yielded = 0
-        self.rows: BatchRows | None = None
-        self.start = (0, 0)
-        """Samples and steps of the epoch, over all shards, before the pass."""
-        self.dataset_state: Any = None
-        """The dataset's own state after the samples of the last batch, for streams that offer one."""
-        self._before = 0
-        self._since = 0
+    epoch: int
+    total: int | None
+    """Steps of the pass; None where the length is not known."""
+    num_yielded: int = 0
+    rows: BatchRows | None = None
+    start: tuple[int, int] = (0, 0)
+    """Samples and steps of the epoch, over all shards, before the pass."""
+    dataset_state: Any = None
+    """The dataset's own state after the samples of the last batch, for streams that offer one."""
+    _before: int = 0
+    _since: int = 0
 
     def change(self, rows: BatchRows | None) -> None:
         """Take `rows` for those of the next steps. Steps with equal rows share one object: no call."""
@@ -82,18 +80,12 @@ class Position:
     def at(cls, reached: Progress | Position | None, epoch: int, **facts: Any) -> Position:
         """Return the position that a pass, or a loaded position, has reached; by default the epoch's beginning.
 
-        Args:
-            facts: the other fields: of the source, and not of a pass.
+        `facts` are the fields that describe the source, and not a pass.
         """
-        at = reached or cls(epoch=epoch)
-        return cls(
-            epoch=epoch,
-            samples=at.samples,
-            steps=at.steps,
-            is_complete=at.is_complete,
-            dataset_state=at.dataset_state,
-            **facts,
-        )
+        if reached is not None:
+            names = ("samples", "steps", "is_complete", "dataset_state")
+            facts.update((name, getattr(reached, name)) for name in names)
+        return cls(epoch=epoch, **facts)
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> Position:
