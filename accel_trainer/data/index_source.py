@@ -34,12 +34,9 @@ logger = get_logger(__name__)
 def build_index_source(
     loader: DataLoader[Any], *, process: ProcessContext, config: DataConfig, seed: int, shards: int, shard: int | None
 ) -> IndexSource:
-    """Return the source of a loader over a map-style dataset.
+    """Return the source of a loader over a map-style dataset, for one shard, or for all where `shard` is None.
 
     Collective where a sampler has a generator of its own: rank 0's seed counts.
-
-    Args:
-        shard: the shard whose batches are read; None reads those of all.
 
     Raises:
         ConfigError: the dataset is empty, the sampler shards by rank already, or the batch size cannot be split.
@@ -176,8 +173,7 @@ class IndexSource:
         planned: deque[BatchRows] | None = None
         for batch in self._begin(loader, progress):
             if planned is None:  # a loader class of the user's own may ask for indices as late as for its first batch
-                planned = self.sampler.take_planned()
-                progress.start = self.sampler.began_at
+                planned, progress.start = self.sampler.planned, self.sampler.began_at
             rows = planned.popleft() if planned else None
             if rows is not progress.rows:
                 progress.change(rows)
@@ -190,8 +186,7 @@ class IndexSource:
         planned: deque[BatchRows] | None = None
         while together := list(islice(batches, self.sampler.num_processes)):
             if planned is None:
-                planned = self.sampler.take_planned()
-                progress.start = self.sampler.began_at
+                planned, progress.start = self.sampler.planned, self.sampler.began_at
             yield together, planned.popleft()
 
     def position(self, epoch: int, progress: Progress | None) -> Position:
@@ -217,8 +212,8 @@ class IndexSource:
             self.set_epoch(before[0])
             sampler.order_seed = before[1]
             raise
-        if self._seed == before[1]:
-            self._seed = position.seed if position.seed is not None else self._seed
+        if position.seed is not None and self._seed == before[1]:
+            self._seed = position.seed
         sampler.begin_at(0, (position.epoch, origin))
         self._resumed = position if position.samples else None
 
@@ -264,11 +259,7 @@ def length_of(dataset: Any) -> int | None:
 
 
 def check_length(dataset: Any, position: Position) -> None:
-    """Raise unless a dataset is as long as the one that a position was taken from, where both lengths are known.
-
-    Raises:
-        IncompatibleCheckpointError: it is not; a place in one dataset says nothing about another.
-    """
+    """Raise unless a dataset is as long as the one that a position was taken from, where both lengths are known."""
     length = length_of(dataset)
     if None not in (length, position.dataset_length) and length != position.dataset_length:
         raise IncompatibleCheckpointError(

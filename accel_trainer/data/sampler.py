@@ -108,9 +108,10 @@ class ShardedBatchSampler(Sampler[Any]):
         self.num_ahead = 0
         self.began_at = (0, 0)
         """Samples and steps of the epoch that the pass begun last left out, over all shards."""
+        self.planned: deque[BatchRows] = deque()
+        """Rows of the batches whose indices the pass begun last has handed out; readers take them from the left."""
         self._origin: tuple[int, int] | None = None
         self._clock = Clock()
-        self._planned: deque[BatchRows] = deque()
 
     @property
     def batch_size(self) -> int | None:
@@ -170,11 +171,10 @@ class ShardedBatchSampler(Sampler[Any]):
         if self.counts_samples or not num_samples:
             return num_samples
         found = num_batches = 0
-        for batch in self._draw(self.batch_sampler):
+        batches = self._draw(self.batch_sampler)
+        while found < num_samples and (batch := next(batches, None)) is not None:
             found += count_rows(batch)
             num_batches += 1
-            if found >= num_samples:
-                break
         if found != num_samples:
             raise IncompatibleCheckpointError(
                 f"the state was saved after {num_samples} samples, and {num_batches} batches of this loader's "
@@ -205,13 +205,8 @@ class ShardedBatchSampler(Sampler[Any]):
             shuffle.seed = seed
         self.seed = None if self.seed is None else seed
 
-    def take_planned(self) -> deque[BatchRows]:
-        """Return the queue into which the pass begun last puts the rows of each batch as it hands out its indices."""
-        return self._planned
-
     def __iter__(self) -> Iterator[Any]:
-        planned: deque[BatchRows] = deque()
-        self._planned = planned
+        self.planned = planned = deque[BatchRows]()
         batches = self._shard(planned)
         return _LastHeldBack(batches, planned, self.num_ahead) if self.num_ahead else batches
 
@@ -275,11 +270,8 @@ class ShardedBatchSampler(Sampler[Any]):
         return left // base.batch_size if base.drop_last else -(-left // base.batch_size)
 
     def __len__(self) -> int:
-        num_batches = self._num_batches()
         rule = self.rule
-        if rule.split or rule.shards == 1:
-            return max(0, num_batches - self.start)
-        full, extra = divmod(num_batches, rule.shards)
+        full, extra = divmod(self._num_batches(), rule.batches_per_round)
         if rule.drop_last:
             extra = 0
         elif rule.even or rule.join:
@@ -289,7 +281,7 @@ class ShardedBatchSampler(Sampler[Any]):
         return max(0, full + extra - self.start)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_planned": deque()}
+        return {**self.__dict__, "planned": deque()}
 
 
 class _LastHeldBack:
@@ -345,10 +337,7 @@ def find_replicated(sampler: Any) -> Any:
 
 
 def _seeded(sampler: Any, seed: int) -> tuple[Any, bool]:
-    """Return the sampler with its generator replaced by one seeded with `seed`, and whether that fixes its order.
-
-    The user's objects are left alone: samplers on the way to a generator are shallow copies.
-    """
+    """Return a copy of a sampler with its generator seeded with `seed`, and whether that fixes its order."""
     if hasattr(sampler, "generator"):
         fresh = copy.copy(sampler)
         fresh.generator = torch.Generator().manual_seed(seed)
