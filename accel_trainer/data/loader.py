@@ -34,11 +34,10 @@ Hook = Callable[["PreparedDataLoader"], None]
 class _Bookmark:
     """The pass begun last over a loader or over one that `skip_first_batches` made of it, until it is complete."""
 
-    def __init__(self) -> None:
-        self.current: Progress | None = None
-        self.is_open = False
-        self.noted: Position | None = None
-        """A loaded position within an epoch, at which no pass has begun yet."""
+    current: Progress | None = None
+    is_open = False
+    noted: Position | None = None
+    """A loaded position within an epoch, at which no pass has begun yet."""
 
     def begin(self, current: Progress) -> None:
         """Take a pass that begins."""
@@ -266,9 +265,9 @@ class PreparedDataLoader(DataLoader[Any]):
         return moved
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {**self.__dict__, **LOADER_AT_REST, "_passes": [], "_on_begin": (), "_on_end": ()}
-        state["_bookmark"] = _Bookmark()
-        return _restore, (_user_class(type(self)), state)
+        fresh = {"_passes": [], "_on_begin": (), "_on_end": (), "_bookmark": _Bookmark()}
+        # A prepared class is PreparedDataLoader, below DataLoader, or one made of it and the user's class.
+        return _restore, (type(self).__bases__[-1], {**self.__dict__, **LOADER_AT_REST, **fresh})
 
 
 def _read_for_all(
@@ -320,20 +319,8 @@ class LoaderCheckpoint:
     """
 
     def __init__(self, loader: PreparedDataLoader) -> None:
-        self._loader = loader
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position."""
-        return self._loader.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a position.
-
-        Raises:
-            IncompatibleCheckpointError: the loader cannot go on there.
-        """
-        take = self._loader.load_state_dict if self._loader._resumes else self._loader.note_state_dict
-        take(state_dict)
+        self.state_dict = loader.state_dict
+        self.load_state_dict = loader.load_state_dict if loader._resumes else loader.note_state_dict
 
 
 _PREPARED_CLASSES: dict[type, type[PreparedDataLoader]] = {DataLoader: PreparedDataLoader}
@@ -345,10 +332,6 @@ def _prepared_class(user_class: type[DataLoader[Any]]) -> type[PreparedDataLoade
         name = f"Prepared{user_class.__name__}"
         _PREPARED_CLASSES[user_class] = type(name, (PreparedDataLoader, user_class), {})
     return _PREPARED_CLASSES[user_class]
-
-
-def _user_class(prepared_class: type[PreparedDataLoader]) -> type[DataLoader[Any]]:
-    return DataLoader if prepared_class is PreparedDataLoader else prepared_class.__bases__[1]
 
 
 def _restore(user_class: type[DataLoader[Any]], state: dict[str, Any]) -> PreparedDataLoader:
@@ -426,9 +409,7 @@ def prepare_data_loader(
         shard=process.rank if shard is None else shard,
         dispatch=dispatch,
     )
-    prepared_class = _prepared_class(type(loader))
-    prepared = prepared_class.__new__(prepared_class)
-    prepared.__dict__.update(
+    state = dict(
         loader.__dict__,
         _source=source,
         _dispatch=process if dispatch else None,
@@ -443,7 +424,7 @@ def prepare_data_loader(
         **LOADER_AT_REST,
         **source.settings(loader),
     )
-    return prepared
+    return _restore(type(loader), state)
 
 
 def skip_first_batches(loader: DataLoader[Any], num_batches: int) -> PreparedDataLoader:
