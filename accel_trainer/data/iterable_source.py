@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -38,13 +38,10 @@ __all__ = ["ShardSource", "SliceSource", "build_stream_source"]
 def build_stream_source(
     loader: DataLoader[Any], *, process: ProcessContext, config: DataConfig, seed: int, shards: int, shard: int | None
 ) -> SliceSource | ShardSource:
-    """Return the source of a loader over an iterable dataset.
+    """Return the source of a loader over an iterable dataset, for one shard, or for all of them where `shard` is None.
 
     Each rank reads shards of its own where the stream is sharded by rank already or has enough shards. Other streams
     are read by every rank.
-
-    Args:
-        shard: the shard whose batches are read; None reads those of all.
 
     Raises:
         ConfigError: the batch size cannot be split, or the stream yields one rank's samples where all are read.
@@ -103,7 +100,6 @@ def _reader(loader: DataLoader[Any], stream: SlicedStream | ShardedStream, *, in
     """Return the user's loader, of the same class and with the same settings, over a stream of steps."""
     if loader.num_workers > 0:
         stream.share()
-    is_all, is_single = stream.rule.shard is None, loader.batch_size is None
     reader = type(loader).__new__(type(loader))
     reader.__dict__.update(
         loader.__dict__,
@@ -111,7 +107,7 @@ def _reader(loader: DataLoader[Any], stream: SlicedStream | ShardedStream, *, in
         batch_size=None,
         batch_sampler=None,
         drop_last=False,
-        collate_fn=StepCollate(loader.collate_fn, is_all, is_single),
+        collate_fn=StepCollate(loader.collate_fn, stream.rule.shard is None, loader.batch_size is None),
         in_order=in_order,
         **LOADER_AT_REST,
     )
@@ -147,7 +143,7 @@ class _StreamSource:
         return epoch if isinstance(epoch, int) else self._clock.epoch
 
     @property
-    def total_batch_size(self) -> int | None:
+    def total_batch_size(self) -> int:
         """Samples in a full step over all shards."""
         return self._stream.rule.per_round
 
@@ -168,8 +164,8 @@ class _StreamSource:
         return self._steps_of(max(0, len(self._stream.dataset) - origin.samples))
 
     def _steps_of(self, num_samples: int) -> int:
-        full, rest = divmod(num_samples, self._stream.rule.per_round)
-        return full if self._stream.rule.drop_last or not rest else full + 1
+        full, rest = divmod(num_samples, self.total_batch_size)
+        return full + (rest > 0 and not self._stream.rule.drop_last)
 
     def starting_at(self, step: int) -> Any:
         """Return this source with its next pass beginning at `step`."""
@@ -217,7 +213,8 @@ class _StreamSource:
                 "batch size times processes, or read with num_workers=0"
             )
         if position.seed is not None:
-            self._seed = position.seed if self._seed == self._stream.seed else self._seed
+            if self._seed == self._stream.seed:
+                self._seed = position.seed
             self._stream.seed = position.seed
         self.set_epoch(position.epoch)
         self._start, self._resumed = 0, position if position.samples else None
@@ -246,7 +243,7 @@ class _StreamSource:
         """Note in `progress` where the pass begins, and return the steps before it."""
         origin = self.loaded
         steps = self.start if origin is None else origin.steps
-        progress.start = steps * self._stream.rule.per_round if origin is None else origin.samples, steps
+        progress.start = steps * self.total_batch_size if origin is None else origin.samples, steps
         return steps
 
     def _begin(self, progress: Progress, shard: int) -> Iterator[Any]:
@@ -269,14 +266,14 @@ class SliceSource(_StreamSource):
         return self._reader.num_workers == 0
 
     def rounds(self, loader: Any, progress: Progress) -> Iterator[tuple[Any, BatchRows]]:
-        """Yield the batch (or, for a rule without a shard, the batches of all shards) of each step, and its rows."""
-        full = self._full_rows
+        """Yield the batches of all shards at each step, and their rows."""
+        full = self._stream.rule.rows(self.total_batch_size)
         for item in self._steps(progress):
             yield (item.content, item.rows or full) if type(item) is Step else (item, full)
 
     def read(self, loader: Any, progress: Progress) -> Iterator[Any]:
         """Yield this shard's slices."""
-        full = self._full_rows
+        full = self._stream.rule.rows(self.total_batch_size)
         for item in self._steps(progress):
             rows = full
             if type(item) is Step:
@@ -285,11 +282,6 @@ class SliceSource(_StreamSource):
                 progress.change(rows)
             progress.num_yielded += 1
             yield item
-
-    @property
-    def _full_rows(self) -> BatchRows:
-        """Rows of a step that comes as a bare batch."""
-        return self._stream.rule.rows(self._stream.rule.per_round)
 
     def _steps(self, progress: Progress) -> Iterator[Any]:
         """Yield the steps of a pass: full ones as a bare batch, others as `Step`."""
@@ -324,24 +316,19 @@ def _last_marked(items: Iterator[Any], num_readers: int) -> Iterator[Any]:
     """
     held: Step | None = None
     for item in items:
-        if type(item) is not Step:
-            if held is not None:
-                yield held
-                held = None
-            yield item
-            continue
-        num_readers -= item.ends_reader
-        if not item.is_step:
+        is_marked = type(item) is Step and item.ends_reader
+        num_readers -= is_marked
+        if is_marked and not item.is_step:
             continue
         if held is not None:
             yield held
             held = None
-        if item.ends_reader:
-            held = item
-            if num_readers > 0:
-                continue
+        if not is_marked:
+            yield item
+            continue
+        held = item
+        if num_readers == 0:
             break
-        yield item
     if held is not None:
         if held.rows is not None:
             held.rows = BatchRows(held.rows.rows, held.rows.sizes, is_last=True)
@@ -401,13 +388,11 @@ class ShardSource(_StreamSource):
     def _announce(self, current: Step | None, following: Step | None, spare: Step | None) -> Any:
         """Begin the exchange of this rank's next batch: its valid rows, its size, and whether another follows."""
         shown = current or spare
-        size = shown.rows.sizes[0] if shown is not None and shown.rows is not None else 0
-        valid = current.rows.rows[0] if current is not None and current.rows is not None else 0
+        size = shown.rows.sizes[0] if shown and shown.rows else 0
+        valid = current.rows.rows[0] if current and current.rows else 0
         return all_gather_integers([valid, size, int(following is not None)], self._process)
 
-    def _lend(
-        self, current: Step | None, rows: tuple[int, ...], sizes: tuple[int, ...]
-    ) -> tuple[Step, tuple[int, ...]]:
+    def _lend(self, current: Step | None, rows: Sequence[int], sizes: Sequence[int]) -> tuple[Step, tuple[int, ...]]:
         """Lend ranks that never had a sample the first batch of one that has. Collective."""
         donor = next(rank for rank, count in enumerate(rows) if count)
         spare = broadcast_object(current if self._process.rank == donor else None, self._process, donor)
