@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-__all__ = ["Numbers", "Sized", "Stream"]
+from accel_trainer.data import metrics
+from accel_trainer.data.plan import BatchRows
+from accel_trainer.tree import map_leaves
+
+__all__ = ["Numbers", "Sized", "Stream", "keep_valid"]
 
 
 class Numbers(Dataset):
@@ -31,3 +36,8 @@ class Stream(IterableDataset):
 class Sized(Stream):
     def __len__(self) -> int:
         return self.num_samples
+
+
+def keep_valid(data: Any, rows: BatchRows) -> Any:
+    """Keep the valid rows of columns gathered from every shard, in the order of the shards."""
+    return map_leaves(lambda leaf: metrics._keep(leaf, rows.rows, rows.sizes), data, is_leaf=metrics._is_column)

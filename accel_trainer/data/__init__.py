@@ -1,7 +1,7 @@
 """Reading data: the samples of each rank, and the rows of each step."""
 
 from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
-from accel_trainer.data.metrics import drop_padding, keep_valid, trim_gathered
+from accel_trainer.data.metrics import drop_padding, trim_gathered
 from accel_trainer.data.plan import BatchRows
 from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler
 
@@ -11,7 +11,6 @@ __all__ = [
     "SeedableRandomSampler",
     "ShardedBatchSampler",
     "drop_padding",
-    "keep_valid",
     "prepare_data_loader",
     "skip_first_batches",
     "trim_gathered",

@@ -16,7 +16,7 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.uneven_gather import check_uneven_options, gather_known_rows, gather_unknown_rows
 from accel_trainer.tree import leaves, map_leaves
 
-__all__ = ["drop_padding", "keep_valid", "trim_gathered"]
+__all__ = ["drop_padding", "trim_gathered"]
 
 
 def drop_padding(data: Any, rows: BatchRows, shard: int) -> Any:
@@ -27,17 +27,6 @@ def drop_padding(data: Any, rows: BatchRows, shard: int) -> Any:
     if rows.rows[shard] == rows.sizes[shard]:
         return data
     return map_leaves(lambda leaf: _keep_own(leaf, rows, shard), data, is_leaf=_is_column)
-
-
-def keep_valid(data: Any, rows: BatchRows) -> Any:
-    """Keep exactly the valid rows of data gathered from every shard, in the order of the shards.
-
-    That order is the order of the samples. A leaf that has no row for each sample but one block for each shard (a loss
-    per rank) keeps the blocks of the shards that had a sample.
-    """
-    if not rows.padded:
-        return data
-    return map_leaves(lambda leaf: _keep(leaf, rows.rows, rows.sizes), data, is_leaf=_is_column)
 
 
 def trim_gathered(
@@ -62,11 +51,7 @@ def trim_gathered(
         rows: those of the loader's present batch; None gathers everything.
         use_objects: take `data` as picklable objects: a list with one entry for each sample gives one list over all
             ranks, a mapping of such lists one mapping for each rank.
-        debug: compare shapes over the ranks before any data moves.
-        pad_index: fill other dimensions than the first with this value, up to the largest size over the ranks. One
-            exchange of shapes more.
-        as_samples: return a list in the place of each tensor: its rows over all ranks, each in the shape it had. One
-            exchange of shapes more.
+        debug, pad_index, as_samples: as `gather` takes them.
         has_items: each step of a rank is one item of the dataset (`batch_size=None`), which may hold any number of
             rows. One exchange of shapes more.
 
@@ -108,17 +93,15 @@ def _gather_tensors(
     debug: bool,
     has_items: bool,
     **uneven: Any,
-) -> list[Any]:
+) -> Any:
     """Gather the valid rows of tensors that have one (or k) for each sample of a rank's batch. Collective."""
-    gathered: list[Any]
+    is_uneven = check_uneven_options(**uneven)
     if has_items and rows is not None and max(rows.sizes) == 1:
         if not rows.rows[process.rank]:
             # This rank was lent another's item, and has no rows of its own.
             tensors = [atleast_1d(tensor)[:0] for tensor in tensors]
-        is_uneven = check_uneven_options(**uneven)
-        gathered = gather(tensors, process, **uneven) if is_uneven else gather_unknown_rows(tensors, process)
-        return gathered
-    if check_uneven_options(**uneven):
+        return gather(tensors, process, **uneven) if is_uneven else gather_unknown_rows(tensors, process)
+    if is_uneven:
         gathered = gather(tensors, process, **uneven)
     elif rows is None or rows.is_even:
         gathered = gather(tensors, process, debug=debug)
@@ -130,11 +113,9 @@ def _gather_tensors(
 def _alone(leaf: Any, process: ProcessContext, as_samples: bool) -> Any:
     if isinstance(leaf, Tensor):
         return gather(leaf, process, as_samples=as_samples)
-    if _is_array(leaf):
-        return list(leaf) if as_samples else leaf
-    if isinstance(leaf, tuple):
+    if isinstance(leaf, tuple) or (as_samples and _is_array(leaf)):
         return list(leaf)
-    return leaf if leaf is None or isinstance(leaf, list) else [leaf]
+    return leaf if leaf is None or isinstance(leaf, list) or _is_array(leaf) else [leaf]
 
 
 def _merge_columns(

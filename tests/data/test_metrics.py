@@ -21,14 +21,13 @@ from accel_trainer.config.schema import DataConfig
 from accel_trainer.data import (
     BatchRows,
     drop_padding,
-    keep_valid,
     prepare_data_loader,
     skip_first_batches,
     trim_gathered,
 )
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
-from tests.number_sets import Numbers, Sized, Stream
+from tests.number_sets import Numbers, Sized, Stream, keep_valid
 from tests.ranks import run_ranks
 
 Output = namedtuple("Output", ["logits", "ids"])

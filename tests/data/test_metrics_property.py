@@ -23,9 +23,9 @@ from torch.utils.data import (
 )
 
 from accel_trainer.config.schema import DataConfig
-from accel_trainer.data import PreparedDataLoader, keep_valid, prepare_data_loader, skip_first_batches
+from accel_trainer.data import PreparedDataLoader, prepare_data_loader, skip_first_batches
 from accel_trainer.runtime.process import ProcessContext
-from tests.number_sets import Numbers, Sized, Stream
+from tests.number_sets import Numbers, Sized, Stream, keep_valid
 
 
 class Odd(Sampler[int]):
