@@ -223,12 +223,8 @@ class PreparedDataLoader(DataLoader[Any]):
         """
         if is_complete:
             self._source.rewind()
-        if self.epoch not in (epoch, epoch + 1):
-            return
-        if is_complete:
-            self.set_epoch(epoch + 1)
-        elif self.epoch != epoch:
-            self.set_epoch(epoch)
+        if self.epoch in (epoch, epoch + 1) and (is_complete or self.epoch != epoch):
+            self.set_epoch(epoch + is_complete)
 
     def add_hooks(self, config: DataConfig, on_begin: Hook | None, on_end: Hook | None) -> None:
         """Call hooks of another Accelerator, too, when passes begin and end.
@@ -342,28 +338,22 @@ def _restore(user_class: type[DataLoader[Any]], state: dict[str, Any]) -> Prepar
 
 
 def _build_source(
-    loader: DataLoader[Any],
-    *,
-    process: ProcessContext,
-    config: DataConfig,
-    seed: int,
-    shards: int,
-    shard: int,
-    dispatch: bool,
+    loader: DataLoader[Any], process: ProcessContext, config: DataConfig, seed: int, shards: int, shard: int | None
 ) -> Source:
+    """Return the source of one shard's batches; of those of all shards, which rank 0 sends, where `shard` is None."""
     if keeps_iterator(loader):
         raise ConfigError(
             f"this {type(loader).__name__} keeps an iterator that reads the whole dataset; use a loader that makes its "
             "iterator in __iter__"
         )
-    if dispatch and shards != process.world_size:
+    if shard is None and shards != process.world_size:
         raise ConfigError(
             f"dispatch_batches=True sends each of {process.world_size} ranks its own batch, and the data is cut into "
             f"{shards} parts; leave dispatch_batches off when ranks share their data"
         )
     is_stream = isinstance(loader.dataset, IterableDataset)
     build: Callable[..., Source] = build_stream_source if is_stream else build_index_source
-    return build(loader, process=process, config=config, seed=seed, shards=shards, shard=None if dispatch else shard)
+    return build(loader, process=process, config=config, seed=seed, shards=shards, shard=shard)
 
 
 def prepare_data_loader(
@@ -400,15 +390,9 @@ def prepare_data_loader(
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"expected a torch DataLoader, got {type(loader).__name__}; wrap the dataset in a DataLoader")
     dispatch = bool(config.dispatch_batches) and process.is_distributed
-    source = _build_source(
-        loader,
-        process=process,
-        config=config,
-        seed=config.data_seed if config.data_seed is not None else seed,
-        shards=process.world_size if shards is None else shards,
-        shard=process.rank if shard is None else shard,
-        dispatch=dispatch,
-    )
+    own = None if dispatch else process.rank if shard is None else shard
+    data_seed = seed if config.data_seed is None else config.data_seed
+    source = _build_source(loader, process, config, data_seed, shards or process.world_size, own)
     state = dict(
         loader.__dict__,
         _source=source,
@@ -416,15 +400,17 @@ def prepare_data_loader(
         _device=None if device is None or device.type == "cpu" else device,
         _non_blocking=config.non_blocking,
         _config=config,
-        _on_begin=() if on_begin is None else (on_begin,),
-        _on_end=() if on_end is None else (on_end,),
+        _on_begin=(),
+        _on_end=(),
         _bookmark=_Bookmark(),
         _resumes=config.use_stateful_dataloader,
         _passes=[],
         **LOADER_AT_REST,
         **source.settings(loader),
     )
-    return _restore(type(loader), state)
+    prepared = _restore(type(loader), state)
+    prepared.add_hooks(config, on_begin, on_end)
+    return prepared
 
 
 def skip_first_batches(loader: DataLoader[Any], num_batches: int) -> PreparedDataLoader:

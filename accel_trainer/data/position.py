@@ -89,11 +89,7 @@ class Position:
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> Position:
-        """Read the dictionary of `to_dict`; an epoch alone is its beginning.
-
-        Raises:
-            IncompatibleCheckpointError: it is something else.
-        """
+        """Read the dictionary of `to_dict`; an epoch alone is its beginning."""
         known = {field.name for field in fields(cls)}
         if not isinstance(state.get("epoch"), int) or not known.issuperset(state):
             raise IncompatibleCheckpointError(
