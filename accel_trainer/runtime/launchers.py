@@ -11,6 +11,8 @@ from accel_trainer.errors import ProcessGroupError
 __all__ = ["DEFAULT_PORT", "LaunchInfo", "find_launch_info", "first_slurm_host"]
 
 DEFAULT_PORT = 29500  # torchrun's
+_OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_INTEL_MPI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +148,9 @@ def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo | None:
     if "RANK" in environ or ("WORLD_SIZE" in environ and "LOCAL_RANK" in environ):
         info = _from_torchrun(environ)
     elif "OMPI_COMM_WORLD_SIZE" in environ:
-        info = _from_mpi(
-            environ,
-            "OMPI_COMM_WORLD_RANK",
-            "OMPI_COMM_WORLD_SIZE",
-            "OMPI_COMM_WORLD_LOCAL_RANK",
-            "OMPI_COMM_WORLD_LOCAL_SIZE",
-        )
+        info = _from_mpi(environ, *_OPEN_MPI)
     elif "PMI_SIZE" in environ and "PMI_RANK" in environ and "SLURM_PROCID" not in environ:
-        info = _from_mpi(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+        info = _from_mpi(environ, *_INTEL_MPI)
     elif "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
         info = _from_slurm(environ)
     elif environ.get("WORLD_SIZE", "1") != "1":
