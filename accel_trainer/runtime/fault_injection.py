@@ -115,13 +115,10 @@ def with_fault_point(point: str, items: Iterable[Any]) -> Iterable[Any]:
 
 
 def _pass_before(point: str, items: Iterator[Any]) -> Iterator[Any]:
-    while True:
-        fault_point(point)
-        try:
-            item = next(items)
-        except StopIteration:
-            return
+    fault_point(point)
+    for item in items:
         yield item
+        fault_point(point)
 
 
 def hook_forward_faults(model: nn.Module) -> None:
