@@ -274,16 +274,12 @@ def is_sharded_by_rank(dataset: Any) -> bool:
     declared = getattr(dataset, "is_sharded_by_rank", None)
     if declared is not None:
         return bool(declared)
-    if any(_is_split_by_rank(node) for node in _with_wrapped(dataset)):
-        return True
+    for node in _with_wrapped(dataset):
+        split = getattr(node, "_distributed", None)
+        if split is not None and getattr(split, "world_size", 2) > 1 or getattr(node, "is_sharded_by_rank", False):
+            return True
     pipes = get_all_graph_pipes(traverse_dps(dataset)) if isinstance(dataset, IterDataPipe) else []
     return any(hasattr(pipe, "apply_sharding") and getattr(pipe, "num_of_instances", 1) > 1 for pipe in pipes)
-
-
-def _is_split_by_rank(dataset: Any) -> bool:
-    node = getattr(dataset, "_distributed", None)
-    is_split = node is not None and getattr(node, "world_size", 2) > 1
-    return is_split or bool(getattr(dataset, "is_sharded_by_rank", False))
 
 
 def _prepare_pipe(pipe: IterDataPipe[Any], seed: int) -> None:

@@ -26,13 +26,11 @@ def check_same_call(
     Collective: every rank calls it.
 
     Args:
-        name: the operation.
         entries: a description of each leaf on this rank.
-        value: a picklable object that travels along.
         way_out: a further remedy, for the message.
 
     Returns:
-        The `value` of each rank.
+        The `value` of each rank, a picklable object that travels along.
 
     Raises:
         ProcessGroupError: the ranks differ; it names the two sides of the first difference.
@@ -73,11 +71,7 @@ def _describe(leaf: Any) -> str:
 
 
 def describe_rows(data: Any, num_samples: int | None) -> list[str]:
-    """Return the same for tensors whose first dimension may differ between ranks.
-
-    Args:
-        num_samples: samples that this rank's rows belong to; None where any number of rows will do.
-    """
+    """Return the same where the first dimension may differ: rows per sample, or any number where that is None."""
     return [_describe_rows(leaf, num_samples) for leaf in leaves(data, is_leaf=is_tensor)]
 
 

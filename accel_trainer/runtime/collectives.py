@@ -70,7 +70,7 @@ def gather(
     `pad_index` or `as_samples` says so, and shapes are exchanged first.
 
     Args:
-        data: a tensor or a nesting of tensors; None stays None. A 0-d tensor counts as one of shape (1,).
+        data: None stays None. A 0-d tensor counts as one of shape (1,).
         debug: compare shapes and dtypes over the ranks before any data moves.
         pad_index: fill other dimensions than the first with this value, up to the largest size over the ranks.
         as_samples: return a list in the place of each tensor: its rows over all ranks, each in the shape it had.

@@ -128,9 +128,6 @@ def reseed_from_saved(saved: Mapping[str, Any], rank: int) -> None:
 
     For a state that another number of ranks saved: the streams are others than before, differ between the ranks, and
     are the same whenever the state is loaded on that rank.
-
-    Args:
-        saved: the state of `get_rng_state` on rank 0.
     """
     global _seed_in_common
     _seed_in_common = None
@@ -158,11 +155,7 @@ def check_rng_types(rng_types: Iterable[str], device: torch.device) -> tuple[str
 
 
 def synchronize_rng(rng_types: Sequence[str], process: ProcessContext) -> None:
-    """Set streams of this process to those of rank 0. Collective: every rank calls it with the same ones.
-
-    Args:
-        rng_types: as `check_rng_types` returns them.
-    """
+    """Set the streams that `check_rng_types` returned to those of rank 0. Collective: every rank calls it."""
     for name in rng_types:
         if name == "torch":
             torch.set_rng_state(broadcast(torch.get_rng_state(), process))

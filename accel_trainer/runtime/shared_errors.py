@@ -24,11 +24,10 @@ def gather_or_raise(
 ) -> list[Any]:
     """Return the values of all ranks; raise on every rank if one of them failed.
 
-    Collective: a rank that failed calls it too, with its error.
+    Collective: a rank that failed calls it too, with its error, which is raised after the exchange.
 
     Args:
         section: name of the work, for the message: "save", "load".
-        error: this rank's failure; raised here, after the exchange.
         value: this rank's value, picklable.
         group: the ranks that take part; all of the job when None. A thread needs a group of its own.
 
@@ -56,14 +55,8 @@ def raise_together(process: ProcessContext, section: str, group: dist.ProcessGro
     """Run a block on every rank, and raise on every rank if one of them raised.
 
     Collective: every rank enters it, and the ranks exchange their errors at its end. Use it around work that is local
-    to a rank (files, user callbacks): a block in which ranks communicate can already be out of step.
-
-    Args:
-        section: name of the work, for the message: "save", "load".
-        group: see `gather_or_raise`.
-
-    Raises:
-        ProcessGroupError: another rank failed; the message has its number, the section and its error.
+    to a rank (files, user callbacks): a block in which ranks communicate can already be out of step. `section`, `group`
+    and the error are those of `gather_or_raise`.
     """
     error: BaseException | None = None
     try:

@@ -46,11 +46,7 @@ SENDABLE_DTYPES = frozenset(
 
 
 def map_tensors(name: str, function: Callable[[Tensor], Tensor], data: Any) -> Any:
-    """Apply a function to the tensors of a nesting; None stays None.
-
-    Raises:
-        ConfigError: a leaf is something else.
-    """
+    """Apply a function to the tensors of a nesting; None stays None, and other leaves are refused."""
     if isinstance(data, Tensor):
         return function(data)
 
@@ -63,11 +59,7 @@ def map_tensors(name: str, function: Callable[[Tensor], Tensor], data: Any) -> A
 
 
 def tensors_of(name: str, data: Any) -> list[Tensor]:
-    """Return the tensors of a nesting.
-
-    Raises:
-        ConfigError: a leaf is neither a tensor nor None.
-    """
+    """Return the tensors of a nesting; leaves that are neither tensors nor None are refused."""
     found = []
     for leaf in leaves(data, is_leaf=is_tensor):
         if isinstance(leaf, Tensor):

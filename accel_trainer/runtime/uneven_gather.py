@@ -18,11 +18,7 @@ __all__ = ["check_pad_value", "check_uneven_options", "gather_any_shapes", "gath
 
 
 def check_uneven_options(pad_index: float | None, as_samples: bool) -> bool:
-    """Return whether tensors were declared to differ between ranks in shape.
-
-    Raises:
-        ConfigError: both ways to return them were asked for.
-    """
+    """Return whether tensors were declared to differ between ranks in shape; refuse both ways to return them."""
     if pad_index is not None and as_samples:
         raise ConfigError(
             f"got pad_index={pad_index} and as_samples=True; give pad_index to fill tensors up to one shape, or "
@@ -127,11 +123,7 @@ def gather_unknown_rows(data: Any, process: ProcessContext) -> Any:
 
 
 def check_pad_value(pad_index: float, dtype: torch.dtype) -> None:
-    """Refuse a value to pad with that tensors of a dtype cannot hold, before a rank that has to pad finds out alone.
-
-    Raises:
-        ConfigError: an integer dtype cannot hold `pad_index`.
-    """
+    """Refuse a value that an integer dtype cannot hold, before a rank that has to pad finds out alone."""
     if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
         return
     limits = torch.iinfo(dtype)
