@@ -40,7 +40,6 @@ class Source:
 class Setting:
     """A checked value of one option and its source."""
 
-    path: str
     value: Any
     source: Source
     key_sources: Mapping[str, Source] = field(default_factory=dict)
@@ -75,7 +74,7 @@ class Layer:
                 f"{show(known.value)}; keep one of the two"
             )
             return
-        self.settings[path] = Setting(path, checked, Source(self.kind, entry.where))
+        self.settings[path] = Setting(checked, Source(self.kind, entry.where))
         self._subjects[path] = entry.subject
 
     def wrong(self, entry: Entry, expected: str, hint: str = "") -> None:

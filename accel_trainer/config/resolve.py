@@ -190,7 +190,7 @@ def _named_layer(values: Mapping[str, Any], kind: SourceKind, name_of: Callable[
     for path, value in values.items():
         if path.startswith(KEY_PREFIX):
             if value is not None:
-                layer.settings[path] = Setting(path, value, Source(kind, name_of(path)))
+                layer.settings[path] = Setting(value, Source(kind, name_of(path)))
         elif path == "deepspeed":
             # A flag sets one key of the block, and the block is the flags that were given.
             is_cli = kind is SourceKind.CLI and isinstance(value, Mapping)

@@ -36,7 +36,6 @@ __all__ = [
     "merge_blocks",
     "named_file",
     "read_block",
-    "read_deepspeed",
 ]
 
 BlockSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any]"
@@ -123,15 +122,6 @@ def _decoded(text: str) -> str | None:
         return decoded if isinstance(json.loads(decoded), dict) else None
     except (binascii.Error, ValueError):
         return None
-
-
-def read_deepspeed(source: BlockSource) -> dict[str, Any]:
-    """Return the DeepSpeed configuration that a source of `block_of`, or the block in a run's file, holds.
-
-    Raises:
-        ConfigError: it cannot be found or read, or its fields are wrong or contradict each other.
-    """
-    return read_block(block_of(source)).data
 
 
 def is_complete(block: Mapping[str, Any]) -> bool:

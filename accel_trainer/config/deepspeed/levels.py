@@ -55,7 +55,7 @@ def put_block(
     setting = layer.settings.get("deepspeed")
     if origins and setting is not None:
         sources = {name: Source(layer.kind, origin) for name, origin in origins.items()}
-        layer.settings["deepspeed"] = Setting("deepspeed", setting.value, setting.source, FrozenDict(sources))
+        layer.settings["deepspeed"] = Setting(setting.value, setting.source, FrozenDict(sources))
 
 
 def put_document_block(document: Document, key: Key, node: Node, layer: Layer) -> None:
@@ -78,7 +78,7 @@ def _merge_settings(below: Setting, above: Setting) -> Setting:
     source = above.source
     if not is_complete(above.value):
         source = Source(source.kind, f"{source.where}, {below.source.where}")
-    return Setting("deepspeed", value, source, FrozenDict({**_lower_sources(below, value), **upper}))
+    return Setting(value, source, FrozenDict({**_lower_sources(below, value), **upper}))
 
 
 def _lower_sources(below: Setting, value: Mapping[str, Any]) -> dict[str, Source]:
@@ -108,22 +108,22 @@ def merge_levels(settings: dict[str, Setting], layers: Iterable[Layer], problems
     if block is not None:
         settings["deepspeed"] = block
     if "strategy" in settings and settings["strategy"].value == "deepspeed":
-        default = Setting("deepspeed", FrozenDict(), Source(SourceKind.DEFAULT, "default"))
+        default = Setting(FrozenDict(), Source(SourceKind.DEFAULT, "default"))
         _fix_options(settings, block or default, problems)
 
 
 def _put_key(below: Setting | None, path: str, above: Setting) -> Setting:
     """Return the block of the lower levels with one key of it set; FileProblemsError where they cannot be read."""
     if path in ACCELERATE_FIELDS:
-        single = Setting("deepspeed", FrozenDict({path: above.value}), above.source)
+        single = Setting(FrozenDict({path: above.value}), above.source)
         return single if below is None else _merge_settings(below, single)
     block = read_block(below.value if below is not None else {})
     set_key(block.data, path, above.value)
     value = FrozenDict({**block.launch, **block.data})
     if below is None:
-        return Setting("deepspeed", value, above.source, FrozenDict({path: above.source}))
+        return Setting(value, above.source, FrozenDict({path: above.source}))
     source = Source(above.source.kind, f"{above.source.where}, {below.source.where}")
-    return Setting("deepspeed", value, source, FrozenDict({**_lower_sources(below, value), path: above.source}))
+    return Setting(value, source, FrozenDict({**_lower_sources(below, value), path: above.source}))
 
 
 def _fix_options(settings: dict[str, Setting], block: Setting, problems: list[str]) -> None:
@@ -140,7 +140,7 @@ def _fix_options(settings: dict[str, Setting], block: Setting, problems: list[st
         source = Source(block.source.kind, content.origins.get(key, block.source.where))
         known = settings.get(path)
         if known is None or known.value != value and _is_weaker(known, source):
-            settings[path] = Setting(path, value, source)
+            settings[path] = Setting(value, source)
         elif known.value != value:
             problems.append(
                 f"{path} is {show(known.value)} (from {known.source.where}), and {key} of the DeepSpeed configuration "

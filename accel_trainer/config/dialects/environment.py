@@ -74,7 +74,7 @@ def _read_own(given: Mapping[str, str]) -> Layer:
             put_block(layer, _variable(name, value))
         elif name.startswith(variable_name(KEY_PREFIX)):
             path = name.removeprefix(PREFIX).lower().replace("__", ".")
-            layer.settings[path] = Setting(path, _parsed(value), Source(layer.kind, name))
+            layer.settings[path] = Setting(_parsed(value), Source(layer.kind, name))
         elif name in paths:
             layer.put(paths[name], _variable(name, value))
         elif name.startswith(PREFIX) and name not in RESERVED_VARIABLES:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_trainer.config import SourceKind, packaged_names, read_file, resolve, to_file_dict, to_yaml
-from accel_trainer.config.deepspeed.block import FIELDS, block_of, merge_blocks, read_block, read_deepspeed
+from accel_trainer.config.deepspeed.block import FIELDS, block_of, merge_blocks, read_block
 from accel_trainer.config.deepspeed.keys import KNOWN_KEYS, join
 from accel_trainer.config.readers.yaml_reader import read_yaml
 from accel_trainer.config.schema import get_key
@@ -69,7 +69,7 @@ def test_every_form_of_a_source_holds_the_same(folder):
         folder / "names.yaml",
         {"deepspeed_config_file": str(folder / "ds.json")},
     ]
-    assert [read_deepspeed(source) for source in sources] == [ENGINE] * len(sources)
+    assert [read_block(block_of(source)).data for source in sources] == [ENGINE] * len(sources)
     for source in sources:
         assert engine(explicit={"strategy": "deepspeed", "deepspeed": source}) == ENGINE
     for file in (
@@ -88,7 +88,7 @@ def test_every_form_of_a_source_holds_the_same(folder):
 def test_a_packaged_name_is_a_source(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     stage = int(name[4])
-    data = read_deepspeed(name)
+    data = read_block(block_of(name)).data
     assert data["zero_optimization"]["stage"] == stage
     assert engine(file=name) == data == engine(file={"strategy": "deepspeed", "deepspeed": name})
     offloads = [key for key in data["zero_optimization"] if key.startswith("offload_")]
@@ -118,7 +118,7 @@ def test_a_block_keeps_what_a_source_does_not_hold_apart(tmp_path):
 def test_what_is_no_source_is_an_error(source, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        read_deepspeed(source)
+        read_block(block_of(source))
     assert str(caught.value).startswith(message.format(cwd=tmp_path))
 
 
@@ -450,4 +450,4 @@ def test_every_key_arrives_from_each_kind_of_file(path, tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(content), encoding="utf-8")
     (tmp_path / "ds.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     for file in ("ds.json", "ds.yaml"):
-        assert get_key(read_deepspeed(tmp_path / file), path) == 1
+        assert get_key(read_block(block_of(tmp_path / file)).data, path) == 1

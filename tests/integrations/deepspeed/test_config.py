@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from accel_trainer.config import packaged_names, resolve
-from accel_trainer.config.deepspeed.block import read_deepspeed
+from accel_trainer.config.deepspeed.block import block_of, read_block
 from accel_trainer.config.deepspeed.keys import KNOWN_KEYS, OPTIMIZER_TYPES, REMOVED_KEYS, SCHEDULER_PARAMS
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.config import (
@@ -523,7 +523,7 @@ def test_deepspeed_reads_what_was_resolved(name):
     from deepspeed.runtime.config import DeepSpeedConfig
 
     facts = dataclasses.replace(FULL, world_size=1)
-    config = resolve_engine_config(ALL_AUTO if name == "all auto" else read_deepspeed(name), facts=facts)
+    config = resolve_engine_config(ALL_AUTO if name == "all auto" else read_block(block_of(name)).data, facts=facts)
     seen = DeepSpeedConfig(config.data)
     assert (seen.train_micro_batch_size_per_gpu, seen.gradient_accumulation_steps, seen.train_batch_size) == (4, 2, 8)
     assert (seen.gradient_clipping, seen.zero_optimization_stage) == (0.5, config.stage)
@@ -630,7 +630,7 @@ def test_the_tables_know_the_keys_that_the_release_reads_without_a_model():
 
 def test_a_source_is_read_for_the_engine_too(tmp_path):
     (tmp_path / "ds.yaml").write_text("zero_optimization:\n  stage: 1\n", encoding="utf-8")
-    assert data(read_deepspeed(tmp_path / "ds.yaml"))["zero_optimization"] == {"stage": 1}
+    assert data(read_block(block_of(tmp_path / "ds.yaml")).data)["zero_optimization"] == {"stage": 1}
     assert data({"deepspeed_config_file": str(tmp_path / "ds.yaml")})["zero_optimization"] == {"stage": 1}
 
 
