@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -77,7 +77,7 @@ def _translate(document: Document) -> tuple[Dialect, Layer]:
         found = "is empty" if content is None else f"holds {show(document.root.plain())}"
         layer.problems.append(f"{document.name} {found}; expected a mapping of options")
         return Dialect.OWN, layer
-    dialect, deciding = _detect(key.name for key in content)
+    dialect, is_certain = _detect({key.name for key in content})
     # Both write numbers and booleans as text, too.
     layer.lenient = dialect in (Dialect.ACCELERATE, Dialect.FSDP_CONFIG)
     if dialect is Dialect.ACCELERATE:
@@ -90,30 +90,29 @@ def _translate(document: Document) -> tuple[Dialect, Layer]:
         put_block(layer, entry)
         layer.put("strategy", entry, "deepspeed")
     else:
-        own.translate(document, content, layer, is_certain=deciding is not None)
+        own.translate(document, content, layer, is_certain=is_certain)
     return dialect, layer
 
 
-def _detect(keys: Iterable[str]) -> tuple[Dialect, str | None]:
-    """Return the dialect of a file with these top-level keys, and the key that decided it (None: nothing did)."""
-    names = list(keys)
+def _detect(names: Set[str]) -> tuple[Dialect, bool]:
+    """Return the dialect of a file with these top-level keys, and whether any of them decided it."""
     shared = {"mixed_precision", "use_cpu", "debug", "gradient_accumulation_steps"}
     own_keys = set(own.KNOWN_KEYS) - shared
     accelerate_keys = accelerate.KNOWN_KEYS - shared
     # DeepSpeed has sections of the same names as some keys of the others.
     deepspeed_keys = KNOWN_KEYS.keys() - set(fsdp.KNOWN_KEYS) - own_keys - accelerate_keys - shared
+    fsdp_keys = {name for name in names if fsdp.is_known_key(name) or name.startswith("fsdp_")}
     for dialect, known in (
         (Dialect.ACCELERATE, accelerate.MARKER_KEYS),
         (Dialect.OWN, own_keys - KNOWN_KEYS.keys()),
         (Dialect.DEEPSPEED, deepspeed_keys),
         (Dialect.OWN, own_keys),
         (Dialect.ACCELERATE, accelerate_keys),
+        (Dialect.FSDP_CONFIG, fsdp_keys),
     ):
-        deciding = next((name for name in names if name in known), None)
-        if deciding is not None:
-            return dialect, deciding
-    deciding = next((name for name in names if fsdp.is_known_key(name) or name.startswith("fsdp_")), None)
-    return (Dialect.FSDP_CONFIG, deciding) if deciding is not None else (Dialect.OWN, None)
+        if names & known:
+            return dialect, True
+    return Dialect.OWN, False
 
 
 def to_file_dict(config: RunConfig, *, full: bool = False) -> dict[str, Any]:

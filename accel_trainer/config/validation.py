@@ -179,15 +179,12 @@ def _number_of_text(text: str, lenient: bool) -> int | float:
 
 
 def _float(value: Any, lenient: bool) -> float:
-    if lenient and isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            raise WrongValueError("a number") from None
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float | str if lenient else int | float):
         raise WrongValueError("a number")
     try:
         number = float(value)
+    except ValueError:
+        raise WrongValueError("a number") from None
     except OverflowError:  # an integer of more than 308 digits
         number = math.inf
     if not math.isfinite(number):

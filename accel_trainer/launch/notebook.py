@@ -203,9 +203,7 @@ def _check_can_fork(num_processes: int, use_cpu: bool) -> None:
 @contextlib.contextmanager
 def _contained_agent() -> Iterator[list[logging.LogRecord]]:
     """Keep the records that the agent logs, and put back the signal handlers that it replaces in this process."""
-    handlers = {}
-    with contextlib.suppress(ValueError):  # only the main thread has handlers
-        handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     propagated = [logger.propagate for logger in AGENT_LOGGERS]
     kept = BufferingHandler(capacity=1000)
     try:
@@ -217,7 +215,7 @@ def _contained_agent() -> Iterator[list[logging.LogRecord]]:
         for logger, value in zip(AGENT_LOGGERS, propagated, strict=True):
             logger.removeHandler(kept)
             logger.propagate = value
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # only the main thread has handlers
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 

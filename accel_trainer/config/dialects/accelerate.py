@@ -23,6 +23,7 @@ _DIRECT = {
     "use_cpu": "use_cpu",
     "debug": "debug",
     "gradient_accumulation_steps": "accumulation.num_steps",
+    "dynamo_backend": "compile.backend",  # of old files, which accelerate 1.15 still converts (config_args.py)
     # The options of the launcher have accelerate's names, but for the unit in one of them.
     **{
         path.removeprefix("launch.").removesuffix("_seconds"): path
@@ -59,7 +60,7 @@ _PARALLEL_DETAILS = (
     "sp_attn_implementation",
 )  # fmt: skip
 _SECTIONS = ("fsdp_config", "deepspeed_config", "dynamo_config", "parallelism_config")
-_SPECIAL = ("compute_environment", "distributed_type", "fp16", "dynamo_backend", *_SECTIONS)
+_SPECIAL = ("compute_environment", "distributed_type", "fp16", *_SECTIONS)
 _DISTRIBUTED_TYPES = (
     "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
     "MULTI_NEURON", "FSDP", "DEEPSPEED",
@@ -128,12 +129,10 @@ class _Reader:
             self.layer.problems.append(self.document.unknown_key_problem(self.keys[name], _unknown_hint(name)))
 
     def legacy(self) -> None:
-        """Read the two top-level keys of old files, which accelerate 1.15 still converts (config_args.py)."""
-        fp16, backend = self.entries.get("fp16"), self.entries.get("dynamo_backend")
+        """Read a key of old files, which accelerate 1.15 still converts (config_args.py)."""
+        fp16 = self.entries.get("fp16")
         if fp16 is not None and "mixed_precision" not in self.entries and not is_neutral(fp16.value):
             self.layer.put("mixed_precision", fp16, "fp16")
-        if backend is not None:
-            self.layer.put("compile.backend", backend)
 
     def unknown(self, key: Key, section: str, known: Iterable[str]) -> None:
         hint = did_you_mean(key.name, known)

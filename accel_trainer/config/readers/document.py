@@ -64,21 +64,17 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A value as its source spells it: a key of a file, a variable, a flag or an argument.
-
-    Attributes:
-        name: the key as written.
-        value: plain Python, unchecked; None means "not set".
-        where: the place that a person would look for, such as `train.yaml:14`.
-        subject: the name in messages, such as `num_processes at train.yaml:14`.
-        text: the scalar as it stood unquoted in a file.
-    """
+    """A value as its source spells it: a key of a file, a variable, a flag or an argument."""
 
     name: str
     value: Any
+    """Plain Python, unchecked; None means "not set"."""
     where: str
+    """The place that a person would look for, such as `train.yaml:14`."""
     subject: str
+    """The name in messages, such as `num_processes at train.yaml:14`."""
     text: str | None = None
+    """The scalar as it stood unquoted in a file."""
 
 
 @dataclass(frozen=True, slots=True)

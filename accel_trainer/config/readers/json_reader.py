@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from accel_trainer.config.readers.document import MAX_DEPTH, MAX_NODES, Document, Key, Node, duplicate_key_problem
 from accel_trainer.errors import ConfigError
@@ -67,9 +67,12 @@ class _Builder:
         if self.num_nodes > MAX_NODES:
             raise ConfigError(f"{self.name} holds more than {MAX_NODES} values; a configuration has a few hundred")
         line = self.line
-        if token in ("{", "["):
-            return Node(self._object(depth) if token == "{" else self._array(depth), line)
-        value: Any = json.loads(token)
+        if token == "{":
+            return Node(self._object(depth), line)
+        if token == "[":
+            items = iter(lambda: next(self.tokens), "]")
+            return Node([self.value(item, depth + 1) for item in items if item != ","], line)
+        value = json.loads(token)
         return Node(value, line, None if isinstance(value, str) else token)
 
     def _object(self, depth: int) -> dict[Key, Node]:
@@ -85,7 +88,3 @@ class _Builder:
             else:
                 content[key] = value
         return content
-
-    def _array(self, depth: int) -> list[Node]:
-        items = iter(lambda: next(self.tokens), "]")
-        return [self.value(token, depth + 1) for token in items if token != ","]

@@ -106,9 +106,11 @@ class _Composer:
         self._count(1, line)
         self._check_tag(event, line)
         if isinstance(event, yaml.ScalarEvent):
-            node = self._scalar_node(event, line)
+            is_plain = event.style is None and event.tag is None
+            node = Node(_scalar(event.value), line, event.value) if is_plain else Node(event.value, line)
         elif isinstance(event, yaml.SequenceStartEvent):
-            node = Node(self._sequence(depth), line)
+            items = itertools.takewhile(lambda event: not isinstance(event, yaml.SequenceEndEvent), self.events)
+            node = Node([self._node(item, depth + 1) for item in items], line)
         else:
             node = Node(self._mapping(depth), line)
         if event.anchor is not None:
@@ -137,15 +139,6 @@ class _Composer:
         if event.tag not in (None, "!", _TAG + "str"):
             tag = event.tag.replace(_TAG, "!!")
             self.problems.append(f"tag {tag} at {self.name}:{line} is refused: a configuration holds plain values only")
-
-    def _scalar_node(self, event: Any, line: int) -> Node:
-        if event.style is not None or event.tag is not None:
-            return Node(event.value, line)
-        return Node(_scalar(event.value), line, event.value)
-
-    def _sequence(self, depth: int) -> list[Node]:
-        items = itertools.takewhile(lambda event: not isinstance(event, yaml.SequenceEndEvent), self.events)
-        return [self._node(event, depth + 1) for event in items]
 
     def _mapping(self, depth: int) -> dict[Key, Node]:
         content: dict[Key, Node] = {}
