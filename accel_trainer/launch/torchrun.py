@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +51,7 @@ AGENT_LOGGERS = [
     logging.getLogger(f"torch.distributed.elastic.{name}") for name in ("agent.server.api", "multiprocessing.api")
 ]
 """Loggers on which torch's agent reports a failing worker, which the launchers here report themselves."""
-_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,7 @@ def run_workers(job: AgentJob) -> int:
         ConfigError: the machine has fewer devices than processes, or the rendezvous cannot be opened.
     """
     _check_devices(job)
-    variables = {**job.environment, "TORCHELASTIC_SIGNALS_TO_HANDLE": _SIGNALS}
-    with worker_variables(variables), log_destination(job.launch) as logs:
+    with worker_variables(job.environment), log_destination(job.launch) as logs:
         if "LOGLEVEL" not in os.environ:  # `report` sums up the agent's own lines on a failing worker in one
             for logger in AGENT_LOGGERS:
                 logger.setLevel(logging.CRITICAL)
@@ -111,6 +111,25 @@ def run_workers(job: AgentJob) -> int:
             first = _Exit(rank, failure.pid, failure.exitcode, 0.0)
         agent.report(first)
         return shell_code(first.code)
+
+
+def _raise_signal(number: int, _frame: Any) -> None:
+    raise SignalException(f"accel-trainer launch got {signal.Signals(number).name}", signal.Signals(number))
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Handle signals from now on, but raise the first one that comes in the block only behind it."""
+    arrived: list[int] = []
+    for number in _SIGNALS:
+        signal.signal(number, lambda number, _frame: arrived.append(number))
+    try:
+        yield
+    finally:
+        for number in _SIGNALS:
+            signal.signal(number, _raise_signal)
+    if arrived:
+        _raise_signal(arrived[0], None)
 
 
 class _Agent(LocalElasticAgent):
@@ -146,7 +165,14 @@ class _Agent(LocalElasticAgent):
             )
         self._starts += 1
         self.exits = []
-        pids: dict[int, Any] = super()._start_workers(worker_group)
+        # On another thread than the main one, torch leaves signals alone. Its handlers raise as soon as there is the
+        # first worker, and a signal that comes before the pids are known here could be passed on to nobody.
+        with _signals_held_back(), ThreadPoolExecutor(1) as thread:
+            pids = self._watch_workers(thread.submit(super()._start_workers, worker_group).result(), worker_group)
+        return pids
+
+    def _watch_workers(self, pids: dict[int, Any], worker_group: Any) -> dict[int, Any]:
+        """Watch the workers that have been started; return their pids by local rank."""
         self._pids = {worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers}
         if self._job.launch.enable_cpu_affinity and not _uses_accelerator(self._job):
             _bind_to_cores(pids)
@@ -165,6 +191,9 @@ class _Agent(LocalElasticAgent):
                 self._pass_on(number)
             finally:
                 self._send(signal.SIGKILL)
+                # The agent reaps them next, and a worker that is reaped before its watcher wakes up has no code.
+                for watcher in self._watchers:
+                    watcher.join(10.0)
         super()._shutdown(*args, **kwargs)
 
     def _pass_on(self, number: signal.Signals) -> None:

@@ -262,7 +262,8 @@ def test_workers_get_the_signal_and_time_to_save_and_their_code_is_the_job_s(
     background.start(*TWO, write(tmp_path, SIGNALS), "save")
     wait_for(*ready(tmp_path))
     background.send_signal(number)
-    assert background.wait()[0] == 85
+    code, output = background.wait()
+    assert code == 85, output
     assert (tmp_path / "saved0").exists()
     assert (tmp_path / "saved1").exists()
 
@@ -280,7 +281,8 @@ def test_a_second_signal_ends_workers_that_do_not_listen(tmp_path: Path, backgro
     background.send_signal(signal.SIGTERM)
     wait_for(tmp_path / "saved0", tmp_path / "saved1")
     background.send_signal(signal.SIGTERM)
-    assert background.wait()[0] == 137
+    code, output = background.wait()
+    assert code == 137, output
 
 
 def test_workers_that_use_up_their_time_are_killed(tmp_path: Path, background: Background) -> None:
