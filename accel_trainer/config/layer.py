@@ -46,16 +46,16 @@ class Setting:
     """Sources of single keys of a block, where they are known more exactly."""
 
 
+@dataclass(slots=True)
 class Layer:
     """Collects the settings of one level; a wrong value becomes a problem, so that all of them are reported at once."""
 
-    def __init__(self, kind: SourceKind, *, lenient: bool = False) -> None:
-        self.kind = kind
-        self.lenient = lenient
-        self.settings: dict[str, Setting] = {}
-        self.problems: list[str] = []
-        self.notes: list[str] = []
-        self._subjects: dict[str, str] = {}
+    kind: SourceKind
+    lenient: bool = False
+    settings: dict[str, Setting] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    _subjects: dict[str, str] = field(default_factory=dict)
 
     def put(self, path: str, entry: Entry, value: Any = None) -> None:
         """Set the option at a dotted path to the value of an entry, or to the `value` that the entry stands for."""

@@ -120,7 +120,7 @@ def resolve(
     problems: list[str] = []
     launch_file, launch_flags = read_launch_variable(environ, problems)
     layers = [
-        _file_layer(file if file is not None else launch_file, problems),
+        _file_layer(file if file is not None else launch_file),
         *read_environment_layers(environ),
         _named_layer({**launch_flags, **(flags or {})}, SourceKind.CLI, flag_name),
         _named_layer(
@@ -165,18 +165,14 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
     return dataclasses.replace(config, **content)
 
 
-def _file_layer(file: ConfigSource | FileConfig | None, problems: list[str]) -> Layer:
-    layer = Layer(SourceKind.FILE)
+def _file_layer(file: ConfigSource | FileConfig | None) -> Layer:
     if file is None:
-        return layer
+        return Layer(SourceKind.FILE)
     try:
         content = file if isinstance(file, FileConfig) else read_file(file)
     except FileProblemsError as error:
-        problems.extend(error.problems)
-        return layer
-    layer.settings = dict(content.settings)
-    layer.notes = list(content.notes)
-    return layer
+        return Layer(SourceKind.FILE, problems=list(error.problems))
+    return Layer(SourceKind.FILE, settings=dict(content.settings), notes=list(content.notes))
 
 
 def flag_name(path: str) -> str:

@@ -56,13 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _overview() -> str:
     width = max(map(len, _COMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in _COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: accel-trainer COMMAND [options]",
-            "",
-            *lines,
-            "",
-            "`accel-trainer COMMAND --help` says more; `accel-trainer --version` prints the version.",
-        ]
+    table = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in _COMMANDS.items())
+    return (
+        f"usage: accel-trainer COMMAND [options]\n\n{table}\n\n"
+        "`accel-trainer COMMAND --help` says more; `accel-trainer --version` prints the version."
     )

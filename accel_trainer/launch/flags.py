@@ -31,7 +31,6 @@ _ALIASES = {
     "t": "launch.tee",
     **{f"dynamo_{name}": path for name, path in DYNAMO.items()},
 }
-_STRATEGY_FLAGS = {"use_fsdp": "fsdp2", "use_deepspeed": "deepspeed", "multi_gpu": "ddp"}
 _DEEPSPEED_FLAGS = {
     "deepspeed_config_file": ("FILE", "DeepSpeed's own configuration: JSON, YAML, or a packaged name such as zero3"),
     "zero_stage": ("{0,1,2,3}", "what is sharded: nothing, optimizer state, gradients too, parameters too"),
@@ -103,7 +102,7 @@ _OWN = (
     Flag("no_python", is_switch=True, help="the script is a program of its own: start it without python"),
     *(
         Flag(name, "strategy", is_switch=True, preset=strategy, help=f"the same as --strategy {strategy}")
-        for name, strategy in _STRATEGY_FLAGS.items()
+        for name, strategy in (("use_fsdp", "fsdp2"), ("use_deepspeed", "deepspeed"), ("multi_gpu", "ddp"))
     ),
 )
 

@@ -50,7 +50,6 @@ _PASSED_ON = re.compile(
 )
 # The runner puts anything else in quotes, which only a shell takes off again; its MPIs use none.
 _PLAIN_VALUE = re.compile(r"[\w@%+=:,./-]*")
-_ENVIRONMENT_FILE = ".deepspeed_env"
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +265,7 @@ def run_on_hosts(job: HostJob, command: Sequence[str], environ: Mapping[str, str
         ConfigError: the launcher cannot run modules or programs.
     """
     with _environment_file(job, environ) as path:
-        variables = {**environ, "DS_ENV_FILE": path}
-        runner = subprocess.Popen(_runner_command(job, command), env=variables, process_group=0)
+        runner = subprocess.Popen(_runner_command(job, command), env={**environ, "DS_ENV_FILE": path}, process_group=0)
 
         def pass_on(number: int, frame: object) -> None:
             # With pdsh the runner ends the workers on its machines; otherwise it dies and leaves them running.
@@ -342,7 +340,7 @@ def _for_shell(word: str) -> str:
 @contextlib.contextmanager
 def _environment_file(job: HostJob, environ: Mapping[str, str]) -> Iterator[str]:
     """Write the variables for the other machines to a file, behind those of the user's files that the runner reads."""
-    own = environ.get("DS_ENV_FILE", _ENVIRONMENT_FILE)
+    own = environ.get("DS_ENV_FILE", ".deepspeed_env")
     folders = dict.fromkeys((os.path.expanduser("~"), "."))
     paths = [path for folder in folders if (path := Path(folder, own)).is_file()]
     lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines() if "=" in line]
