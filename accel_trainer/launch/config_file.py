@@ -12,7 +12,7 @@ from typing import Any
 
 from accel_trainer.config import FieldSpec, field_specs, resolve
 from accel_trainer.config.readers.yaml_reader import dump_yaml
-from accel_trainer.config.schema import set_key
+from accel_trainer.config.schema import set_key, thaw
 from accel_trainer.config.validation import WrongValueError, coerce
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.launch.job import count_devices, default_config_path
@@ -248,7 +248,7 @@ def _ask(content: dict[str, Any], path: str, question: str, default: Any, check:
         return value
 
     value = _read(question, default, parse, shown=_show(default), is_needed=default is None)
-    set_key(content, path, list(value) if isinstance(value, tuple) else value)
+    set_key(content, path, thaw(value))
     return value
 
 

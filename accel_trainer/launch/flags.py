@@ -193,7 +193,10 @@ def parse_options(argv: Sequence[str], command: str) -> Options:
             _apply(options, flag, value, token)
     if position < len(argv) and argv[position] == "--":
         position += 1
-    _translate(options, entries)
+    layer = _fsdp_layer(entries)
+    for path, setting in layer.settings.items():
+        options.flags.setdefault(path, schema.thaw(setting.value))
+    options.notes = tuple(layer.notes)
     options.rest = tuple(argv[position:])
     return options
 
@@ -274,19 +277,15 @@ def _own_value(path: str, name: str, value: Any) -> Any:
     try:
         coerce(field_specs()[path], value, lenient=True)
     except WrongValueError:
-        options = Options()
-        _translate(options, [Entry(name, value, f"--{name}", f"--{name}")])
-        return options.flags.get(path, value)
+        settings = _fsdp_layer([Entry(name, value, f"--{name}", f"--{name}")]).settings
+        return schema.thaw(settings[path].value) if path in settings else value
     return value
 
 
-def _translate(options: Options, entries: list[Entry]) -> None:
-    """Put FSDP flags in accelerate's spelling into the options, under our paths."""
+def _fsdp_layer(entries: list[Entry]) -> Layer:
+    """Return the options that FSDP flags in accelerate's spelling set."""
     layer = Layer(SourceKind.CLI, lenient=True)
     fsdp_dialect.translate_entries(entries, layer, source_name="the command line", default_version=2)
     if layer.problems:
         raise ConfigError("; ".join(layer.problems))
-    for path, setting in layer.settings.items():
-        value = setting.value
-        options.flags.setdefault(path, list(value) if isinstance(value, tuple) else value)
-    options.notes = (*options.notes, *layer.notes)
+    return layer
