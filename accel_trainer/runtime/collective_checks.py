@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
@@ -40,22 +41,14 @@ def check_same_call(
     everyone: list[Any] = [None] * process.world_size
     dist.all_gather_object(everyone, ([name, *entries], value))
     calls = [words for words, _ in everyone]
-    for rank, other in enumerate(calls):
-        if other == calls[0]:
-            continue
-        position = next(
-            (i for i, pair in enumerate(zip(calls[0], other, strict=False)) if pair[0] != pair[1]),
-            min(len(calls[0]), len(other)),
-        )
-        sides = [
-            f"rank {number} {words[position] if position < len(words) else 'nothing'}"
-            for number, words in ((0, calls[0]), (rank, other))
-        ]
-        subject = "the operation" if position == 0 else f"leaf {position - 1} of {name}"
-        raise ProcessGroupError(
-            f"the ranks do not agree on {subject}: {sides[0]}, {sides[1]}. Nothing was sent; make the shapes equal "
-            f"(pad_across_processes does){way_out} or call the same collective on every rank"
-        )
+    for rank, words in enumerate(calls):
+        for index, (first, other) in enumerate(zip_longest(calls[0], words, fillvalue="nothing")):
+            if first != other:
+                subject = f"leaf {index - 1} of {name}" if index else "the operation"
+                raise ProcessGroupError(
+                    f"the ranks do not agree on {subject}: rank 0 {first}, rank {rank} {other}. Nothing was sent; make "
+                    f"the shapes equal (pad_across_processes does){way_out} or call the same collective on every rank"
+                )
     return [given for _, given in everyone]
 
 
