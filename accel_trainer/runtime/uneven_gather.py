@@ -88,15 +88,8 @@ def gather_any_shapes(data: Any, process: ProcessContext, *, pad_index: float | 
     """Concatenate tensors that may differ between ranks in the size of any dimension.
 
     Collective: every rank calls it, with tensors of the same dtypes and numbers of dimensions. All shapes are exchanged
-    first, as one object.
-
-    Args:
-        pad_index: fills all dimensions but the first up to the largest size over the ranks. None fills nothing:
-            a tensor becomes a list with each of its rows over all ranks, in the shape that it had.
-
-    Raises:
-        ConfigError: a leaf is no tensor, or an integer dtype cannot hold `pad_index`.
-        ProcessGroupError: the ranks' tensors differ in number, dtype or number of dimensions.
+    first, as one object. `pad_index` fills all dimensions but the first up to the largest size over the ranks; None
+    fills nothing: a tensor becomes a list with each of its rows over all ranks, in the shape that it had.
     """
     tensors = tensors_of("gather", data)
     for tensor in tensors:
@@ -109,11 +102,8 @@ def gather_any_shapes(data: Any, process: ProcessContext, *, pad_index: float | 
 def gather_unknown_rows(data: Any, process: ProcessContext) -> Any:
     """Concatenate tensors that differ between ranks in their first dimension, by sizes that no rank knows beforehand.
 
-    Collective: every rank calls it. All shapes are exchanged first, as one object.
-
-    Raises:
-        ConfigError: a leaf is no tensor.
-        ProcessGroupError: the ranks' tensors differ in number, dtype or another dimension.
+    Collective: every rank calls it, with tensors of the same dtypes and other dimensions. All shapes are exchanged
+    first, as one object.
     """
     tensors = tensors_of("gather", data)
     own = [tuple(tensor.shape) or (1,) for tensor in tensors]
@@ -134,13 +124,11 @@ def check_pad_value(pad_index: float, dtype: torch.dtype) -> None:
         )
 
 
-def _gather_rows(tensor: Tensor, sizes: Sequence[int], process: ProcessContext) -> Tensor:
+def _gather_rows(tensor: Tensor, sizes: Sequence[int], process: ProcessContext) -> Any:
     if tensor.ndim == 0 or not process.is_distributed:
         return gather_tensor(tensor, process)
     per_row = _rows_for_each(tensor, sizes[process.rank])
-    largest = max(sizes) * per_row
-    blocks = gather_tensor(pad_to(tensor.detach(), (largest, *tensor.shape[1:]), 0), process).split(largest)
-    return torch.cat([block[: size * per_row] for block, size in zip(blocks, sizes, strict=True)])
+    return _gather_shapes(tensor, [(size * per_row, *tensor.shape[1:]) for size in sizes], process, 0)
 
 
 def _gather_shapes(
