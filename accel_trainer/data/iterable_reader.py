@@ -276,7 +276,8 @@ def is_sharded_by_rank(dataset: Any) -> bool:
         return bool(declared)
     for node in _with_wrapped(dataset):
         split = getattr(node, "_distributed", None)
-        if split is not None and getattr(split, "world_size", 2) > 1 or getattr(node, "is_sharded_by_rank", False):
+        is_split = split is not None and getattr(split, "world_size", 2) > 1
+        if is_split or getattr(node, "is_sharded_by_rank", False):
             return True
     pipes = get_all_graph_pipes(traverse_dps(dataset)) if isinstance(dataset, IterDataPipe) else []
     return any(hasattr(pipe, "apply_sharding") and getattr(pipe, "num_of_instances", 1) > 1 for pipe in pipes)

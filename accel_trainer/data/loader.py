@@ -271,13 +271,7 @@ def _read_for_all(
 ) -> Iterator[Any]:
     """Yield this rank's batches, which rank 0 reads and sends as objects: anything that pickles travels.
 
-    Collective: one scatter for each step.
-
-    Args:
-        rounds: the batches of all shards at each step, and their rows; read on rank 0 only.
-
-    Raises:
-        ProcessGroupError: rank 0 could not read; it raises the error itself.
+    Collective: one scatter for each step. `rounds` are read on rank 0 only; an error there ends the pass on all ranks.
     """
     parcels = _parcels(rounds, progress, process.world_size) if process.is_main else None
     while True:
@@ -390,7 +384,7 @@ def prepare_data_loader(
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"expected a torch DataLoader, got {type(loader).__name__}; wrap the dataset in a DataLoader")
     dispatch = bool(config.dispatch_batches) and process.is_distributed
-    own = None if dispatch else process.rank if shard is None else shard
+    own = None if dispatch else (process.rank if shard is None else shard)
     data_seed = seed if config.data_seed is None else config.data_seed
     source = _build_source(loader, process, config, data_seed, shards or process.world_size, own)
     state = dict(

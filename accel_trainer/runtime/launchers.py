@@ -138,8 +138,7 @@ def _check_consistent(info: LaunchInfo) -> None:
 def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo | None:
     """Return the launcher's answer: torchrun's variables first, then Open MPI, Intel MPI / MPICH and SLURM (srun).
 
-    Returns:
-        None when no launcher started this process.
+    None when no launcher started this process.
 
     Raises:
         ProcessGroupError: the variables of a launcher are incomplete or contradict each other.

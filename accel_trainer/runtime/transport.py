@@ -47,34 +47,21 @@ SENDABLE_DTYPES = frozenset(
 
 def map_tensors(name: str, function: Callable[[Tensor], Tensor], data: Any) -> Any:
     """Apply a function to the tensors of a nesting; None stays None, and other leaves are refused."""
-    if isinstance(data, Tensor):
-        return function(data)
-
-    def apply(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return function(leaf)
-        return _check_none(name, leaf)
-
-    return map_leaves(apply, data, is_leaf=is_tensor)
+    return map_leaves(lambda leaf: function(leaf) if _has_tensor(name, leaf) else None, data, is_leaf=is_tensor)
 
 
 def tensors_of(name: str, data: Any) -> list[Tensor]:
     """Return the tensors of a nesting; leaves that are neither tensors nor None are refused."""
-    found = []
-    for leaf in leaves(data, is_leaf=is_tensor):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        else:
-            _check_none(name, leaf)
-    return found
+    return [leaf for leaf in leaves(data, is_leaf=is_tensor) if _has_tensor(name, leaf)]
 
 
-def _check_none(name: str, leaf: Any) -> None:
-    if leaf is not None:
-        raise ConfigError(
-            f"{name} takes tensors and nestings of tensors, and got a {type(leaf).__name__}; "
-            "use gather_object or broadcast_object_list for other values"
-        )
+def _has_tensor(name: str, leaf: Any) -> bool:
+    if leaf is None or isinstance(leaf, Tensor):
+        return leaf is not None
+    raise ConfigError(
+        f"{name} takes tensors and nestings of tensors, and got a {type(leaf).__name__}; "
+        "use gather_object or broadcast_object_list for other values"
+    )
 
 
 def to_sendable(tensor: Tensor, process: ProcessContext) -> Tensor:
