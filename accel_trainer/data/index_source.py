@@ -26,7 +26,7 @@ from accel_trainer.runtime.collectives import broadcast_object
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import stream_index
 
-__all__ = ["IndexSource", "begin_silently", "build_index_source", "check_length", "length_of"]
+__all__ = ["IndexSource", "begin_pass", "build_index_source", "check_length", "length_of"]
 
 logger = get_logger(__name__)
 
@@ -228,21 +228,24 @@ class IndexSource:
         self._resumed = None
 
     def _begin(self, loader: Any, progress: Progress) -> Iterator[Any]:
-        if loader.num_workers > 0:
-            # Workers derive their streams from one draw of this generator: augmentation differs per shard and worker.
-            shard = stream_index(self.sampler.process_index or 0)
-            loader.generator = torch.Generator().manual_seed(mix_seed(self._seed, progress.epoch, shard))
-        elif self.sampler.start or self.sampler.origin:
-            return begin_silently(loader, loader.native_iterator)
-        return loader.native_iterator()
+        seed = mix_seed(self._seed, progress.epoch, stream_index(self.sampler.process_index or 0))
+        is_mid_epoch = bool(self.sampler.start or self.sampler.origin)
+        return begin_pass(loader, loader.native_iterator, seed, is_mid_epoch=is_mid_epoch)
 
 
-def begin_silently(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    """Begin a pass in the middle of an epoch without a draw from torch's global stream.
+def begin_pass(
+    loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], seed: int, *, is_mid_epoch: bool
+) -> Iterator[Any]:
+    """Return the iterator of a loader; in the middle of an epoch, without a draw from torch's global stream.
 
     A loader without workers draws a number there when an epoch begins. It is drawn already in the random state that a
     run goes on with, and another one would change every dropout after it.
     """
+    if loader.num_workers > 0:
+        # Workers derive their streams from one draw of this generator: augmentation differs per shard and worker.
+        loader.generator = torch.Generator().manual_seed(seed)
+    if loader.num_workers > 0 or not is_mid_epoch:
+        return begin()
     kept, loader.generator = loader.generator, torch.Generator()
     try:
         return begin()

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from accel_trainer.config.schema import DataConfig
-from accel_trainer.data.index_source import begin_silently, check_length, length_of
+from accel_trainer.data.index_source import begin_pass, check_length, length_of
 from accel_trainer.data.iterable_reader import (
     ShardedStream,
     SlicedStream,
@@ -248,12 +247,8 @@ class _StreamSource:
 
     def _begin(self, progress: Progress, shard: int) -> Iterator[Any]:
         self._stream.begin_epoch(progress.epoch)
-        if self._reader.num_workers > 0:
-            seed = mix_seed(self._seed, progress.epoch, stream_index(shard))
-            self._reader.generator = torch.Generator().manual_seed(seed)
-        elif progress.start[1]:
-            return begin_silently(self._reader, self._reader.__iter__)
-        return iter(self._reader)
+        seed = mix_seed(self._seed, progress.epoch, stream_index(shard))
+        return begin_pass(self._reader, self._reader.__iter__, seed, is_mid_epoch=progress.start[1] > 0)
 
 
 class SliceSource(_StreamSource):
