@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_trainer.config.schema import DataConfig
-from accel_trainer.data.index_source import IndexSource, build_index_source
+from accel_trainer.data.index_source import IndexSource, build_index_source, length_of
 from accel_trainer.data.iterable_source import ShardSource, SliceSource, build_stream_source
 from accel_trainer.data.plan import BatchRows
 from accel_trainer.data.position import Position, Progress
@@ -179,7 +179,7 @@ class PreparedDataLoader(DataLoader[Any]):
         return self._source.num_left()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        current = Progress(self.epoch, self._num_left())
+        current = Progress(self.epoch, length_of(self) if self._source.has_exact_length else None)
         is_complete = False
         self._passes.append(current)
         self._bookmark.begin(current)
@@ -205,12 +205,6 @@ class PreparedDataLoader(DataLoader[Any]):
             return self._source.read(self, progress)
         assert not isinstance(self._source, ShardSource)
         return _read_for_all(self._source.rounds(self, progress), progress, self._dispatch)
-
-    def _num_left(self) -> int | None:
-        try:
-            return self._source.num_left() if self._source.has_exact_length else None
-        except TypeError:
-            return None
 
     def native_iterator(self) -> Iterator[Any]:
         """Return the iterator of the user's own loader class, over this loader's samplers."""
