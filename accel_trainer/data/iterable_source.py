@@ -312,9 +312,10 @@ def _last_marked(items: Iterator[Any], num_readers: int) -> Iterator[Any]:
     held: Step | None = None
     for item in items:
         is_marked = type(item) is Step and item.ends_reader
-        num_readers -= is_marked
-        if is_marked and not item.is_step:
-            continue
+        if is_marked:
+            num_readers -= 1
+            if not item.is_step:
+                continue
         if held is not None:
             yield held
             held = None
