@@ -152,7 +152,10 @@ class Checkpointer:
             number = self._reserve_number(job)
             name = f"{self.kind.prefix}{number}"
         path = job.directory / name
-        background = self._begin_background() if job.in_background else None
+        background = None
+        if job.in_background:
+            background = self.background = self.background or BackgroundSaver(self.process)
+            background.memory.begin()
         publication = Publication(
             path,
             self.process,
@@ -194,12 +197,6 @@ class Checkpointer:
         if not self._lock.is_shared:  # with another Checkpointer of this process, whose save may be under way
             sweep(directory)
 
-    def _begin_background(self) -> BackgroundSaver:
-        """Return the writer in the background, its memory free for this save. Collective the first time."""
-        self.background = self.background or BackgroundSaver(self.process)
-        self.background.memory.begin()
-        return self.background
-
     def _end_save(self, job: SaveJob, path: Path, publication: Publication, begin: float) -> None:
         """Record a save that is committed, and make room for it; the thread of a background save calls it."""
         seconds = time.perf_counter() - begin
@@ -233,11 +230,7 @@ class Checkpointer:
         return None if seen[0][1] and not is_ours else open_checkpoint(path, self.process, verify)
 
     def select_named(self, path: Path, verify: Verify, files: FilesToRead) -> Selection:
-        """Open and verify the checkpoint that the user has named, whatever is beside it. Collective.
-
-        Raises:
-            CorruptCheckpointError and others: see `open_named`.
-        """
+        """Open and verify the checkpoint that the user has named, whatever is beside it. Collective."""
         self.metrics.begin_resume()
         with self.metrics.resuming("select"):
             selection = Selection(path, self.open_named(path, verify), is_named=True)
@@ -294,11 +287,7 @@ class Checkpointer:
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait until a background save is complete, and raise the error that it met. Collective.
-
-        Raises:
-            ProcessGroupError: it failed on another rank.
-        """
+        """Wait until a background save is complete, and raise the error that it met on any rank. Collective."""
         if self.background is not None:
             self.background.wait()
 

@@ -69,13 +69,10 @@ class StoredCheckpoint:
     def check(self, names: Iterable[str]) -> None:
         """Verify files, in parallel, that have not been verified yet; see `file` for the errors."""
         waiting = [name for name in dict.fromkeys(names) if name not in self._verified]
-        check_files(self.path, self.manifest, waiting, self.verify, self._num_threads)
+        # This rank's share of the node's cores; more than 16 readers do not speed up one disk.
+        num_threads = min(16, cores_of_rank(self.process.local_world_size))
+        check_files(self.path, self.manifest, waiting, self.verify, num_threads)
         self._verified.update(waiting)
-
-    @property
-    def _num_threads(self) -> int:
-        """This rank's share of the node's cores; more than 16 readers do not speed up one disk."""
-        return min(16, cores_of_rank(self.process.local_world_size))
 
     def verify_together(self, names: Iterable[str] | None = None) -> None:
         """Verify the files that the ranks will read: each once per node, balanced over its ranks. Collective.
@@ -85,8 +82,7 @@ class StoredCheckpoint:
 
         Raises:
             CorruptCheckpointError: a rank found a file to be bad; all ranks raise.
-            CheckpointNotFoundError: a file is missing.
-            ProcessGroupError: another rank cannot read a file.
+            CheckpointNotFoundError, ProcessGroupError: a file is missing, or another rank cannot read one.
         """
         flaw = self.find_flaw_together(names)
         if flaw is not None:

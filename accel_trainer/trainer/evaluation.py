@@ -66,11 +66,7 @@ class _MeanLoss:
         self.weights.append(weight)
 
     def value(self, accelerator: Any, skip_non_finite: bool) -> float | None:
-        """Return the mean over all ranks, or None when no rank had a loss. Collective.
-
-        Args:
-            skip_non_finite: leave out NaN and infinite losses, unless there are no others.
-        """
+        """Return the mean over all ranks, of finite losses alone if asked, or None without a loss. Collective."""
         losses, weights = _to_vector(self.losses), _to_vector(self.weights)
         # A batch of padding rows, or without labels, has weight 0 and may have the loss 0/0.
         used = weights > 0
@@ -244,11 +240,7 @@ class _Pass:
             results.offload()
 
     def collect(self, results: _Results) -> Any:
-        """Return all ranks' results of one kind in sample order as numpy arrays. Collective.
-
-        Returns:
-            None when there are none; with `eval_do_concat_batches=False` a list with one entry for each step.
-        """
+        """Return all ranks' results of one kind in sample order as numpy arrays, or None. Collective."""
         accelerator = self.trainer.accelerator
         num_steps = len(results.steps)
         if accelerator.num_processes > 1:

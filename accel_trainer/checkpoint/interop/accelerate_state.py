@@ -108,12 +108,7 @@ _NUMPY: list[Any] = [
 
 
 def _optimizer(directory: Path, index: int, own: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an optimizer's state by parameter name.
-
-    Raises:
-        CheckpointNotFoundError: there is none.
-        IncompatibleCheckpointError: it was saved for other parameter groups.
-    """
+    """Return an optimizer's state by parameter name."""
     shards = next((d for d in (directory / f"optimizer_{index}", directory) if (d / METADATA_NAME).is_file()), None)
     if shards is None:
         path = _required(directory, f"optimizer{_suffix(index)}.bin")

@@ -94,11 +94,7 @@ def _state_weights(source: Path, unit: int, verify: str) -> TensorReader:
 
 
 def _dcp_weights(directory: Path) -> TensorReader:
-    """Return a model's tensors: those below "model", "state_dict" or "module" where the state had such a key, else all.
-
-    Raises:
-        CheckpointNotFoundError: there are none, or those of an optimizer only.
-    """
+    """Return a model's tensors: those below "model", "state_dict" or "module" where there is such a key, else all."""
     stored = DcpDirectory(directory)
     paths = {name: stored.paths.get(name, (name,)) for name in stored}
     outer = {str(path[0]) for path in paths.values() if len(path) > 1}

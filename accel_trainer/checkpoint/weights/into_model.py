@@ -150,11 +150,7 @@ def _open(checkpoint: Path, broadcast: bool) -> Weights:
 
 
 def _match(own: Mapping[str, Tensor], weights: Weights) -> tuple[dict[str, str], list[str], list[str]]:
-    """Return the stored name of each distinct tensor of the model, the missing names and the unexpected ones.
-
-    Raises:
-        IncompatibleCheckpointError: shapes differ.
-    """
+    """Return the stored name of each distinct tensor of the model, the missing names and the unexpected ones."""
     groups: dict[int, list[str]] = {}
     for name, tensor in own.items():
         groups.setdefault(id(tensor), []).append(name)
@@ -209,11 +205,7 @@ def _device(name: str, device_map: DeviceMap | None) -> torch.device | None:
 
 
 def _only_device(device_map: DeviceMap | Device | None) -> torch.device | None:
-    """Return the one device that a model goes to, or None to leave it where it is.
-
-    Raises:
-        ConfigError: there are several, or none that can compute.
-    """
+    """Return the one device that a model goes to, or None to leave it where it is."""
     if device_map is None:
         return None
     if isinstance(device_map, str) and device_map == "auto":
@@ -293,7 +285,8 @@ def initialize_tensors(
     unknown = []
     for owner, own_names in by_owner.items():
         initialize = _initializer_of(model, owner)
-        scratch = _scratch_of(model.get_submodule(owner))
+        module = model.get_submodule(owner)
+        scratch = _copy_of(module, _unset)
         if initialize is not None:
             digest = hashlib.sha256(f"{seed} {owner}".encode()).digest()
             with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -304,23 +297,14 @@ def initialize_tensors(
             **dict(scratch.named_buffers(recurse=False, remove_duplicate=False)),
         }
         for name in own_names:
-            value = tensors[name.rpartition(".")[2]]
-            if initialize is None or _is_unset(value):
+            leaf = name.rpartition(".")[2]
+            if initialize is None or _is_unset(tensors[leaf]):
                 unknown.append(name)
             else:
-                _take_shard(_tensor_of(model, name), value, device_of(name))
+                tensor = getattr(module, leaf)
+                materialize(tensor, device_of(name))
+                local_tensor(tensor).copy_(tensors[leaf][local_box(tensor).within(Box.full(tensor.shape))])
     return unknown
-
-
-def _tensor_of(model: nn.Module, name: str) -> Tensor:
-    owner, _, leaf = name.rpartition(".")
-    tensor: Tensor = getattr(model.get_submodule(owner), leaf)
-    return tensor
-
-
-def _take_shard(tensor: Tensor, value: Tensor, device: torch.device | None) -> None:
-    materialize(tensor, device)
-    local_tensor(tensor).copy_(value[local_box(tensor).within(Box.full(tensor.shape))])
 
 
 def _initializer_of(model: nn.Module, owner: str) -> Initializer | None:
@@ -338,17 +322,9 @@ def _initializer_of(model: nn.Module, owner: str) -> Initializer | None:
     return None
 
 
-def _scratch_of(module: nn.Module) -> nn.Module:
-    """Return a module like `module`, with CPU tensors of its own that hold a mark instead of values.
-
-    Its children have tensors without memory: some modules initialise those of their children too, where values may have
-    been loaded.
-    """
-    return _copy_of(module, _unset)
-
-
 def _copy_of(module: nn.Module, build: Callable[[Tensor], Tensor]) -> nn.Module:
-    # FSDP2 adds its class in front, whose __new__ would run the user's __init__.
+    # Children get tensors without memory: some modules initialise those of their children too, where values may have
+    # been loaded. FSDP2 adds its class in front, whose __new__ would run the user's __init__.
     own_class = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
     return copy_module(
         module,

@@ -205,11 +205,7 @@ def files_to_read(manifest: Manifest, process: ProcessContext, *, is_sharded: bo
 
 
 def _check_outline(path: Path) -> None:
-    """Refuse a checkpoint without manifest that was not written to its end.
-
-    Raises:
-        CheckpointNotFoundError, CorruptCheckpointError: a file is missing, or ends too early.
-    """
+    """Refuse a checkpoint without manifest that was not written to its end."""
     state = path / TRAINER_STATE_NAME
     if not state.is_file():
         raise CheckpointNotFoundError(f"{state.absolute()} is missing, which is written last; its save never ended")
