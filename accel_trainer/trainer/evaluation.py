@@ -194,7 +194,8 @@ class _Pass:
             self.predictions.add(logits)
             self.labels.add(labels)
             if self.wants_inputs:
-                self.inputs.add(self._main_input(batch))
+                name = getattr(trainer.model, "main_input_name", "input_ids")
+                self.inputs.add(batch.drop_filler(trainer._prepare_input(batch.inputs[name])))
 
     def _weight(self, batch: _Batch) -> Tensor | float:
         """Return the label tokens of the batch if its loss is a mean over them, else its rows; 0 for one of padding."""
@@ -209,10 +210,6 @@ class _Pass:
         if self.trainer._loss_shifts_labels:
             labels = batch.inputs.get("shift_labels", labels[..., 1:])
         return labels.ne(-100).sum()
-
-    def _main_input(self, batch: _Batch) -> Any:
-        name = getattr(self.trainer.model, "main_input_name", "input_ids")
-        return batch.drop_filler(self.trainer._prepare_input(batch.inputs[name]))
 
     def _batch_metrics(self, batch: _Batch, losses: Any, logits: Any, labels: Any) -> None:
         """Hand the global batch to `compute_metrics`. Collective."""

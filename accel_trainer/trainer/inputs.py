@@ -117,11 +117,7 @@ def fill_empty(model: nn.Module) -> None:
 
 
 def check_dataset(dataset: Any, name: str) -> None:
-    """Refuse a dataset, or one of a dict of datasets, that has no samples.
-
-    Raises:
-        ConfigError: names the dataset.
-    """
+    """Raise ConfigError for a dataset, or one of a dict of datasets, that has no samples."""
     if isinstance(dataset, dict):
         for key, item in dataset.items():
             check_dataset(item, f"{name}[{key!r}]")

@@ -81,11 +81,7 @@ class BackgroundSaver:
             logger.error("%s failed: %s", self._section, error, main_process_only=False)
 
     def poll(self) -> None:
-        """Raise the error of the save in flight if it has ended on all ranks. Collective while there is one.
-
-        Raises:
-            ProcessGroupError: it failed on another rank.
-        """
+        """Raise the error of the save in flight, as `wait`, if it has ended on all ranks. Collective."""
         if self._thread is not None and self._has_ended(self._thread, within_s=0.0):
             self.wait()
 
@@ -102,7 +98,6 @@ class BackgroundSaver:
 
         Raises:
             SaveTimeoutError: it has not ended in time, and the policy is not to warn.
-            ProcessGroupError: it failed on another rank.
         """
         if self._thread is None or policy.wait_s is None or self._has_ended(self._thread, policy.wait_s):
             self.wait()

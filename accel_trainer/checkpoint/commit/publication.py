@@ -206,11 +206,7 @@ class Publication:
     def _gather_tables(
         self, staged: StagedDirectory, firsts: list[int], group: dist.ProcessGroup | None
     ) -> dict[int, Tables]:
-        """Return the tables of each rank of this directory, on the rank that commits it. Collective.
-
-        Args:
-            firsts: the committing ranks. The tables of many thousand tensors go nowhere else.
-        """
+        """Return the tables of each rank of this directory, on the rank that commits it: of `firsts`. Collective."""
         own = (staged.files, staged.tensors)
         if not self.process.is_distributed:
             return {self.process.rank: own}

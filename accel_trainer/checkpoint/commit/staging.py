@@ -96,26 +96,21 @@ class StagedDirectory(os.PathLike[str]):
         if self._memory is not None:
             fault_point("stage", self.step)
             tensors = self._memory.copy(tensors)
-        self._write(partial(self._write_tensors, name, tensors, entries, metadata))
+
+        def write() -> None:
+            need = tensor_file_bytes(tensors)
+            check_space(self.path, need)
+            with self._create(name, need) as file:
+                write_tensor_file(file, tensors, metadata)
+            self.tensors[name] = entries
+
+        self._write(write)
 
     def _write(self, write: Callable[[], None]) -> None:
         if self._memory is None:
             write()
         else:
             self._deferred.append(write)
-
-    def _write_tensors(
-        self,
-        name: str,
-        tensors: Mapping[str, Tensor | LazyTensor],
-        entries: dict[str, TensorEntry],
-        metadata: Mapping[str, str] | None,
-    ) -> None:
-        need = tensor_file_bytes(tensors)
-        check_space(self.path, need)
-        with self._create(name, need) as file:
-            write_tensor_file(file, tensors, metadata)
-        self.tensors[name] = entries
 
     def write_json(self, name: str, value: Any) -> None:
         """Write plain data, such as `json.dumps` takes."""

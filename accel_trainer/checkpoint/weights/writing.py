@@ -72,8 +72,6 @@ def parse_size(size: int | str) -> int:
 
 
 State = Mapping[str, Tensor | LazyTensor]
-Shard = State
-"""The tensors of one file."""
 
 
 def _identity(tensor: Tensor | LazyTensor) -> Any:
@@ -174,14 +172,14 @@ def save_weights(
     return names
 
 
-def _lazy_tensors(shard: Shard, safe_serialization: bool) -> list[LazyTensor]:
+def _lazy_tensors(shard: State, safe_serialization: bool) -> list[LazyTensor]:
     """Return the distinct lazy tensors of a file, in the order in which its writer makes them."""
     in_order = [shard[name] for name in (write_order(shard) if safe_serialization else shard)]
     return list({id(tensor): tensor for tensor in in_order if not isinstance(tensor, Tensor)}.values())
 
 
 def _write_shards(
-    directory: Path, names: Sequence[str], shards: Sequence[Shard], made: Iterator[Tensor], safe_serialization: bool
+    directory: Path, names: Sequence[str], shards: Sequence[State], made: Iterator[Tensor], safe_serialization: bool
 ) -> None:
     """Write each shard under a temporary name. After an error the rest of `made` is made, in step with other ranks."""
     try:
@@ -193,7 +191,7 @@ def _write_shards(
         raise
 
 
-def _write_shard(path: Path, shard: Shard, made: Iterator[Tensor], safe_serialization: bool) -> None:
+def _write_shard(path: Path, shard: State, made: Iterator[Tensor], safe_serialization: bool) -> None:
     """Write a file, durably; its lazy tensors are the next ones of `made`."""
     lazy = _lazy_tensors(shard, safe_serialization)
     taken = {id(tensor): LazyRead(tensor.dtype, tensor.shape, partial(next, made)) for tensor in lazy}
@@ -285,7 +283,7 @@ def _replace_index(path: Path, index: Any) -> None:
     fsync_path(path.parent)
 
 
-def _publish(directory: Path, names: Sequence[str], index: Path | None, shards: Sequence[Shard]) -> None:
+def _publish(directory: Path, names: Sequence[str], index: Path | None, shards: Sequence[State]) -> None:
     """Give written files their names, such that a kill at any moment leaves the old weights or the new ones readable.
 
     Without an index that is one step. With one, the index comes last, and shards of the old one whose names are taken

@@ -100,11 +100,7 @@ def recomputes_activations(args: TrainingArguments) -> bool:
 
 
 def check_recomputation(args: TrainingArguments, resolved: Resolved) -> None:
-    """Refuse arguments and `fsdp_config` that would both recompute activations in the backward.
-
-    Raises:
-        ConfigError: both do.
-    """
+    """Raise ConfigError where arguments and `fsdp_config` would both recompute activations in the backward."""
     if recomputes_activations(args) and resolved.config.fsdp.activation_checkpointing:
         raise ConfigError(
             "activation_checkpointing is set in the arguments and in fsdp_config, and both would recompute the "

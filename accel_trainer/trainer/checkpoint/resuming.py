@@ -106,12 +106,12 @@ class Resumption:
             raise IncompatibleCheckpointError(
                 f"{self.path}: {error}. With ignore_data_skip=True training goes on at the beginning of the epoch"
             ) from error
-        length = _length(loader)
-        if length is None:
+        try:
+            self.steps_left = len(loader)
+        except TypeError:  # a stream
             left = (max_steps - self.progress["global_step"]) * args.gradient_accumulation_steps
             self.steps_left = max(steps - position.steps, left)
             return values
-        self.steps_left = length
         return self._keep_samples(args, position.epoch, values)
 
     def _keep_samples(self, args: TrainingArguments, epoch: int, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -184,13 +184,6 @@ class Resumption:
         if lost := self.lost_steps(step):
             facts.append(f"{lost} update(s) that were done after it are lost, and done again")
         return self.selection.describe(f"resuming at update {step}", facts)
-
-
-def _length(loader: PreparedDataLoader) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:
-        return None
 
 
 def files_to_read(manifest: Manifest, process: ProcessContext, *, is_sharded: bool) -> Iterator[str]:

@@ -28,11 +28,7 @@ NOTE_NAME = "_last_update"
 
 
 class RunMetrics(CheckpointMetrics):
-    """The metrics of one train(), each to be logged once when it is new.
-
-    `ckpt/stall_s`, `ckpt/duration_s`, `ckpt/bytes` of the last save; `resume/{select,verify,load,data}_s`;
-    `lost_steps`, where it is known; `goodput`.
-    """
+    """The metrics of one train(), each to be logged once when it is new; see `CheckpointMethods.checkpoint_metrics`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,10 +86,7 @@ class RunCheckpoints:
             is_sharded: rank 0 alone reads files that hold full weights.
 
         Raises:
-            ConfigError: there is none in the directory.
-            CheckpointNotFoundError, CorruptCheckpointError: the named one is incomplete; none of several is good.
-            IncompatibleCheckpointError: a newer version wrote it.
-            ProcessGroupError: another rank cannot read it.
+            ConfigError: there is none in the directory; for others see `Checkpointer.select_newest` and `open_named`.
         """
         process = self.checkpointer.process
         files = partial(files_to_read, process=process, is_sharded=is_sharded)

@@ -257,15 +257,10 @@ def load_optimizer(trainer: CheckpointingTrainer, directory: Path) -> None:
     own = io.full_optimizer_state()
     with raise_together(trainer.accelerator.process, "load_optimizer"):
         if trainer.accelerator.is_main_process:
-            state = _read_optimizer(directory, own)
+            is_full = (directory / FULL_OPTIMIZER_NAME).is_file()
+            path = directory / (FULL_OPTIMIZER_NAME if is_full else PLAIN_OPTIMIZER_NAME)
+            state = name_parameters(torch.load(path, map_location="cpu", weights_only=True), own, path)
     io.load_full_optimizer_state(state)
-
-
-def _read_optimizer(directory: Path, own: Mapping[str, Any]) -> Mapping[str, Any]:
-    path = directory / FULL_OPTIMIZER_NAME
-    if not path.is_file():
-        path = directory / PLAIN_OPTIMIZER_NAME
-    return name_parameters(torch.load(path, map_location="cpu", weights_only=True), own, path)
 
 
 def load_scheduler(trainer: CheckpointingTrainer, directory: Path) -> None:
