@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -25,16 +24,6 @@ __all__ = ["DeepSpeedCheckpointIO"]
 
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes of a dynamic loss scaler that its next values depend on."""
-
-
-def _gathered(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Context in which `tensor` is unsharded on every rank. Collective for a parameter of ZeRO-3."""
-    if not hasattr(tensor, "ds_id"):
-        return nullcontext()
-    import deepspeed
-
-    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([tensor])
-    return gathered
 
 
 class DeepSpeedCheckpointIO(BaseCheckpointIO):
@@ -69,13 +58,14 @@ class DeepSpeedCheckpointIO(BaseCheckpointIO):
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the unsharded values on rank 0, a meta tensor elsewhere. Collective."""
+        from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param
 
         full: Tensor
         if self.partitions.trained(tensor) is not None:
             full = safe_get_full_fp32_param(tensor)
         else:
-            with _gathered(tensor):
+            with GatheredParameters([tensor]):  # does nothing for a tensor that ZeRO-3 has not partitioned
                 full = tensor.detach().to("cpu", copy=True) if dist.get_rank() == 0 else tensor
         if dist.get_rank() == 0:
             return full.detach().view(self.shape_of(tensor))
@@ -95,7 +85,7 @@ class DeepSpeedCheckpointIO(BaseCheckpointIO):
                 run.within(partition).copy_(run.of_full(value))
 
     def plan_full_model_load(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Callable[[], None]:
-        """Check rank 0's full state, and return the call that loads it; see `CheckpointIO.plan_full_model_load`."""
+        """See `CheckpointIO`."""
         fill = super().plan_full_model_load(state, strict=strict)
 
         def load() -> None:
@@ -260,11 +250,7 @@ class DeepSpeedCheckpointIO(BaseCheckpointIO):
         return shards, outline
 
     def plan_optimizers(self, state: Mapping[str, Any], stored: Any, reads: PartitionReads, source: Path) -> None:
-        """Plan the reads of a state whose tensors are pending.
-
-        Raises:
-            IncompatibleCheckpointError: it was saved for other parameters or groups, or has tensors of other shapes.
-        """
+        """Plan the reads of a state whose tensors are pending; refuse tensors of other shapes than the parameters'."""
         groups = self.match_saved_groups(state, source)
         problems = []
         reads.replaces_state = True
@@ -288,12 +274,7 @@ class DeepSpeedCheckpointIO(BaseCheckpointIO):
     # --- other formats -------------------------------------------------------------------------------
 
     def load_engine_files(self, directory: Path) -> None:
-        """Load the files of the engine's own `save_checkpoint`, as transformers' Trainer calls it. Collective.
-
-        Raises:
-            IncompatibleCheckpointError: another number of ranks wrote them.
-            CheckpointNotFoundError: the engine finds none there.
-        """
+        """Load the files of the engine's own `save_checkpoint`, as transformers' Trainer calls it. Collective."""
         written, ranks = len(list(directory.glob("global_step*/*_optim_states.pt"))), dist.get_world_size()
         if written != ranks:
             raise IncompatibleCheckpointError(
@@ -309,22 +290,14 @@ class DeepSpeedCheckpointIO(BaseCheckpointIO):
             )
 
     def save_sharded_optimizer(self, path: Path) -> None:
-        """Refuse: torch.distributed.checkpoint does not know the engine's partitions.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refuse: torch.distributed.checkpoint does not know the engine's partitions."""
         raise ConfigError(
             "the state of a DeepSpeed engine cannot be written as a torch.distributed.checkpoint directory; save it in "
             "the engine's own format, or as a full state"
         )
 
     def load_sharded_optimizer(self, path: Path) -> None:
-        """Refuse, as `save_sharded_optimizer` does.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refuse, as `save_sharded_optimizer` does."""
         raise ConfigError(
             f"{path} is a torch.distributed.checkpoint directory, which a DeepSpeed engine cannot read; load it with "
             "strategy 'fsdp2', and save a full state there"

@@ -5,8 +5,8 @@ Nothing here needs DeepSpeed to be installed; where it is, its own models say wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, Literal
 
@@ -48,10 +48,15 @@ _SECTIONS = {
     "optimizer": ("params",),
     "scheduler": ("params",),
 }
-_TYPES: Mapping[str, tuple[tuple[str, ...], ModuleType]] = {
+_TYPES: Mapping[str, tuple[Sequence[str], ModuleType]] = {
     "optimizer": (OPTIMIZER_TYPES, torch.optim),
     "scheduler": (tuple(SCHEDULER_PARAMS), torch.optim.lr_scheduler),
 }
+_STAND_INS = {
+    "optimizer": ("DummyOptim", "a torch optimizer"),
+    "scheduler": ("DummyScheduler", "a torch scheduler or DummyScheduler(lr_scheduler_callable=...)"),
+}
+"""Of an object that the configuration describes: the class to pass for it, and alternatives that need no section."""
 _DEVICES = ("none", "cpu", "nvme")
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
@@ -183,12 +188,6 @@ def resolve_engine_config(block: Mapping[str, Any], *, facts: Facts, partial: bo
     return EngineConfig(stage, resolver.data, stage == 3 and resolver.builds_in_pieces)
 
 
-def _same(value: Any, other: Any) -> bool:
-    if isinstance(value, list | tuple) and isinstance(other, list | tuple):
-        return list(value) == list(other)
-    return bool(value == other)
-
-
 def _complete(micro: int | None, steps: int | None, world_size: int, total: int | None) -> tuple[int, int]:
     """Return the rows of a micro-batch and the accumulation steps; of an unknown one, as many as `total` needs."""
     if total is None:
@@ -198,18 +197,8 @@ def _complete(micro: int | None, steps: int | None, world_size: int, total: int 
     return micro, steps or max(1, total // (micro * world_size))
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 class _Resolver:
-    """One resolution; `resolve` once, then `data` is complete if `problems` is empty.
-
-    Attributes:
-        data: the configuration; in the end, the engine's.
-        problems: one line for each thing that is wrong.
-        builds_in_pieces: whether the block asks for `deepspeed.zero.Init`.
-    """
+    """One resolution: after `resolve`, `data` is the engine's configuration, unless there are `problems`."""
 
     def __init__(self, block: EngineBlock, facts: Facts, *, partial: bool) -> None:
         self.data = block.data
@@ -253,30 +242,33 @@ class _Resolver:
         )
 
     def _section(self, path: str) -> dict[str, Any]:
-        """Return the section at a dotted path; an empty one when there is none."""
-        found = get_key(self.data, path)
+        """Return the section at a dotted path, "" for all; an empty one when there is none."""
+        found = get_key(self.data, path) if path else self.data
         return found if isinstance(found, dict) else {}
 
     def _fill(self, path: str, fact: Fact | None, way_out: str) -> None:
         """Put a fact where "auto" stands, and compare it with a value that stands there."""
         section, _, name = path.rpartition(".")
-        node = self._section(section) if section else self.data
-        if node.get(name) == AUTO:
-            if fact is None:
+        node = self._section(section)
+        if fact is None:
+            if node.get(name) == AUTO:
                 self._unresolved(path, way_out)
                 del node[name]
-            else:
-                node[name] = list(fact.value) if isinstance(fact.value, tuple) else fact.value
-        elif node.get(name) is None or fact is None or fact.is_default:
             return
-        elif not _same(node[name], fact.value):
+        value = list(fact.value) if isinstance(fact.value, tuple) else fact.value
+        if node.get(name) == AUTO:
+            node[name] = value
+        elif node.get(name) not in (None, value) and not fact.is_default:
             self._conflict(path, fact)
 
     def _unknown(self) -> None:
         if not any(unknown_keys(self.data)):
             return
         # A newer release may know more than the tables; it is asked only where that matters, its import takes seconds.
-        for path, start, end in unknown_keys(self.data, installed_keys() if is_installed() else KNOWN_KEYS):
+        self._refuse_unknown("", installed_keys() if is_installed() else KNOWN_KEYS)
+
+    def _refuse_unknown(self, section: str, keys: Mapping[str, Any]) -> None:
+        for path, start, end in unknown_keys(self._section(section), keys, section):
             self.problems.append(f"{start} {path!r}{self._at(path)}{end}")
 
     def _sections(self) -> None:
@@ -284,7 +276,7 @@ class _Resolver:
         if "bfloat16" in self.data:
             self.data.setdefault("bf16", self.data.pop("bfloat16"))
         for section, names in _SECTIONS.items():
-            node = self._section(section) if section else self.data
+            node = self._section(section)
             for name in [name for name in names if name in node]:
                 if node[name] is None:
                     del node[name]
@@ -333,7 +325,7 @@ class _Resolver:
         """Return a number of the block, or the run's; None when neither is known."""
         value = self.data.get(path)
         if value not in (None, AUTO):
-            if not _is_count(value):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 self._wrong(path, 'a whole number of at least 1, or "auto"')
                 return None
             if fact is not None and not fact.is_default and fact.value != value:
@@ -376,7 +368,7 @@ class _Resolver:
     def _clipping(self) -> None:
         fact = self.facts.max_grad_norm
         if fact is not None:
-            fact = Fact(fact.value or 0.0, fact.where, fact.is_default)
+            fact = replace(fact, value=fact.value or 0.0)
         value = self.data.setdefault("gradient_clipping", AUTO)
         if value != AUTO and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
             self._wrong("gradient_clipping", 'a number of at least 0 (0 does not clip), or "auto"')
@@ -403,25 +395,24 @@ class _Resolver:
 
     def _optimizer(self) -> None:
         given = self.facts.given_optimizer
-        if "optimizer" in self.data:
-            kind = self._described("optimizer", "DummyOptim", given)
-            self._params("optimizer", OPTIMIZER_PARAMS.get(str(kind).lower()))
-            for name in list(self._section("optimizer.params")):
-                fact = self.facts.optimizer.get(name)
-                self._fill(f"optimizer.params.{name}", fact, "write a value, or pass DummyOptim with it")
-            return
-        if given == "dummy":
-            self.problems.append(
-                "a DummyOptim was given, and the DeepSpeed configuration has no 'optimizer' section for it to stand "
-                "for; add the section, or pass a torch optimizer"
-            )
-        if given == "torch" and self._section("zero_optimization").get("stage", 0):
+        if self._is_described("optimizer", given):
+            kind = str(self.data["optimizer"].get("type")).lower()
+            self._fill_params("optimizer", OPTIMIZER_PARAMS.get(kind), self.facts.optimizer)
+        elif given == "torch" and self._section("zero_optimization").get("stage", 0):
             self.data.setdefault("zero_allow_untested_optimizer", True)
             if get_key(self.data, "zero_optimization.offload_optimizer.device", "none") != "none":
                 self.data.setdefault("zero_force_ds_cpu_optimizer", False)
 
-    def _described(self, section: str, dummy: str, given: str) -> str | None:
-        """Check a section that describes an object against the object that the user gives, and return its type."""
+    def _is_described(self, section: str, given: str) -> bool:
+        """Whether there is a section that describes an object; it is checked against the object that the user gives."""
+        dummy, alternatives = _STAND_INS[section]
+        if section not in self.data:
+            if given == "dummy":
+                self.problems.append(
+                    f"a {dummy} was given, and the DeepSpeed configuration has no {section!r} section for it to stand "
+                    f"for; add the section, or pass {alternatives}"
+                )
+            return False
         if given == "torch":
             self.problems.append(
                 f"the DeepSpeed configuration has a section {section!r}{self._at(section)}, and a torch {section} was "
@@ -434,36 +425,27 @@ class _Resolver:
         elif kind.lower() not in map(str.lower, own) and not hasattr(torchs, kind):
             hint = did_you_mean(kind, [*own, *(name for name in dir(torchs) if name[:1].isupper())])
             self._wrong(f"{section}.type", f"one of {', '.join(own)}, or one of {torchs.__name__}{hint}")
-        return kind if isinstance(kind, str) else None
+        return True
 
-    def _params(self, section: str, keys: Mapping[str, Any] | None) -> None:
-        if keys is None:
-            return
-        for path, start, end in unknown_keys(self._section(f"{section}.params"), keys, f"{section}.params"):
-            self.problems.append(f"{start} {path!r}{self._at(path)}{end}")
+    def _fill_params(self, section: str, keys: Mapping[str, Any] | None, facts: Mapping[str, Fact]) -> None:
+        path, (dummy, _) = f"{section}.params", _STAND_INS[section]
+        if keys is not None:
+            self._refuse_unknown(path, keys)
+        for name in list(self._section(path)):
+            self._fill(f"{path}.{name}", facts.get(name), f"write a value, or pass {dummy} with it")
 
     def _scheduler(self) -> None:
-        given = self.facts.given_scheduler
-        if "scheduler" not in self.data:
-            if given == "dummy":
-                self.problems.append(
-                    "a DummyScheduler was given, and the DeepSpeed configuration has no 'scheduler' section for it to "
-                    "stand for; add the section, or pass a torch scheduler or DummyScheduler(lr_scheduler_callable=...)"
-                )
+        if not self._is_described("scheduler", self.facts.given_scheduler):
             return
-        kind = self._described("scheduler", "DummyScheduler", given)
-        self._params("scheduler", SCHEDULER_PARAMS.get(str(kind)))
         known = {"warmup_min_lr": Fact(0, "nobody", is_default=True), **self.facts.scheduler}
         rate = get_key(self.data, "optimizer.params.lr")
         if "lr" in self.facts.optimizer:
             known.setdefault("warmup_max_lr", self.facts.optimizer["lr"])
         elif isinstance(rate, float):
             known.setdefault("warmup_max_lr", Fact(rate, "optimizer.params.lr", is_default=True))
-        for name in list(self._section("scheduler.params")):
-            fact = known.get(name)
-            if name == "warmup_num_steps" and fact is not None:
-                fact = Fact(max(1, fact.value), fact.where, fact.is_default)  # DeepSpeed refuses 0
-            self._fill(f"scheduler.params.{name}", fact, "write a value, or pass DummyScheduler with it")
+        if (steps := known.get("warmup_num_steps")) is not None:
+            known["warmup_num_steps"] = replace(steps, value=max(1, steps.value))  # DeepSpeed refuses 0
+        self._fill_params("scheduler", SCHEDULER_PARAMS.get(str(self.data["scheduler"].get("type"))), known)
 
     def _buckets(self) -> None:
         """Derive the sizes that follow from the model's width, as Hugging Face's configurations expect."""

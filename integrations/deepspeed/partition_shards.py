@@ -19,7 +19,7 @@ from torch import Tensor
 
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.boxes import Box, balance_bytes
-from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
+from accel_trainer.checkpoint.format.safetensors_file import LazyRead
 from accel_trainer.checkpoint.shards import StoredShards
 from accel_trainer.integrations.deepspeed.partitions import Partitions, Run, RunBox, opened_partition, unsharded_shape
 from accel_trainer.strategies.parameter_state.base_io import PendingTensor, Reads
@@ -28,26 +28,13 @@ from accel_trainer.tree import leaves, map_leaves
 __all__ = ["PartitionReads", "PartitionShards"]
 
 
-class _BoxOfRun:
-    """A box of a tensor that is read out of the engine when it is written."""
-
-    def __init__(self, dtype: torch.dtype, own: RunBox, read: Callable[[], Tensor]) -> None:
-        self.dtype = dtype
-        self.shape = own.box.sizes
-        self._own = own
-        self._read = read
-
-    def __call__(self) -> Tensor:
-        return self._own.within(self._read())
-
-
 class PartitionShards:
     """This rank's runs of tensors, and its share of those that every rank holds."""
 
     def __init__(self, partitions: Partitions, ranks: Sequence[int]) -> None:
         self._partitions = partitions
         self._ranks = ranks
-        self._files: list[tuple[dict[str, Tensor | LazyTensor], dict[str, Any]]] = []
+        self._files: list[tuple[dict[str, Tensor | LazyRead], dict[str, Any]]] = []
 
     def add_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Add parameters and buffers, in the optimizer's type where it updates them."""
@@ -65,7 +52,7 @@ class PartitionShards:
         """Add a run of a tensor, each of its boxes in a file of its own; `read` returns its elements, flat."""
         for number, own in enumerate(run.boxes()):
             tensors, slices = self._file(number)
-            tensors[name] = _BoxOfRun(dtype, own, read)
+            tensors[name] = LazyRead(dtype, own.box.sizes, partial(_read_box, own, read))
             if own.box != Box.full(run.shape):
                 slices[name] = (run.shape, own.box.offsets)
 
@@ -77,7 +64,7 @@ class PartitionShards:
         if own:
             self._file(0)[0].update(own)
 
-    def _file(self, number: int) -> tuple[dict[str, Tensor | LazyTensor], dict[str, Any]]:
+    def _file(self, number: int) -> tuple[dict[str, Tensor | LazyRead], dict[str, Any]]:
         while len(self._files) <= number:
             self._files.append(({}, {}))
         return self._files[number]
@@ -94,6 +81,10 @@ class PartitionShards:
             if tensors:
                 index = dist.get_rank() + number * dist.get_world_size()
                 staged.write_tensors(f"{prefix}.{index:05d}.safetensors", tensors, slices=slices)
+
+
+def _read_box(own: RunBox, read: Callable[[], Tensor]) -> Tensor:
+    return own.within(read())
 
 
 def _read_frozen(tensor: Tensor, run: Run) -> Tensor:
@@ -193,18 +184,14 @@ class PartitionReads(Reads):
                 if reads.values:
                     self._partitions.update_model_from(index)
                 if self.replaces_state:
-                    self._replace(state, flat, reads)
+                    shared = {key: read(None) for key, read in reads.shared.items()}
+                    # Zeros stay for parameters without a state yet, and in the padding.
+                    self._partitions.reset_state(state, flat, reads.state, shared)
+                    for key, fills in reads.state.items():
+                        for fill in fills:
+                            fill(state[key])
         for finish in self._last:
             finish()
-
-    def _replace(self, state: dict[str, Any], flat: Tensor, reads: _FlatReads) -> None:
-        """Put the saved state in place of the optimizer's."""
-        # Zeros stay for parameters without a state yet, and in the padding.
-        shared = {key: read(None) for key, read in reads.shared.items()}
-        self._partitions.reset_state(state, flat, reads.state, shared)
-        for key, fills in reads.state.items():
-            for fill in fills:
-                fill(state[key])
 
 
 def _fill_partition(fill: Fill, parameter: Tensor) -> None:

@@ -95,11 +95,7 @@ class Partitions:
 
     @contextmanager
     def opened(self, index: int, *, changes: bool = False) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Give a flat partition and the optimizer's state for it, read from disk where they are offloaded to one.
-
-        Args:
-            changes: whether changes of this block are written back to that disk.
-        """
+        """Give a flat partition and the optimizer's state for it; where offloaded to disk, `changes` go back there."""
         zero = self._zero
         is_swapped = bool(getattr(zero, "swap_optimizer", False)) and zero._swappable_optimizer_subgroup(index)
         if is_swapped:
@@ -242,11 +238,7 @@ def _run_of(parameter: Any, index: int = -1, offset: int = 0) -> Run:
 
 @contextmanager
 def opened_partition(parameter: Any, *, changes: bool = False) -> Iterator[Tensor]:
-    """Give this rank's partition of a parameter of ZeRO-3, flat, read from disk where it is offloaded to one.
-
-    Args:
-        changes: whether changes of this block are written back to that disk.
-    """
+    """Give this rank's flat partition of a parameter of ZeRO-3; where offloaded to disk, `changes` go back there."""
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
     is_swapped = parameter.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE

@@ -9,7 +9,7 @@ import io
 import logging as std_logging
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_trainer.errors import ConfigError, MissingExtraError
@@ -91,16 +91,21 @@ def check_can_start(process: ProcessContext, engine_config: Mapping[str, Any]) -
             "not set it; set it on each rank (for srun: `export LOCAL_RANK=$SLURM_LOCALID` in what srun starts), or "
             "start the script with torchrun"
         )
-    _check_build_tools(process, engine_config, environ)
-    _check_disk(engine_config)
+    zero = engine_config.get("zero_optimization", {})
+    devices = [(zero.get(name) or {}).get("device") for name in ("offload_optimizer", "offload_param")]
+    ops = ["its shared-memory collectives for the CPU"] if process.device.type == "cpu" else []
+    if "optimizer" in engine_config and "cpu" in devices or "nvme" in devices:
+        ops.append("its optimizer for the CPU")
+    if ops:
+        _check_build_tools(" and ".join(ops), environ.get("CXX", "c++"))
+    if "nvme" in devices and ctypes.util.find_library("aio") is None:
+        raise ConfigError(
+            "strategy 'deepspeed' offloads to NVMe through libaio, which is not on this machine; install it (for "
+            "Debian: `apt-get install libaio-dev`), or offload to 'cpu'"
+        )
 
 
-def _check_build_tools(process: ProcessContext, engine_config: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-    needed_for = _compiled_ops(process, engine_config)
-    if not needed_for:
-        return
-    reason = " and ".join(needed_for)
-    compiler = environ.get("CXX", "c++")
+def _check_build_tools(reason: str, compiler: str) -> None:
     if shutil.which(compiler) is None:
         raise ConfigError(
             f"strategy 'deepspeed' compiles {reason} at first use, and there is no C++ compiler {compiler!r} on the "
@@ -111,30 +116,6 @@ def _check_build_tools(process: ProcessContext, engine_config: Mapping[str, Any]
             f"strategy 'deepspeed' compiles {reason} at first use, and there is no 'ninja' on the PATH; run "
             "`pip install ninja`, and start the script with that environment's bin folder on the PATH"
         )
-
-
-def _check_disk(engine_config: Mapping[str, Any]) -> None:
-    if "nvme" not in _offload_devices(engine_config):
-        return
-    if ctypes.util.find_library("aio") is None:
-        raise ConfigError(
-            "strategy 'deepspeed' offloads to NVMe through libaio, which is not on this machine; install it (for "
-            "Debian: `apt-get install libaio-dev`), or offload to 'cpu'"
-        )
-
-
-def _offload_devices(engine_config: Mapping[str, Any]) -> list[Any]:
-    zero = engine_config.get("zero_optimization", {})
-    return [(zero.get(name) or {}).get("device") for name in ("offload_optimizer", "offload_param")]
-
-
-def _compiled_ops(process: ProcessContext, engine_config: Mapping[str, Any]) -> list[str]:
-    """Name the ops that the engine will compile on this machine."""
-    ops = ["its shared-memory collectives for the CPU"] if process.device.type == "cpu" else []
-    devices = _offload_devices(engine_config)
-    if "optimizer" in engine_config and "cpu" in devices or "nvme" in devices:
-        ops.append("its optimizer for the CPU")
-    return ops
 
 
 def join_engine_group(deepspeed: Any, process: ProcessContext) -> None:
@@ -152,31 +133,17 @@ def join_engine_group(deepspeed: Any, process: ProcessContext) -> None:
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
         set_accelerator(CPU_Accelerator())
-    _check_device(process)
-    if not deepspeed.comm.is_initialized():
-        with _without_prints():
-            deepspeed.init_distributed(
-                dist_backend=get_accelerator().communication_backend_name(), auto_mpi_discovery=False, verbose=False
-            )
-
-
-@contextlib.contextmanager
-def _without_prints() -> Iterator[None]:
-    """Keep the engine's prints, of every rank, out of the user's output; a failure raises."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
-
-
-def _check_device(process: ProcessContext) -> None:
-    """Refuse an accelerator of the engine that is not the job's: models would go to another kind of device."""
-    from deepspeed.accelerator import get_accelerator
-
     kind = get_accelerator().device_name()
     if kind != process.device.type:
         raise ConfigError(
             f"this job runs on {process.device.type}, and DeepSpeed has chosen {kind!r} (see DS_ACCELERATOR in the "
             "environment); take DS_ACCELERATOR out, or run on that device"
         )
+    if not deepspeed.comm.is_initialized():
+        with contextlib.redirect_stdout(io.StringIO()):  # every rank would print; a failure raises
+            deepspeed.init_distributed(
+                dist_backend=get_accelerator().communication_backend_name(), auto_mpi_discovery=False, verbose=False
+            )
 
 
 def forget_module(module: nn.Module) -> None:

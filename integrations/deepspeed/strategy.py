@@ -148,7 +148,11 @@ class DeepSpeedStrategy(BaseStrategy):
         config = _resolve_job(job, process)
         deepspeed = start_engine(process, config.data)
         if not job.optimizers and config.stage < 3:
-            return _evaluation_unit(job, precision, process)
+            place(job.model, job, process)
+            apply_autocast(job.model, precision)
+            if process.is_distributed:
+                broadcast_module_states(job.model, process.device)
+            return EvaluationUnit(job.model, job.model, job.loss_scale)
         optimizer = job.optimizers[0] if job.optimizers else None
         groups = _group_names(job.model, optimizer)
         placeholder = optimizer if isinstance(optimizer, OptimizerPlaceholder) else None
@@ -220,21 +224,16 @@ def _resolve(
 ) -> EngineConfig:
     """Return the engine's configuration, filled with values of the run; `partial` before there is a job."""
     config = resolved.config
-    # 1 without a loader: the engine only reports by the size of a batch, and divides nothing by it.
-    rows = Fact(micro_batch_size or 1, "the prepared data loader", is_default=True)
+
+    def fact(name: str, value: Any) -> Fact:
+        return Fact(value, resolved.describe(name), is_default=not resolved.is_set(name))
+
     facts = Facts(
         world_size=process.world_size,
-        micro_batch_size=rows,
-        accumulation_steps=Fact(
-            config.accumulation.num_steps,
-            resolved.describe("accumulation.num_steps"),
-            is_default=not resolved.is_set("accumulation.num_steps"),
-        ),
-        precision=Fact(
-            str(config.mixed_precision),
-            resolved.describe("mixed_precision"),
-            is_default=not resolved.is_set("mixed_precision"),
-        ),
+        # 1 without a loader: the engine only reports by the size of a batch, and divides nothing by it.
+        micro_batch_size=Fact(micro_batch_size or 1, "the prepared data loader", is_default=True),
+        accumulation_steps=fact("accumulation.num_steps", config.accumulation.num_steps),
+        precision=fact("mixed_precision", str(config.mixed_precision)),
         origins=resolved.block_origins(),
         **known,
     )
@@ -313,12 +312,3 @@ def _cast(data: Any, dtype: torch.dtype) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
 
     return map_leaves(cast, data, is_leaf=lambda node: isinstance(node, torch.Tensor))
-
-
-def _evaluation_unit(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> EvaluationUnit:
-    """Replicate a model for evaluation, at a stage that does not shard parameters. Collective."""
-    place(job.model, job, process)
-    apply_autocast(job.model, precision)
-    if process.is_distributed:
-        broadcast_module_states(job.model, process.device)
-    return EvaluationUnit(job.model, job.model, job.loss_scale)

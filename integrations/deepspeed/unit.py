@@ -35,22 +35,14 @@ class EvaluationUnit(NativeUnit):
     """A model for evaluation at a stage of ZeRO that does not shard parameters; there is no engine."""
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Refuse: no gradients would be exchanged.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refuse: no gradients would be exchanged."""
         raise ConfigError(
             f"backward() was called for {type(self.module).__name__}, which was prepared without an optimizer, so that "
             "it can only be evaluated; pass model and optimizer to one prepare() call"
         )
 
     def bind_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse: the engine is built around its optimizer.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refuse: the engine is built around its optimizer."""
         raise _came_late(optimizer, self.module)
 
 
@@ -108,11 +100,7 @@ class DeepSpeedUnit(TrainUnit):
             self.set_gradient_sync(before)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Accumulate gradients of `loss`, scaled where fp16 asks for it. Collective, also within a window.
-
-        Raises:
-            ConfigError: an argument of torch's backward that the engine does not know, or there is no optimizer.
-        """
+        """Accumulate gradients of `loss`, scaled where fp16 asks for it. Collective, also within a window."""
         if unknown := sorted(kwargs.keys() - {"retain_graph"}):
             raise ConfigError(
                 f"backward() got {', '.join(unknown)}, which DeepSpeed's engine cannot pass on; it knows retain_graph"
@@ -147,11 +135,7 @@ class DeepSpeedUnit(TrainUnit):
         self._factor = factor if self._factor is None else self._factor * factor
 
     def put_gradients(self, gradients: Mapping[str, Callable[[Box], Tensor]]) -> None:
-        """Refuse gradients of another run's window.
-
-        Raises:
-            ConfigError: always; the engine has no way to take them.
-        """
+        """Refuse gradients of another run's window: the engine has no way to take them."""
         raise ConfigError(
             "the state was saved within an accumulation window of another strategy, and DeepSpeed's engine cannot take "
             "its gradients; save where sync_gradients is true"
@@ -162,9 +146,6 @@ class DeepSpeedUnit(TrainUnit):
 
         Returns:
             Scalar, NaN until the step has filled it with the norm before clipping.
-
-        Raises:
-            ConfigError: not all of the model's parameters, or a norm that the engine does not compute.
         """
         if norm_type != 2.0:
             raise ConfigError(f"norm_type is {norm_type}, and DeepSpeed computes norms of type 2 only; use norm_type=2")
@@ -185,11 +166,7 @@ class DeepSpeedUnit(TrainUnit):
         return self._norm
 
     def clip_grad_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Clamp every gradient element, parameter by parameter. Collective.
-
-        Raises:
-            ConfigError: after `clip_grad_norm`, whose bound the engine applies later, in its step.
-        """
+        """Clamp every gradient element, parameter by parameter. Collective."""
         if self._bound is not None:
             raise ConfigError(
                 "clip_grad_value_() was called after clip_grad_norm_(), and DeepSpeed applies the norm's bound in its "
@@ -200,11 +177,7 @@ class DeepSpeedUnit(TrainUnit):
         self._map_gradients(lambda gradient: gradient.clamp(-bound, bound), parameters)
 
     def step(self, closure: Callable[[], Any] | None = None, *, optimizer: Optimizer | None = None) -> StepOutcome:
-        """Clip and update; skipped, and reported so, when fp16 gradients overflowed. Collective.
-
-        Raises:
-            ConfigError: with a closure, without an optimizer, or when the last backward has not ended a window.
-        """
+        """Clip and update; skipped, and reported so, when fp16 gradients overflowed. Collective."""
         self._require_optimizer()
         if closure is not None:
             raise ConfigError(
@@ -309,14 +282,9 @@ class DeepSpeedUnit(TrainUnit):
         return schedule
 
     def bind_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse: the engine is built around its optimizer.
-
-        Raises:
-            ConfigError: always, but for the optimizer that it has.
-        """
-        if any(optimizer is own for own in self.optimizers):
-            return
-        raise _came_late(optimizer, self.module)
+        """Refuse any but the optimizer that the engine is built around."""
+        if all(optimizer is not own for own in self.optimizers):
+            raise _came_late(optimizer, self.module)
 
     def _require_optimizer(self) -> None:
         if not self.optimizers:
