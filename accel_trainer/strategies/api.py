@@ -275,11 +275,7 @@ class TrainUnit(Protocol):
         return None
 
     def put_gradients(self, gradients: Mapping[str, Callable[[Box], Tensor]]) -> None:
-        """Go on with gradients by parameter name, whose mean over ranks is that of the window.
-
-        Args:
-            gradients: returns a box of each.
-        """
+        """Go on with gradients, boxes of which are read by parameter name; their mean over ranks is the window's."""
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Bound the global norm of the gradients and return it as it was before.
@@ -292,10 +288,7 @@ class TrainUnit(Protocol):
         """Clamp every gradient element to [-clip_value, clip_value]."""
 
     def step(self, closure: Callable[[], Any] | None = None, *, optimizer: Optimizer | None = None) -> StepOutcome:
-        """Update the parameters of an optimizer. Collective where the engine communicates in its step.
-
-        Args:
-            optimizer: which; None where the unit has one only.
+        """Update the parameters of an optimizer, by default of the only one. Collective where its engine communicates.
 
         Raises:
             ConfigError: the unit has no optimizer, or several and none is named.
@@ -331,11 +324,7 @@ class TrainUnit(Protocol):
         """Return the reader and writer of this unit's state: the model's, and that of the optimizers for it."""
 
     def local_bytes(self, *, in_window: bool = False) -> int:
-        """Return about how many bytes this rank writes when the unit is saved. Not collective.
-
-        Args:
-            in_window: with the gradients of an accumulation window that is open.
-        """
+        """Return about how many bytes this rank writes to save the unit, with gradients `in_window`. Not collective."""
         return 0
 
     def release(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,19 +38,9 @@ def apply_compile(model: nn.Module, config: CompileConfig, backend_options: Mapp
         options["options"] = dict(backend_options)
     blocks = repeated_blocks(model) if config.regional else []
     for target in blocks or [model]:
-        _compile_call(target, options)
-
-
-def _compile_call(module: nn.Module, options: Mapping[str, Any]) -> None:
-    if type(module).forward.__module__.startswith("torch.nn."):
-        # Dynamo looks into no frame of torch.nn: nn.Sequential(...).compile() compiles nothing, without a word.
-        compile_call(module, lambda call: torch.compile(_with_frame(call), **options))
-    else:
-        module.compile(**options)
-
-
-def _with_frame(call: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    return run
+        if type(target).forward.__module__.startswith("torch.nn."):
+            # Dynamo looks into no frame of torch.nn: nn.Sequential(...).compile() compiles nothing, without a word.
+            # The inner lambda is a frame that it looks into.
+            compile_call(target, lambda call: torch.compile(lambda *args, **kw: call(*args, **kw), **options))
+        else:
+            target.compile(**options)

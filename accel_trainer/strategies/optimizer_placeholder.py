@@ -60,11 +60,7 @@ class OptimizerPlaceholder(Optimizer):
         self.defaults = real.defaults
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Refuse: the engine steps.
-
-        Raises:
-            ConfigError: always; the optimizer that `prepare` returned steps through the engine.
-        """
+        """Refuse: the optimizer that `prepare` returned steps through the engine."""
         raise ConfigError(
             "step() was called on the placeholder for the engine's optimizer; call it on the optimizer that prepare() "
             "returned"

@@ -152,11 +152,7 @@ class NativeUnit(TrainUnit):
             each.zero_grad(set_to_none)
 
     def bind_optimizer(self, optimizer: Optimizer) -> None:
-        """Take an optimizer that holds parameters of this module.
-
-        Raises:
-            ConfigError: it holds none, or another optimizer has one of them.
-        """
+        """Take an optimizer that holds parameters of this module."""
         if optimizer in self.optimizers:
             return
         known = self.known_parameters()

@@ -227,11 +227,7 @@ def _check(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -
 
 
 def _select_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> _Selection:
-    """Select the model's units of sharding, and its unsharded modules and parameters. Changes nothing.
-
-    Raises:
-        ConfigError: the options do not fit the model, or each other.
-    """
+    """Select the model's units of sharding, and its unsharded modules and parameters. Changes nothing."""
     model = job.model
     _require_autocast(precision)
     if next(model.parameters(), None) is None:
@@ -273,11 +269,7 @@ def _set_prefetch(model: nn.Module, blocks: Sequence[nn.Module], config: FSDPCon
 
 
 def _count_replicas(config: FSDPConfig, process: ProcessContext) -> int:
-    """Return the number of replicas of the sharded model.
-
-    Raises:
-        ConfigError: one replica on each node was asked for, and nodes hold different numbers of processes.
-    """
+    """Return the number of replicas of the sharded model."""
     if not config.replicate_per_node:
         return config.replicate_size
     if process.world_size % process.local_world_size:

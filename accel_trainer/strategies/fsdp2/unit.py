@@ -98,12 +98,7 @@ class FSDP2Unit(NativeUnit):
         return replaced | super().known_parameters()
 
     def bind_optimizer(self, optimizer: Optimizer) -> None:
-        """Take the optimizer; one built before sharding is pointed to the sharded parameters by name.
-
-        Raises:
-            ConfigError: it already holds state, which belongs to tensors that are gone, holds none of this model's
-                parameters, or another optimizer has one of them.
-        """
+        """Take the optimizer; one built before sharding, and new, is pointed to the sharded parameters by name."""
         known = self.known_parameters()
         if any(known.get(id(p), p) is not p for p in parameters_of(optimizer)):
             check_optimizer_is_new(optimizer, known)
@@ -125,9 +120,6 @@ def check_optimizer_is_new(optimizer: Optimizer, known: Mapping[int, nn.Paramete
 
     Args:
         known: the model's parameters, by the id of every tensor that stands for one.
-
-    Raises:
-        ConfigError: the optimizer already holds state for some of them.
     """
     held = sum(id(parameter) in known for parameter in optimizer.state)
     if held:
@@ -288,10 +280,11 @@ class SavePretrained:
                 f"{type(self.model).__name__} is sharded, and its save_pretrained() has no `state_dict` argument for "
                 "the gathered weights; use accelerator.save_model(model, directory)"
             )
+        target = next(iter(call.arguments.values()), None)
         with raise_together(self.process, "save_pretrained"):
             call.arguments["state_dict"] = gather_to_file(
                 TorchCheckpointIO(self.model).lazy_model_state(),
-                _path_of(next(iter(call.arguments.values()), None)),
+                Path(target if isinstance(target, (str, os.PathLike)) else tempfile.gettempdir()),
                 writes=self.process.is_main,
             )
         if "is_main_process" in self.__signature__.parameters:
@@ -299,8 +292,3 @@ class SavePretrained:
         # Also the barrier behind which every rank may read the files.
         with raise_together(self.process, "save_pretrained"):
             return save(self.model, *call.args, **call.kwargs)
-
-
-def _path_of(target: Any) -> Path:
-    """Return `target`; the directory for temporary files where it is no path."""
-    return Path(target if isinstance(target, (str, os.PathLike)) else tempfile.gettempdir())

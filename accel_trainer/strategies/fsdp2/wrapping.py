@@ -30,11 +30,7 @@ logger = logging.get_logger(__name__)
 
 
 def _blocks_by_class(model: nn.Module, class_names: Iterable[str], origin: str) -> list[nn.Module]:
-    """Return the submodules of the named classes.
-
-    Raises:
-        ConfigError: a name matches no submodule; the message names the classes that are there.
-    """
+    """Return the submodules of the named classes."""
     present = {type(module).__name__ for module in model.modules()}
     for name in class_names:
         if name not in present:
@@ -47,13 +43,10 @@ def _blocks_by_class(model: nn.Module, class_names: Iterable[str], origin: str) 
     return [module for module in model.modules() if type(module).__name__ in wanted]
 
 
-def _declared_blocks(model: nn.Module) -> list[str]:
-    """Return the class names in the `_no_split_modules` of the model and its submodules that occur in it."""
-    declared: set[str] = set()
-    for module in model.modules():
-        declared.update(getattr(module, "_no_split_modules", None) or ())
-    present = {type(module).__name__ for module in model.modules()}
-    return sorted(declared & present)
+def _declared_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the submodules of the classes in the `_no_split_modules` of the model and its submodules."""
+    declared = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    return [module for module in model.modules() if type(module).__name__ in declared]
 
 
 def _blocks_by_function(model: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
@@ -82,11 +75,6 @@ def _blocks_by_function(model: nn.Module, policy: Callable[..., bool]) -> list[n
     return chosen
 
 
-def _is_large(min_num_params: int, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """Whether a module holds enough parameters that are in no deeper unit; every module is gone into."""
-    return recurse or nonwrapped_numel >= min_num_params
-
-
 def find_blocks(model: nn.Module, resolved: Resolved, policy: WrapPolicyFunction | None) -> list[nn.Module]:
     """Return the submodules to shard as units of their own, in the order of `model.modules()`, without the root.
 
@@ -101,11 +89,14 @@ def find_blocks(model: nn.Module, resolved: Resolved, policy: WrapPolicyFunction
     elif config.wrap_policy == WrapPolicy.NONE:
         chosen = []
     elif config.wrap_policy == WrapPolicy.SIZE:
-        chosen = _blocks_by_function(model, partial(_is_large, config.min_num_params))
+        # Enough parameters that are in no deeper unit; every module is gone into.
+        chosen = _blocks_by_function(
+            model, lambda module, recurse, nonwrapped_numel: recurse or nonwrapped_numel >= config.min_num_params
+        )
     elif config.wrap_classes:
         chosen = _blocks_by_class(model, config.wrap_classes, resolved.describe("fsdp.wrap_classes"))
     else:
-        chosen = _blocks_by_class(model, _declared_blocks(model), "model._no_split_modules")
+        chosen = _declared_blocks(model)
     picked = {id(module) for module in chosen}
     # ModuleList and ModuleDict have no forward, so a unit made of one would never gather its parameters.
     return [

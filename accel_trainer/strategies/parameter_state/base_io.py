@@ -24,7 +24,7 @@ from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.json_codec import decode
 from accel_trainer.checkpoint.format.manifest import Manifest, TensorEntry
 from accel_trainer.checkpoint.format.placement import local_box
-from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
+from accel_trainer.checkpoint.format.safetensors_file import LazyRead, LazyTensor
 from accel_trainer.checkpoint.reader import StoredCheckpoint
 from accel_trainer.checkpoint.shards import ShardedTensors, StoredShards
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
@@ -121,17 +121,6 @@ class Reads:
             call()
 
 
-class LazyFullTensor:
-    """A parameter or buffer that is gathered when it is called."""
-
-    def __init__(self, io: BaseCheckpointIO, tensor: Tensor) -> None:
-        self.dtype, self.shape = io.dtype_of(tensor), io.shape_of(tensor)
-        self._io, self._tensor = io, tensor
-
-    def __call__(self) -> Tensor:
-        return self._io.gather(self._tensor)
-
-
 class BaseCheckpointIO(CheckpointIO, ABC):
     """State in and out of a unit, by an engine's way to gather, fill, shard and read single tensors."""
 
@@ -225,10 +214,7 @@ class BaseCheckpointIO(CheckpointIO, ABC):
         }
 
     def full_model_state(self) -> dict[str, Tensor]:
-        """Return all parameters and persistent buffers as CPU tensors on rank 0, `{}` elsewhere. Collective.
-
-        Tied parameters share one tensor, under every name they have.
-        """
+        """See `CheckpointIO`. Tied parameters share one tensor, under every name they have."""
         is_main = current_rank() == 0
         state: dict[str, Tensor] = {}
         gathered: dict[int, Tensor] = {}
@@ -242,14 +228,12 @@ class BaseCheckpointIO(CheckpointIO, ABC):
 
     def lazy_model_state(self) -> dict[str, LazyTensor]:
         """Return tensors that are gathered when they are called; see `CheckpointIO.lazy_model_state`."""
-        lazy: dict[int, LazyTensor] = {}
-        return {name: lazy.setdefault(id(t), LazyFullTensor(self, t)) for name, t in self.model_tensors()}
+        named = list(self.model_tensors())
+        lazy = {id(t): LazyRead(self.dtype_of(t), self.shape_of(t), partial(self.gather, t)) for _, t in named}
+        return {name: lazy[id(tensor)] for name, tensor in named}
 
     def plan_full_model_load(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Callable[[], None]:
-        """Check rank 0's full state, and return the call that loads it; see `CheckpointIO.plan_full_model_load`.
-
-        A tied parameter may be stored under one of its names only.
-        """
+        """See `CheckpointIO`. A tied parameter may be stored under one of its names only."""
         own, extra, is_main = dict(self.model_tensors()), self._extra_states(), current_rank() == 0
         pairs = broadcast_object(match_model(self.module, own, state, strict, self.shape_of) if is_main else None)
         if isinstance(pairs, str):
@@ -268,11 +252,7 @@ class BaseCheckpointIO(CheckpointIO, ABC):
     # --- the optimizers ---------------------------------------------------------------------------------------------
 
     def require_optimizer(self) -> None:
-        """Refuse to go on without an optimizer.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Refuse to go on without an optimizer."""
         if not self.has_optimizer:
             raise ConfigError(f"{type(self.module).__name__} has no optimizer to save or load; pass one to prepare()")
 
@@ -286,11 +266,7 @@ class BaseCheckpointIO(CheckpointIO, ABC):
         return partial(self.load_optimizers, {**outline, "param_groups": groups}, state)
 
     def match_saved_groups(self, state: Mapping[str, Any], source: Path) -> list[Any]:
-        """Return the saved parameter groups in the order of the optimizers' own.
-
-        Raises:
-            IncompatibleCheckpointError: they have other parameters.
-        """
+        """Return the saved parameter groups in the order of the optimizers' own; refuse those of other parameters."""
         groups = match_groups(state, self.group_names())
         if isinstance(groups, str):
             raise IncompatibleCheckpointError(f"{source.absolute()}: {groups}")
@@ -335,11 +311,7 @@ class BaseCheckpointIO(CheckpointIO, ABC):
         return load
 
     def _read_outline(self, stored: StoredCheckpoint, prefix: str) -> Any:
-        """Return the content of PREFIX.json.
-
-        Raises:
-            IncompatibleCheckpointError: the state has another engine's layout.
-        """
+        """Return the content of PREFIX.json; refuse another engine's layout."""
         outline = stored.json(f"{prefix}.json")
         if outline["engine"] != _ENGINE:
             raise IncompatibleCheckpointError(
@@ -368,18 +340,13 @@ class BaseCheckpointIO(CheckpointIO, ABC):
                 reads.add_weight(shards, first_name, own[name])
 
     def _decode_optimizers(self, stored: StoredCheckpoint, outline: Any, shards: StoredShards) -> Any:
-        """Return the state that an outline of PREFIX.json describes, its tensors pending.
-
-        Raises:
-            IncompatibleCheckpointError: there is none.
-        """
+        """Return the state that an outline of PREFIX.json describes, its tensors pending."""
         if outline is None:
             raise IncompatibleCheckpointError(
                 f"{stored.path.absolute()} holds no optimizer state for {type(self.module).__name__}, which has an "
                 "optimizer; an optimizer is never reset silently: load the weights alone to start it anew"
             )
-        pending: Any = {name: PendingTensor(name) for name in shards}
-        return decode(outline, pending)
+        return decode(outline, {name: PendingTensor(name) for name in shards})  # type: ignore[misc]
 
     def files(self, manifest: Manifest, prefix: str) -> set[str]:
         """Return the files with a box that this rank holds; see `CheckpointIO.files`."""
@@ -392,11 +359,7 @@ class BaseCheckpointIO(CheckpointIO, ABC):
         return files
 
     def load_engine_files(self, directory: Path) -> None:
-        """Refuse: there is no engine with a format of its own.
-
-        Raises:
-            IncompatibleCheckpointError: always.
-        """
+        """Refuse: there is no engine with a format of its own."""
         raise IncompatibleCheckpointError(
             f"{directory} holds files of an engine, and {type(self.module).__name__} is in none; load the directory "
             "with the strategy that wrote it"

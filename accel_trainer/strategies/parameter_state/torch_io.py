@@ -53,14 +53,11 @@ class TensorShards:
 
     def write(self, staged: StagedDirectory, prefix: str) -> None:
         """Write them. Collective where a DTensor is neither sharded nor replicated, which is gathered first."""
-        boxed = {name: _boxed(tensor) for name, tensor in self._tensors.items()}
+        boxed = dict(self._tensors)
+        for name, tensor in self._tensors.items():
+            if isinstance(tensor, DTensor) and not is_sharded_or_replicated(tensor):
+                boxed[name] = tensor.full_tensor().detach()
         write_shards(staged, prefix, boxed, current_rank())
-
-
-def _boxed(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor) and not is_sharded_or_replicated(tensor):
-        return tensor.full_tensor().detach()
-    return tensor
 
 
 class TorchCheckpointIO(BaseCheckpointIO):
@@ -174,11 +171,7 @@ class TorchCheckpointIO(BaseCheckpointIO):
         return TensorShards(tensors, ranks), outline
 
     def plan_optimizers(self, state: Mapping[str, Any], stored: ShardedTensors, reads: Reads, source: Path) -> None:
-        """Plan the reads of a state whose tensors are pending.
-
-        Raises:
-            IncompatibleCheckpointError: it was saved for other parameters or groups.
-        """
+        """Plan the reads of a state whose tensors are pending."""
         groups = self.match_saved_groups(state, source)
 
         def build(entries: Mapping[Any, Any], make_for: Callable[[Any], Make]) -> dict[Any, Any]:
@@ -197,11 +190,7 @@ class TorchCheckpointIO(BaseCheckpointIO):
     # --- torch.distributed.checkpoint -------------------------------------------------------------------------------
 
     def _own_optimizers(self) -> tuple[Optimizer, ...]:
-        """Return the optimizers, as torch's own functions want them: of this module alone.
-
-        Raises:
-            ConfigError: there is none, or one of several models.
-        """
+        """Return the optimizers, as torch's own functions want them: of this module alone."""
         self.require_optimizer()
         own = {id(parameter) for parameter in self.module.parameters()}
         for optimizer in self.optimizers:
@@ -223,11 +212,7 @@ class TorchCheckpointIO(BaseCheckpointIO):
         dcp.save({"optimizer": state}, storage_writer=dcp.FileSystemWriter(path))
 
     def load_sharded_optimizer(self, path: Path) -> None:
-        """Read `optimizer` of a torch.distributed.checkpoint directory written by any number of ranks. Collective.
-
-        Raises:
-            IncompatibleCheckpointError: it was saved for other parameters or groups; nothing was loaded.
-        """
+        """Read `optimizer` of a torch.distributed.checkpoint directory written by any number of ranks. Collective."""
         self.require_optimizer()
         stored, reads = DcpDirectory(path), Reads()
         state = {"state": {}, "param_groups": [], **stored.nested("optimizer", PendingTensor)}
@@ -281,13 +266,10 @@ class _TensorOutline:
             target = torch.empty_like(parameter, dtype=self.dtype, requires_grad=False)
         else:
             # Adam's step counter stays on the CPU unless the optimizer is capturable or fused on the device.
-            target = torch.empty(self.shape, dtype=self.dtype, device=self._device(parameter))
+            on_group = dist.is_initialized() and "cpu" not in dist.get_backend_config()
+            target = torch.empty(self.shape, dtype=self.dtype, device=parameter.device if on_group else "cpu")
         _copy_from_rank_zero(target, source)
         return target
-
-    def _device(self, parameter: Tensor) -> torch.device:
-        on_group = dist.is_initialized() and "cpu" not in dist.get_backend_config()
-        return parameter.device if on_group else torch.device("cpu")
 
 
 def _set_state(optimizer: Optimizer, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
