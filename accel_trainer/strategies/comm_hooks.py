@@ -80,11 +80,7 @@ class CommHook:
         return self.hook != DDPCommunicationHookType.NO
 
     def check(self, device: torch.device) -> None:
-        """Refuse a hook that torch cannot run on `device`.
-
-        Raises:
-            ConfigError: gradients in bf16 on the CPU, whose backend torch does not let send them.
-        """
+        """Refuse a hook that torch cannot run on `device`: no backend of the CPU sends gradients in bf16."""
         if device.type == "cpu" and DDPCommunicationHookType.BF16 in (self.hook, self.wrapper):
             raise ConfigError(
                 f"comm_hook={str(self.hook)!r}, comm_wrapper={str(self.wrapper)!r}: torch sends gradients in bf16 with "

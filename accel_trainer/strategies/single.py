@@ -33,11 +33,7 @@ __all__ = ["NativeUnit", "SingleStrategy", "check_optimizers", "place", "require
 
 
 def require_values(model: nn.Module) -> None:
-    """Refuse a model on the meta device.
-
-    Raises:
-        ConfigError: there are no values to place or to shard.
-    """
+    """Refuse a model on the meta device: there are no values to place or to shard."""
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         meta = [name for name, tensor in named if tensor.is_meta]
         if meta:
@@ -54,11 +50,7 @@ def place(model: nn.Module, job: TrainJob, process: ProcessContext) -> None:
 
 
 def check_optimizers(job: TrainJob) -> None:
-    """Refuse optimizers that are not the model's, or share parameters of it.
-
-    Raises:
-        ConfigError: see `ownership`.
-    """
+    """Refuse optimizers that are not the model's, or share parameters of it."""
     known = {id(parameter): parameter for parameter in job.model.parameters()}
     for optimizer in job.optimizers:
         check_optimizer_belongs(optimizer, job.model, known)

@@ -29,11 +29,7 @@ __all__ = [
 
 
 def require_deepspeed() -> None:
-    """Refuse to go on where DeepSpeed is not installed.
-
-    Raises:
-        MissingExtraError: it is not; the message names the extra to install.
-    """
+    """Refuse to go on where DeepSpeed is not installed; the message names the extra to install."""
     if importlib.util.find_spec("deepspeed") is None:
         raise MissingExtraError(
             "strategy 'deepspeed' needs the package 'deepspeed', which is not installed; run "
@@ -61,10 +57,6 @@ def start_engine(process: ProcessContext, engine_config: Mapping[str, Any]) -> A
     """Bring DeepSpeed up in the job's process group, and return its module. Collective for the first call.
 
     Before a model is built in pieces: without it, the engine takes the job for one process.
-
-    Raises:
-        ConfigError: the engine cannot start here.
-        MissingExtraError: DeepSpeed is not installed.
     """
     deepspeed = import_deepspeed()
     check_can_start(process, engine_config)

@@ -136,11 +136,7 @@ def warn_of_one_unit(model: nn.Module, blocks: Sequence[nn.Module], resolved: Re
 
 
 def find_ignored_modules(model: nn.Module, resolved: Resolved) -> list[nn.Module]:
-    """Return the submodules whose names match `fsdp.ignored_modules`, regular expressions for the full name.
-
-    Raises:
-        ConfigError: an expression matches nothing.
-    """
+    """Return the submodules whose full names match `fsdp.ignored_modules`; refuse an expression that matches none."""
     found = []
     for pattern in resolved.config.fsdp.ignored_modules:
         origin = resolved.describe("fsdp.ignored_modules")
