@@ -45,11 +45,7 @@ class HfDeepSpeedConfig:
     """
 
     def __init__(self, config_file_or_dict: BlockSource) -> None:
-        """Read a mapping, JSON text, base64 of it, a JSON or YAML file, or a packaged name.
-
-        Raises:
-            ConfigError: it cannot be found or read.
-        """
+        """Read a mapping, JSON text, base64 of it, a JSON or YAML file, or a packaged name."""
         self.config: dict[str, Any] = read_block(block_of(config_file_or_dict)).data
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
@@ -63,11 +59,7 @@ class HfDeepSpeedConfig:
         return get_key(self.config, ds_key_long, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Remove a section or a value.
-
-        Raises:
-            ConfigError: it must exist, and does not.
-        """
+        """Remove a section or a value; a ConfigError where it must exist, and does not."""
         node, name = self.find_config_node(ds_key_long)
         if node is not None and name in node:
             del node[name]
@@ -170,17 +162,15 @@ class DeepSpeedPlugin(OptionObject):
         for name in (*FIELDS, *SHARED_KEYS, _MOE):
             value = self._given.get(name)
             if value is not None and (name in FIELDS or name == _MOE or value != _AUTO):
-                self._add(block, _BLOCK_NAMES.get(name, name), value)
+                key = _BLOCK_NAMES.get(name, name)
+                known = block.get(key)
+                if known not in (None, _AUTO, value):
+                    raise ConfigError(
+                        f"DeepSpeedPlugin({key}={value!r}): its hf_ds_config says {show(known)}; give one of the two, "
+                        'or write "auto" there'
+                    )
+                block[key] = value
         return block
-
-    def _add(self, block: dict[str, Any], name: str, value: Any) -> None:
-        known = block.get(name)
-        if known not in (None, _AUTO, value):
-            raise ConfigError(
-                f"DeepSpeedPlugin({name}={value!r}): its hf_ds_config says {show(known)}; give one of the two, or "
-                'write "auto" there'
-            )
-        block[name] = value
 
     def _show(self) -> None:
         """Set the fields to the values of the configuration."""
@@ -200,10 +190,9 @@ class DeepSpeedPlugin(OptionObject):
     def explicit(self) -> dict[str, Any]:
         """Return the options that were set, by dotted path."""
         options: dict[str, Any] = {"strategy": "deepspeed"}
-        steps = self._given["gradient_accumulation_steps"]
         if self.deepspeed_config != self._shown:
-            options["deepspeed"] = copy.deepcopy(self.deepspeed_config)
-            return options
+            return {**options, "deepspeed": copy.deepcopy(self.deepspeed_config)}
+        steps = self._given["gradient_accumulation_steps"]
         block = self._block()
         if self._given["hf_ds_config"] is None:
             block.pop("gradient_accumulation_steps", None)
@@ -214,11 +203,7 @@ class DeepSpeedPlugin(OptionObject):
         return options
 
     def refresh(self, config: RunConfig) -> None:
-        """Show the configuration of a run.
-
-        Raises:
-            ConfigError: its DeepSpeed block cannot be read.
-        """
+        """Show the configuration of a run."""
         self.deepspeed_config.clear()
         self.deepspeed_config.update(read_block(config.deepspeed).data)
         if self.deepspeed_config.get("gradient_accumulation_steps", _AUTO) == _AUTO:
@@ -226,11 +211,7 @@ class DeepSpeedPlugin(OptionObject):
         self._show()
 
     def select(self) -> None:
-        """Refused: a plugin alone cannot change which one an Accelerator uses.
-
-        Raises:
-            ConfigError: always; the message names the method that does it.
-        """
+        """Raise a ConfigError: a plugin alone cannot change which one an Accelerator uses."""
         raise ConfigError(
             "DeepSpeedPlugin.select() was called, and a plugin does not know its Accelerator; call "
             "accelerator.state.select_deepspeed_plugin(name)"
@@ -397,11 +378,7 @@ class DeepSpeedPlugins:
         return replace(resolved, config=replace(resolved.config, deepspeed=self.current.deepspeed_config))
 
     def require(self, name: str) -> DeepSpeedPlugin:
-        """Return a plugin by its name.
-
-        Raises:
-            ConfigError: there is none of that name.
-        """
+        """Return a plugin by its name; a ConfigError where there is none."""
         if name not in self.plugins:
             known = ", ".join(map(repr, self.plugins)) or "none"
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -146,11 +147,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     """A datetime.timedelta; it reaches every group of the job, on the CPU too."""
 
     def explicit(self) -> dict[str, Any]:
-        """Return the timeout, by its path.
-
-        Raises:
-            ConfigError: it is no timedelta.
-        """
+        """Return the timeout, by its path."""
         if self.timeout is not None and not isinstance(self.timeout, timedelta):
             raise ConfigError(
                 f"InitProcessGroupKwargs(timeout={self.timeout!r}) is a {type(self.timeout).__name__}; pass a "
@@ -198,7 +195,7 @@ class ProfileKwargs(KwargsHandler):
         if "schedule_option" in options:
             options["schedule"] = _schedule(options.pop("schedule_option"))
         if folder is not None:
-            options["on_trace_ready"] = _TraceWriter(Path(folder), rank, self.on_trace_ready)
+            options["on_trace_ready"] = _trace_writer(Path(folder), rank, self.on_trace_ready)
         return profiler.profile(**options)
 
 
@@ -222,23 +219,20 @@ def _schedule(options: dict[str, int]) -> Callable[[int], profiler.ProfilerActio
         ) from error
 
 
-class _TraceWriter:
-    """Writes each complete trace of a rank to a file of its own, then calls the user's callback."""
+def _trace_writer(
+    folder: Path, rank: int, callback: Callable[[profiler.profile], None] | None
+) -> Callable[[profiler.profile], None]:
+    """Return the function that writes each complete trace to a file of its own, then calls the user's callback."""
+    cycles = itertools.count()
 
-    def __init__(self, folder: Path, rank: int, callback: Callable[[profiler.profile], None] | None) -> None:
-        self.folder = folder
-        self.rank = rank
-        self.callback = callback
-        self.written = 0
+    def write(trace: profiler.profile) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        cycle = next(cycles)
+        trace.export_chrome_trace(str(folder / f"profile_{rank}{f'_{cycle}' if cycle else ''}.json"))
+        if callback is not None:
+            callback(trace)
 
-    def __call__(self, trace: profiler.profile) -> None:
-        """Write one trace."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        cycle = f"_{self.written}" if self.written else ""
-        trace.export_chrome_trace(str(self.folder / f"profile_{self.rank}{cycle}.json"))
-        self.written += 1
-        if self.callback is not None:
-            self.callback(trace)
+    return write
 
 
 @dataclass
