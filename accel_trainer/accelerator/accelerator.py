@@ -133,7 +133,9 @@ class Accelerator(
             output_dtype=self.config.output_dtype,
             autocast=self._options.autocast,
         )
-        self.scaler = self._options.build_scaler(self.process.device) if self.precision.loss_scaling else None
+        self.scaler = None
+        if self.precision.loss_scaling:
+            self.scaler = torch.amp.GradScaler(self.process.device.type, **self._options.scaler_options)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = check_rng_types(rng_types or (), self.process.device)

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from accel_trainer.config import Resolved, resolve
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin
@@ -91,11 +89,7 @@ class AcceleratorOptions:
         return options
 
     def with_plugin(self, plugin: DeepSpeedPlugin | None) -> AcceleratorOptions:
-        """Return these options and those of a plugin.
-
-        Raises:
-            ConfigError: the plugin contradicts an argument.
-        """
+        """Return these options and those of a plugin."""
         options = replace(self, explicit=dict(self.explicit))
         options._take("deepspeed_plugin", plugin, DeepSpeedPlugin)
         return options
@@ -150,20 +144,12 @@ class AcceleratorOptions:
             self._take("kwargs_handlers", handler, KwargsHandler)
 
     def check(self, resolved: Resolved, facts: Capabilities) -> None:
-        """Refuse objects that the strategy has no use for, and whose effect would be missed.
-
-        Raises:
-            ConfigError: gradients are to be sent by a hook of DDP, and something else sends them.
-        """
+        """Refuse a communication hook of DDP where something else sends the gradients."""
         if self.comm_hook is not None and facts.distributed_type not in ("NO", "MULTI"):
             raise ConfigError(
                 f"DistributedDataParallelKwargs(comm_hook={str(self.comm_hook.hook)!r}) is for strategy 'ddp', and "
                 f"{resolved.describe('strategy')} sends gradients in its own way; take comm_hook out, or use 'ddp'"
             )
-
-    def build_scaler(self, device: torch.device) -> torch.amp.GradScaler:
-        """Return the fp16 loss scaler of an Accelerator."""
-        return torch.amp.GradScaler(device.type, **self.scaler_options)
 
 
 def resolve_options(
@@ -199,11 +185,7 @@ def _check_compiles(options: AcceleratorOptions, resolved: Resolved) -> None:
 
 
 def check_num_processes(resolved: Resolved, world_size: int) -> None:
-    """Refuse a world size that the configuration contradicts.
-
-    Raises:
-        ConfigError: `launch.num_processes` is another number.
-    """
+    """Refuse a world size that the configuration contradicts."""
     stated = resolved.config.launch.num_processes
     if stated is not None and stated != world_size:
         raise ConfigError(

@@ -129,11 +129,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         return optimizer.optimizer if is_stale else optimizer
 
     def _build_placeholders(self, objects: Iterable[Any]) -> dict[int, OptimizerPlaceholder]:
-        """Return, by the id of each DummyOptim, the optimizer that takes its place.
-
-        Raises:
-            ConfigError: the strategy has no configuration of its own that could describe one.
-        """
+        """Return, by the id of each DummyOptim, the optimizer that takes its place."""
         dummies = [item for item in objects if isinstance(item, DummyOptim | DummyScheduler)]
         if dummies and not self.strategy.capabilities.describes_optimizers:
             raise ConfigError(

@@ -254,11 +254,7 @@ _made_last: weakref.WeakValueDictionary[type, Any] = weakref.WeakValueDictionary
 
 
 def _share_last(state: Any) -> None:
-    """Make `state` a view of its class's state in the Accelerator made last: a change there is one here.
-
-    Raises:
-        ConfigError: there is no Accelerator.
-    """
+    """Make `state` a view of its class's state in the Accelerator made last: a change there is one here."""
     found = _made_last.get(type(state))
     if found is None:
         raise ConfigError(
@@ -316,19 +312,11 @@ class AcceleratorState(PartialState):
         return self._engine_plugins.plugins or None
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
-        """Return a DeepSpeed plugin by its name.
-
-        Raises:
-            ConfigError: there is none of that name.
-        """
+        """Return a DeepSpeed plugin by its name; a ConfigError where there is none."""
         return self._engine_plugins.require(name)
 
     def select_deepspeed_plugin(self, name: str) -> None:
-        """Build and prepare models with another of the plugins from now on.
-
-        Raises:
-            ConfigError: there is none of that name.
-        """
+        """Build and prepare models with another of the plugins from now on; see `get_deepspeed_plugin`."""
         self._engine_plugins.require(name)
         assert self._take_plugin is not None
         self._take_plugin(name)

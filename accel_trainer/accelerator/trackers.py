@@ -40,12 +40,6 @@ class Trackers:
         project: ProjectConfiguration,
         process: ProcessContext,
     ) -> None:
-        """Choose trackers by name or class, or take them as they are.
-
-        Raises:
-            ConfigError: a name is unknown, or a tracker writes files and there is no directory.
-            MissingExtraError: a tracker's package is not installed.
-        """
         self.chosen = _choose(log_with, project.logging_dir)
         self.opened: list[GeneralTracker] = []
         """Those that this rank logs to."""
@@ -110,7 +104,10 @@ class Trackers:
         if self.chosen and not self._is_open:
             logger.warning_once("log() was called before init_trackers(): nothing is stored")
         if self.opened:
-            plain = {key: _plain(value) for key, value in values.items()}
+            plain = {
+                key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+                for key, value in values.items()
+            }
             for tracker in self.opened:
                 self._call(tracker, "log", dict(plain), step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
@@ -292,7 +289,3 @@ class AcceleratorTracking(AcceleratorSettings):
             # Nobody leaves while another rank still needs the group.
             dist.barrier()
         self.state.destroy_process_group()
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
