@@ -97,9 +97,6 @@ class AcceleratorCheckpointing(AcceleratorSettings):
 
         Files that it writes to `output_dir`, a temporary directory, become part of the checkpoint. Of a model whose
         entry it takes out of `weights` on rank 0, `save_state` leaves the weights to it.
-
-        Returns:
-            A handle with `remove()`.
         """
         return _add_hook(self._registered.save_hooks, hook)
 
@@ -107,9 +104,6 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         """Have `hook(models, input_dir)` called by `load_state`, on every rank, once the files are verified.
 
         Of a model that it takes out of `models`, `load_state` leaves the weights to it.
-
-        Returns:
-            A handle with `remove()`.
         """
         return _add_hook(self._registered.load_hooks, hook)
 
@@ -241,11 +235,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         return answer
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until a background save is complete, and raise the error that it met. Collective.
-
-        Raises:
-            ProcessGroupError: it failed on another rank.
-        """
+        """Wait until a background save is complete; raise its error, a ProcessGroupError on other ranks. Collective."""
         self._checkpointer.wait()
 
     def _state_bytes(self) -> int:

@@ -67,11 +67,7 @@ class Prepared:
         return next((prepared for prepared in self.units if prepared.unit.model is compiled), None)
 
     def get(self, item: Any) -> PreparedUnit:
-        """Return the unit of a model or optimizer.
-
-        Raises:
-            ConfigError: it was not prepared by this Accelerator.
-        """
+        """Return the unit of a model or optimizer; a ConfigError for one that this Accelerator has not prepared."""
         found = self.find(item.optimizer if isinstance(item, AcceleratedOptimizer) else item)
         if found is None:
             raise ConfigError(
@@ -184,12 +180,8 @@ def _holders_of(optimizer: Optimizer, holders: list[_Holder]) -> list[_Holder]:
     name, parameters = type(optimizer).__name__, parameters_of(optimizer)
     if not parameters and len(holders) == 1:
         return holders
-    found: set[int] = set()
-    others = 0
-    for parameter in parameters:
-        owner = next((index for index, holder in enumerate(holders) if id(parameter) in holder.known), None)
-        others += owner is None
-        found.update(() if owner is None else (owner,))
+    owners = [next((holder for holder in holders if id(each) in holder.known), None) for each in parameters]
+    found, others = [holder for holder in holders if holder in owners], owners.count(None)
     if not found:
         raise ConfigError(
             f"{name} was prepared without its model; pass both to one prepare() call, or prepare the model first"
@@ -200,7 +192,7 @@ def _holders_of(optimizer: Optimizer, holders: list[_Holder]) -> list[_Holder]:
             f"{others} of {len(parameters)} parameters of {name} belong to no prepared model ({known} are); pass the "
             "model that they are of to the same prepare() call, or build the optimizer without them"
         )
-    return [holders[index] for index in sorted(found)]
+    return found
 
 
 def _require_training(prepared: PreparedUnit, optimizer: Optimizer) -> None:

@@ -67,11 +67,7 @@ class AcceleratorStepping(AcceleratorSettings):
     _last_grad_norm: Tensor
 
     def unit_of(self, item: nn.Module | Optimizer) -> TrainUnit:
-        """Return the unit that a model or optimizer belongs to.
-
-        Raises:
-            ConfigError: it was not prepared by this Accelerator.
-        """
+        """Return the unit of a model or optimizer; a ConfigError for one that this Accelerator has not prepared."""
         return self._prepared.get(item).unit
 
     @property

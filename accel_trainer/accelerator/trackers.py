@@ -267,9 +267,6 @@ class AcceleratorTracking(AcceleratorSettings):
 
         Args:
             profile_handler: options of the trace; without it, those in `kwargs_handlers`.
-
-        Raises:
-            ConfigError: an activity or a schedule option that torch does not know.
         """
         handler = self._options.profile if profile_handler is None else profile_handler
         with handler.build(self.process.rank) as recorder:
