@@ -18,13 +18,10 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def check_optimizer_belongs(optimizer: Optimizer, module: nn.Module, known: Mapping[int, nn.Parameter]) -> None:
-    """Refuse an optimizer that has nothing to do with a module. One of several models has other parameters, too.
+    """Refuse an optimizer that has no parameter of a module. One of several models has other parameters, too.
 
     Args:
         known: the module's parameters, by the id of every tensor that stands for one.
-
-    Raises:
-        ConfigError: all of its parameters belong to something else.
     """
     parameters = parameters_of(optimizer)
     if parameters and not any(id(parameter) in known for parameter in parameters):
@@ -40,9 +37,6 @@ def check_disjoint(optimizers: Iterable[Optimizer], known: Mapping[int, nn.Param
 
     Args:
         known: parameters, by the id of every tensor that stands for one.
-
-    Raises:
-        ConfigError: a parameter is in two of them.
     """
     taken: dict[int, Optimizer] = {}
     for optimizer in optimizers:

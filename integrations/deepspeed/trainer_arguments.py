@@ -34,9 +34,7 @@ def resolve_arguments(
         given: the Trainer's arguments.
         model: for its sizes; None before there is one.
         num_steps: updates of the training. Without it, an "auto" that nothing fills yet is left out.
-        num_warmup_steps: updates of the warm-up.
         given_optimizer: "torch", "dummy" for the one that the configuration describes, "none" if unknown.
-        given_scheduler: the same for the schedule.
 
     Raises:
         ConfigError: all that is wrong in the configuration, and all its conflicts with the arguments.

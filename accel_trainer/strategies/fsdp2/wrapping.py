@@ -81,7 +81,7 @@ def find_blocks(model: nn.Module, resolved: Resolved, policy: WrapPolicyFunction
     A callable wins; then the configuration: class names, else the model's own `_no_split_modules`; by size; or none.
 
     Raises:
-        ConfigError: a class name matches nothing, or the transformer policy has no class to go by.
+        ConfigError: a class name of the configuration matches nothing.
     """
     config = resolved.config.fsdp
     if policy is not None:
