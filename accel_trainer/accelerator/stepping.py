@@ -236,8 +236,8 @@ class AcceleratorStepping(AcceleratorSettings):
         is no mean to log: for that, `reduce` sums and numbers.
 
         Collective at the end of a window, where `clip_grad_norm_` or `optimizer.step()` sum the numbers of tokens, and
-        in the first call. A rank without samples (`even_batches=False`) counts none; samples that fill up a last batch
-        (`even_batches=True`) count like others.
+        in the first call. A rank without samples counts none; samples that fill up a last batch (`even_batches=True`)
+        count like others.
 
         Args:
             loss_sum: scalar, the sum of the losses of this micro-batch's tokens on this rank.

@@ -112,8 +112,8 @@ class DataConfig:
     """A loader's batch size is the global one, cut into one slice for each rank; else it is the size on each rank."""
     dispatch_batches: bool | None = None
     """Rank 0 reads the data and sends it to the others; None lets every rank read its own shard."""
-    even_batches: bool = True
-    """Fill the last round of batches with samples from the beginning, so that all ranks take as many steps."""
+    even_batches: bool = False
+    """Fill the last round of batches with samples from the beginning; otherwise each sample counts once."""
     use_seedable_sampler: bool = True
     """Shuffle by seed and epoch, so that the order is the same for any number of ranks and after a resume."""
     data_seed: int | None = None

@@ -52,8 +52,10 @@ def test_what_one_has_prepared_follows_the_other(strategy: str, ranks: int):
 
 def test_a_loader_that_was_prepared_otherwise_is_refused():
     loader = Accelerator(cpu=True).prepare(DataLoader(torch.arange(4.0)))
-    second = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
-    with pytest.raises(ConfigError, match="was prepared with even_batches=True, and is to be prepared with even_batch"):
+    second = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=True))
+    with pytest.raises(
+        ConfigError, match="was prepared with even_batches=False, and is to be prepared with even_batch"
+    ):
         second.prepare(loader)
 
 

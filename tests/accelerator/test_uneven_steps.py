@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from accel_trainer import Accelerator
+from accel_trainer import Accelerator, DataLoaderConfiguration
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -51,14 +52,16 @@ def plain_loop() -> list[float]:
     return [value for p in model.parameters() for value in p.flatten().tolist()]
 
 
-def train_uneven(strategy: str) -> dict[str, Any]:
-    """Train in the context; return the weights, this rank's batch sizes, and the setting afterwards."""
-    accelerator = Accelerator(cpu=True, strategy=strategy)
+def train_uneven(strategy: str, is_default: bool) -> dict[str, Any]:
+    """Train by default, or filled up but for the context; return weights, batch sizes, and the setting afterwards."""
+    filled_up = None if is_default else DataLoaderConfiguration(even_batches=True)
+    accelerator = Accelerator(cpu=True, strategy=strategy, dataloader_config=filled_up)
     model, optimizer, data = build()
     loader = DataLoader(data, batch_size=4 // accelerator.num_processes)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     seen = []
-    with accelerator.join_uneven_inputs([model], even_batches=False):
+    context = nullcontext() if is_default else accelerator.join_uneven_inputs([model], even_batches=False)
+    with context:
         for x, y in loader:
             accelerator.backward(nn.functional.mse_loss(model(x), y))
             optimizer.step()
@@ -76,19 +79,20 @@ def train_uneven(strategy: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("is_default", [True, False], ids=["default", "context"])
 @pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
-def test_ranks_without_samples_take_part_and_count_nothing(strategy: str, ranks: int):
-    results = run_ranks(train_uneven, ranks, strategy)
+def test_ranks_without_samples_take_part_and_count_nothing(strategy: str, ranks: int, is_default: bool):
+    results = run_ranks(train_uneven, ranks, strategy, is_default)
     assert results[0]["weights"] == pytest.approx(plain_loop(), abs=1e-6)
     for result in results:
         assert result["sizes"] == [4, 4, 4, 1]
-        assert result["after"] is True
+        assert result["after"] is not is_default
         assert result["ready"] == list(range(8))
         assert result["gathered"] >= 8  # the last batch is lent to a rank that has none
 
 
 def test_loaders_are_left_as_they_are_unless_told(caplog: pytest.LogCaptureFixture):
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=True))
     loader, stream = accelerator.prepare(DataLoader(build()[2]), DataLoader(Stream()))
     with accelerator.join_uneven_inputs():
         assert loader.batch_sampler.even_batches

@@ -186,7 +186,7 @@ def test_out_of_order_workers_keep_the_short_batch_last(num_samples: int, prefet
 
 
 def test_split_batches_cuts_the_batch() -> None:
-    loaders = [prepare(DataLoader(Numbers(10), 4), rank, 2, split_batches=True) for rank in range(2)]
+    loaders = [prepare(DataLoader(Numbers(10), 4), rank, 2, split_batches=True, even_batches=True) for rank in range(2)]
 
     assert [batch.tolist() for batch in loaders[1]] == [[2, 3], [6, 7], [0, 1]]
     assert loaders[0].total_batch_size == 4

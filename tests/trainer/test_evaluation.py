@@ -71,12 +71,12 @@ ACCUMULATIONS: list[dict[str, Any]] = [{}, {"eval_accumulation_steps": 1}, {"eva
 
 def run_on_two(folder: str) -> dict[Any, Any]:
     """What all tests look at that needs two ranks."""
-    uneven = {"per_device_eval_batch_size": 4, "accelerator_config": {"even_batches": False}}
+    filled_up = {"per_device_eval_batch_size": 4, "accelerator_config": {"even_batches": True}}
     found: dict[Any, Any] = {
         ("ddp", 1): evaluate(folder, "ddp", per_device_eval_batch_size=1),
         ("ddp", 4): evaluate(folder, "ddp", per_device_eval_batch_size=4),
         ("fsdp", 4): evaluate(folder, "fsdp", per_device_eval_batch_size=4),
-        "uneven": evaluate(folder, "fsdp", **uneven),
+        "filled up": evaluate(folder, "fsdp", **filled_up),
         "classifier": evaluate(folder, "ddp", **CLASSIFIER),
         "steps": evaluate_in_steps(folder, "ddp"),
         "inputs": [evaluate_with_inputs(folder, "ddp", **changes) for changes in ACCUMULATIONS],
@@ -118,8 +118,8 @@ def test_three_ranks_are_exact_also_with_fewer_samples(tmp_path):
 
 
 @pytest.mark.multirank
-def test_uneven_batches_are_exact_too(on_two):
-    check(on_two[0]["uneven"])
+def test_steps_that_are_filled_up_are_exact_too(on_two):
+    check(on_two[0]["filled up"])
 
 
 @pytest.mark.multirank

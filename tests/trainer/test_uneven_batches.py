@@ -1,4 +1,4 @@
-"""Training with `even_batches=False`: a short last global batch gives the numbers of one process with the same rows."""
+"""A short last global batch gives the numbers of one process: world size is no part of the experiment."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Stream(IterableDataset):
 
 def build(output_dir: Path, *, is_stream: bool = False, dispatch_batches: bool | None = None, **job: Any) -> Any:
     """Return a Trainer with SGD, which does not enlarge rounding as AdamW does."""
-    configuration = {"even_batches": False, "dispatch_batches": dispatch_batches}
+    configuration = {"dispatch_batches": dispatch_batches}
     options = {"uneven": True, "optim": "sgd", "learning_rate": 0.1, "include_num_input_tokens_seen": "all", **job}
     trainer = build_trainer(output_dir, accelerator_config=configuration, **options)
     if is_stream:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -89,15 +91,24 @@ class TrainingArguments(transformers.TrainingArguments):
         """Resolve the configuration, then let upstream derive and check the rest."""
         environ = read_environment()
         self._check_batch_sizes()
-        self.accelerator_config = _read_accelerator_config(self.accelerator_config)
+        self.accelerator_config, given_options = _read_accelerator_config(self.accelerator_config)
         if self.eval_loss_weighting not in ("token", "batch"):
             raise ConfigError(f"eval_loss_weighting={self.eval_loss_weighting!r} is neither 'token' nor 'batch'")
+        if getattr(self, "parallelism_config", None) is not None:
+            raise ConfigError(
+                "parallelism_config asks for tensor, context or pipeline parallelism, which this version does not "
+                "offer; leave it out, and shard with fsdp or deepspeed where the model does not fit"
+            )
         self.save_policy  # noqa: B018  it checks its two arguments
         self._derive_compile_options()
         self.resolved = resolve_arguments(
-            self._explicit_options(), fsdp=self.fsdp, fsdp_config=self.fsdp_config, environ=environ
+            self._explicit_options() | given_options, fsdp=self.fsdp, fsdp_config=self.fsdp_config, environ=environ
         )
         self.use_cpu = self.resolved.config.use_cpu
+        for (
+            name
+        ) in _DATA_OPTIONS:  # as they are, so that arguments made of these, by to_dict() for instance, say the same
+            setattr(self.accelerator_config, name, getattr(self.resolved.config.data, name))
         self._take_accumulation()
         start_engine(self, self.resolved)
         with self._hidden_from_upstream():
@@ -140,7 +151,7 @@ class TrainingArguments(transformers.TrainingArguments):
         if self.torch_compile:
             options["compile.backend"] = self.torch_compile_backend
             options["compile.mode"] = self.torch_compile_mode or "default"
-        return options | _options_of(self.accelerator_config)
+        return options
 
     @contextlib.contextmanager
     def _hidden_from_upstream(self) -> Iterator[None]:
@@ -231,41 +242,43 @@ class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingAr
     """Upstream's Seq2SeqTrainingArguments on accel_trainer; see `TrainingArguments`."""
 
 
-def _options_of(given: AcceleratorConfig) -> dict[str, Any]:
-    """Return the options in `accelerator_config` that are not at their default, by dotted path."""
-    defaults = AcceleratorConfig()
-    options = {
-        f"data.{name}": value for name in _DATA_OPTIONS if (value := getattr(given, name)) != getattr(defaults, name)
-    }
-    if (sync := (given.gradient_accumulation_kwargs or {}).get("sync_each_batch")) is not None:
-        options["accumulation.sync_each_batch"] = sync
-    return options
+def _read_accelerator_config(given: Any) -> tuple[AcceleratorConfig, dict[str, Any]]:
+    """Return `accelerator_config` as upstream's own dataclass, and the options that it gives, by dotted path.
 
-
-def _read_accelerator_config(given: Any) -> AcceleratorConfig:
-    """Return `accelerator_config` as upstream's own dataclass, from a dict, JSON text, a JSON path or an instance."""
-    if isinstance(given, AcceleratorConfig):
-        return given
+    Args:
+        given: a dict, JSON text, the path of a JSON file, or an instance: its fields at upstream's defaults give none.
+    """
     if isinstance(given, type):
         raise NotImplementedError(
             "Tried passing in a callable to `accelerator_config`, but this is not supported. "
             "Please pass in a fully constructed `AcceleratorConfig` object instead."
         )
-    if given is None:
-        return AcceleratorConfig()
-    if isinstance(given, str) and given.lstrip().startswith("{"):
+    if isinstance(given, AcceleratorConfig):
+        defaults = AcceleratorConfig()
+        names = [item.name for item in fields(given) if getattr(given, item.name) != getattr(defaults, item.name)]
+        config = copy.copy(given)
+    else:
+        values = _read_mapping(given or {})
+        names, config = list(values), AcceleratorConfig(**values)
+    options = {f"data.{name}": getattr(config, name) for name in _DATA_OPTIONS if name in names}
+    if (sync := (config.gradient_accumulation_kwargs or {}).get("sync_each_batch")) is not None:
+        options["accumulation.sync_each_batch"] = sync
+    return config, options
+
+
+def _read_mapping(given: Any) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping):
+        text = str(given) if str(given).lstrip().startswith("{") else Path(given).read_text(encoding="utf-8")
         try:
-            given = json.loads(given)
+            given = json.loads(text)
         except json.JSONDecodeError as error:
             raise ConfigError(
                 f"accelerator_config is not valid JSON: {error}; pass a dict, a path, or JSON text"
             ) from error
-    if not isinstance(given, Mapping):
-        return AcceleratorConfig.from_json_file(given)
     known = [item.name for item in fields(AcceleratorConfig)]
     for name in given:
         if name not in known:
             raise ConfigError(
                 f"accelerator_config holds the unknown key {name!r}{did_you_mean(name, known)} Keys: {', '.join(known)}"
             )
-    return AcceleratorConfig(**given)
+    return given

@@ -138,6 +138,7 @@ def test_hybrid_sharding_reads_back(tmp_path):
         ({"fsdp": True, "fsdp_config": {"xla": True}}, "there is no XLA strategy"),
         ({"eval_loss_weighting": "samples"}, "eval_loss_weighting='samples' is neither 'token' nor 'batch'"),
         ({"on_save_error": "wait"}, "on_save_error='wait'; expected one of raise, warn, pause"),
+        ({"parallelism_config": object()}, "parallelism_config asks for tensor.*leave it out, and shard with fsdp"),
         ({"accelerator_config": "{"}, "accelerator_config is not valid JSON"),
         ({"accelerator_config": {"even_batchs": True}}, "accelerator_config.*even_batchs.*did you mean 'even_batches'"),
     ],
@@ -145,6 +146,23 @@ def test_hybrid_sharding_reads_back(tmp_path):
 def test_bad_options(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         build(tmp_path, **options)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_options_of_accelerator_config_at_upstreams_default_count_when_they_are_given(tmp_path, given):
+    """even_batches is upstream's default and not ours; a file may say otherwise about split_batches."""
+    chosen = build(tmp_path, accelerator_config={"even_batches": given, "split_batches": not given})
+    assert chosen.resolved.config.data.even_batches is given
+    assert chosen.resolved.config.data.split_batches is not given
+    again = build(tmp_path, accelerator_config=chosen.to_dict()["accelerator_config"])
+    assert again.resolved.config.data == chosen.resolved.config.data
+
+
+def test_even_batches_are_off_unless_they_are_asked_for(tmp_path):
+    for arguments in (build(tmp_path), build(tmp_path, accelerator_config={"non_blocking": True})):
+        assert arguments.resolved.config.data.even_batches is False
+        again = build(tmp_path, accelerator_config=arguments.accelerator_config)
+        assert again.resolved.config.data == arguments.resolved.config.data
 
 
 def test_fsdp_config_alone_says_that_it_is_not_read(tmp_path, caplog):
