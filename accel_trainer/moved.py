@@ -19,7 +19,7 @@ _MOVED = {
         "gathering:accelerator.gathering operations:accelerator.gathering options:accelerator.options "
         "pairing:accelerator.prepared preparing:accelerator.preparing progress:logging "
         "reporting:accelerator.trackers saving:accelerator.checkpointing stepping:accelerator.stepping "
-        "token_mean:accelerator.token_mean units:accelerator.prepared windows:accelerator.open_windows"
+        "token_mean:accelerator.token_mean units:accelerator.prepared windows:accelerator.checkpointing"
     ),
     "checkpoint": (
         "background:checkpoint.commit.background codec:checkpoint.format.json_codec dcp:checkpoint.interop.dcp "
@@ -31,7 +31,7 @@ _MOVED = {
         "parts:checkpoint.shards persistence:checkpoint.commit.retry registry:checkpoint.checkpointer "
         "replacing:checkpoint.commit.rename retention:checkpoint.commit.retention slices:checkpoint.format.boxes "
         "spool:checkpoint.weights.writing staged:checkpoint.commit.staging state:checkpoint.train_state "
-        "stock:checkpoint.interop.hf_fsdp_export stored:checkpoint.reader "
+        "stock:checkpoint.interop.export stored:checkpoint.reader "
         "tensor_file:checkpoint.format.safetensors_file verification:checkpoint.format.verification"
     ),
     "config": (
@@ -47,10 +47,10 @@ _MOVED = {
         "deepspeed_arguments:integrations.deepspeed.trainer_arguments "
         "deepspeed_building:integrations.deepspeed.strategy "
         "deepspeed_checkpoint:integrations.deepspeed.checkpoint_io deepspeed_config:integrations.deepspeed.config "
-        "deepspeed_facts:integrations.deepspeed.config deepspeed_loading:integrations.deepspeed.partition_shards "
+        "deepspeed_facts:integrations.deepspeed.config deepspeed_loading:integrations.deepspeed.checkpoint_io "
         "deepspeed_partitions:integrations.deepspeed.partitions deepspeed_resolver:integrations.deepspeed.config "
-        "deepspeed_runtime:integrations.deepspeed.runtime deepspeed_schema:integrations.deepspeed.installed_keys "
-        "deepspeed_state:integrations.deepspeed.partition_shards "
+        "deepspeed_runtime:integrations.deepspeed.runtime deepspeed_schema:integrations.deepspeed.config "
+        "deepspeed_state:integrations.deepspeed.checkpoint_io "
         "deepspeed_strategy:integrations.deepspeed.strategy deepspeed_unit:integrations.deepspeed.unit "
         "mlflow_tracker:integrations.trackers.mlflow_tracker "
         "tensorboard_tracker:integrations.trackers.tensorboard_tracker "
@@ -75,8 +75,8 @@ _MOVED = {
         "best:trainer.checkpoint.best_model checkpoint_methods:trainer.checkpoint.methods "
         "checkpointing:trainer.checkpoint.upstream_files "
         "deepspeed_arguments:trainer.arguments.deepspeed_arguments figures:trainer.checkpoint.run_checkpoints "
-        "fsdp_arguments:trainer.arguments.fsdp_arguments gathering:trainer.predictions layout:trainer.preparation "
-        "loss_scale:trainer.loss_normalization publishing:trainer.checkpoint.methods reading:trainer.epoch "
+        "fsdp_arguments:trainer.arguments.fsdp_arguments gathering:trainer.evaluation layout:trainer.preparation "
+        "loss_scale:trainer.epoch publishing:trainer.checkpoint.methods reading:trainer.epoch "
         "resuming:trainer.checkpoint.resuming"
     ),
 }

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from accel_trainer.config.deepspeed.keys import KNOWN_KEYS
-from accel_trainer.config.deepspeed.levels import put_block
-from accel_trainer.config.dialects import accelerate, fsdp, own
+from accel_trainer.config.deepspeed.levels import put_block, put_document_block
+from accel_trainer.config.dialects import accelerate, fsdp
 from accel_trainer.config.layer import Layer, Setting, SourceKind
 from accel_trainer.config.readers.config_source import ConfigSource, FileProblemsError, load_document
-from accel_trainer.config.readers.document import Document, Entry
-from accel_trainer.config.schema import RunConfig, field_specs, get_value, set_key, thaw
+from accel_trainer.config.readers.document import Document, Entry, Key, Node
+from accel_trainer.config.schema import RunConfig, field_specs, get_value, section_names, set_key, thaw
 from accel_trainer.config.validation import show
+from accel_trainer.errors import did_you_mean
 
 __all__ = ["Dialect", "FileConfig", "read_file", "to_file_dict", "to_yaml"]
 
@@ -90,14 +91,14 @@ def _translate(document: Document) -> tuple[Dialect, Layer]:
         put_block(layer, entry)
         layer.put("strategy", entry, "deepspeed")
     else:
-        own.translate(document, content, layer, is_certain=is_certain)
+        _translate_own(document, content, layer, is_certain=is_certain)
     return dialect, layer
 
 
 def _detect(names: Set[str]) -> tuple[Dialect, bool]:
     """Return the dialect of a file with these top-level keys, and whether any of them decided it."""
     shared = {"mixed_precision", "use_cpu", "debug", "gradient_accumulation_steps"}
-    own_keys = set(own.KNOWN_KEYS) - shared
+    own_keys = set(_OWN_KEYS) - shared
     accelerate_keys = accelerate.KNOWN_KEYS - shared
     # DeepSpeed has sections of the same names as some keys of the others.
     deepspeed_keys = KNOWN_KEYS.keys() - set(fsdp.KNOWN_KEYS) - own_keys - accelerate_keys - shared
@@ -130,3 +131,47 @@ def to_yaml(config: RunConfig, *, full: bool = False) -> str:
     from accel_trainer.config.readers.yaml_reader import dump_yaml
 
     return dump_yaml(to_file_dict(config, full=full))
+
+
+_ALIASES = {"gradient_accumulation_steps": "accumulation.num_steps"}
+"""Top-level keys that stand for a nested option."""
+_OWN_KEYS = (*dict.fromkeys(path.partition(".")[0] for path in field_specs()), *_ALIASES)
+"""Every top-level key."""
+
+
+def _translate_own(document: Document, content: dict[Key, Node], layer: Layer, *, is_certain: bool) -> None:
+    """Put a file of ours into the layer; without a certain dialect, a hint may name a key of the others."""
+    for key, node in content.items():
+        if key.name in section_names():
+            _translate_section(document, key, node, layer)
+        elif key.name == "deepspeed":
+            put_document_block(document, key, node, layer)
+        elif key.name in field_specs() or key.name in _ALIASES:
+            layer.put(_ALIASES.get(key.name, key.name), document.entry(key, node))
+        else:
+            others = () if is_certain else (*accelerate.KNOWN_KEYS, *fsdp.KNOWN_KEYS)
+            hint = _section_hint(key.name) or did_you_mean(key.name, (*_OWN_KEYS, *others))
+            layer.problems.append(document.unknown_key_problem(key, hint))
+
+
+def _section_hint(name: str) -> str:
+    """Name the section of a key that was written one level too high."""
+    sections = (path.partition(".")[0] for path in field_specs() if path.endswith(f".{name}"))
+    return next((f"; it belongs into the section {section!r}" for section in sections), "")
+
+
+def _translate_section(document: Document, section: Key, node: Node, layer: Layer) -> None:
+    if node.value is None:
+        return
+    prefix = f"{section.name}."
+    names = [path.removeprefix(prefix) for path in field_specs() if path.startswith(prefix)]
+    if not isinstance(node.value, dict):
+        layer.wrong(document.entry(section, node), f"a section with the keys {', '.join(names)}")
+        return
+    for key, item in node.value.items():
+        if key.name in names:
+            layer.put(prefix + key.name, document.entry(key, item, section.name))
+        else:
+            renamed = fsdp.own_name_hint(key.name) if section.name == "fsdp" else ""
+            hint = renamed or did_you_mean(key.name, names)
+            layer.problems.append(document.unknown_key_problem(key, hint, section.name))

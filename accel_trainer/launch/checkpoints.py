@@ -100,7 +100,7 @@ def _export(arguments: argparse.Namespace) -> int:
             verify=arguments.verify,
         )
     else:
-        from accel_trainer.checkpoint.interop.hf_fsdp_export import export_hf_fsdp
+        from accel_trainer.checkpoint.interop.export import export_hf_fsdp
 
         is_sharded = arguments.format == "fsdp-sharded"
         names = export_hf_fsdp(

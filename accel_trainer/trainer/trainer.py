@@ -30,10 +30,9 @@ from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.best_model import keeping_best
 from accel_trainer.trainer.checkpoint.methods import CheckpointMethods
 from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
-from accel_trainer.trainer.epoch import EpochRun, WindowReader
+from accel_trainer.trainer.epoch import EpochRun, LossNormalization, WindowReader
 from accel_trainer.trainer.evaluation import run_evaluation
 from accel_trainer.trainer.inputs import ColumnFilter, ShiftingLabelSmoother, check_dataset, load_model, shifts_labels
-from accel_trainer.trainer.loss_normalization import LossNormalization
 from accel_trainer.trainer.preparation import ModelPreparation, build_accelerator
 
 __all__ = ["AccelTrainerMixin", "CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from accel_trainer.checkpoint.interop.hf_fsdp_export import export_hf_fsdp
+from accel_trainer.checkpoint.interop.export import export_hf_fsdp
 from accel_trainer.errors import AccelTrainerError, ConfigError, IncompatibleCheckpointError, MissingExtraError
 from tests.ranks import preload, run_ranks
 from tests.trainer_jobs import arguments, build_model, build_trainer, summary, train

@@ -1,22 +1,40 @@
-"""Weights of any checkpoint as files that `from_pretrained` reads, one tensor at a time."""
+"""Checkpoints for others: weights that `from_pretrained` reads, one tensor at a time, and transformers' own Trainer.
+
+The latter resumes under FSDP from the files that Hugging Face accelerate's loaders of FSDP states read:
+
+    pytorch_model_fsdp.bin, optimizer.bin        for its FULL_STATE_DICT
+    pytorch_model_fsdp_0/, optimizer_0/          for its SHARDED_STATE_DICT: directories of torch.distributed.checkpoint
+    scheduler.pt, trainer_state.json, ...        of a Trainer's checkpoint, as they are
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
-from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME
-from accel_trainer.checkpoint.format.safetensors_file import TensorReader
+from accel_trainer.checkpoint.commit.disk import explain_full_disk, fsync_path
+from accel_trainer.checkpoint.format.json_codec import OWN_STATE, decode
+from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, MARKER_NAME
+from accel_trainer.checkpoint.format.safetensors_file import LazyRead, LazyTensor, TensorReader
 from accel_trainer.checkpoint.interop.dcp import METADATA_NAME, DcpDirectory
 from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.checkpoint.shards import StoredShards
-from accel_trainer.checkpoint.weights.reading import WeightFiles, find_weight_file
-from accel_trainer.checkpoint.weights.writing import save_weights
+from accel_trainer.checkpoint.weights.reading import WeightFiles, find_weight_file, load_torch_file
+from accel_trainer.checkpoint.weights.writing import make_tensors, save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.tree import map_leaves
 
-__all__ = ["ALONE", "export_weights", "find_weights", "read_tied"]
+__all__ = ["ALONE", "export_hf_fsdp", "export_weights", "find_weights", "read_tied"]
 
 _SHARDED_NAMES = ("pytorch_model_fsdp_{}", "model_{}", "model")
 """Directories of shards below a checkpoint of Hugging Face accelerate or a Trainer."""
@@ -133,3 +151,161 @@ def export_weights(
     weights = find_weights(source, unit, verify)
     lazy = {name: weights.lazy(name) for name in weights}
     return save_weights(lazy, target, max_shard_size, safe_serialization=safe_serialization)
+
+
+_REPLACED = ("model*.safetensors*", "pytorch_model*", "optimizer*", MANIFEST_NAME, MARKER_NAME)
+"""Files of a Trainer's checkpoint that are not copied: the written ones replace them."""
+
+Optimizer = Mapping[str, Any]
+"""`{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], ...}]}`, its tensors lazy or mapped."""
+
+
+def export_hf_fsdp(source: Path, target: Path, *, is_sharded: bool, unit: int = 0, verify: str = "full") -> list[str]:
+    """Write a checkpoint for transformers' own Trainer under FSDP to a new directory, and return the files' names.
+
+    Of a state of `save_state`, weights and optimizer alone: that Trainer has no form for the rest.
+
+    Args:
+        is_sharded: for `SHARDED_STATE_DICT`; one tensor is in memory at a time. Else for `FULL_STATE_DICT`, of whose
+            files each is built in memory, as its reader does too.
+        unit: which model, where there are several.
+        verify: how files are compared with the checksums in the checkpoint: "full", "size" or "off".
+
+    Raises:
+        ConfigError: `target` is there already, and no empty directory.
+        CheckpointNotFoundError: there are no weights.
+        IncompatibleCheckpointError: parameters of the optimizer have no names, or others than the weights have.
+        CorruptCheckpointError: a file was changed.
+        DiskFullError: there is no room.
+    """
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"{target.absolute()} is there already; give a new directory, or an empty one")
+    _check_contents(source, unit, verify)
+    found = find_weights(source, unit, "off")
+    weights = {name: found.lazy(name) for name in found}
+    for alias, name in read_tied(source, unit).items():
+        shared = weights.get(name, weights.get(alias))
+        if shared is not None:
+            weights[name] = weights[alias] = shared
+    optimizer = _find_optimizer(source, unit)
+    _check_names(source, weights, optimizer)
+    incomplete = target.with_name(f".{target.name}.incomplete")
+    shutil.rmtree(incomplete, ignore_errors=True)
+    incomplete.mkdir(parents=True)
+    try:
+        with explain_full_disk(incomplete):
+            _copy_the_rest(source, incomplete)
+            (_write_sharded if is_sharded else _write_full)(incomplete, unit, weights, optimizer)
+            for path in (*incomplete.rglob("*"), incomplete):
+                fsync_path(path)
+        os.replace(incomplete, target)
+        fsync_path(target.parent)
+    finally:
+        shutil.rmtree(incomplete, ignore_errors=True)
+    return sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
+
+
+def _check_contents(source: Path, unit: int, verify: str) -> None:
+    """Verify the files that will be read: all of a Trainer's checkpoint, and of a state those of the unit."""
+    if (source / MANIFEST_NAME).is_file():
+        stored = open_checkpoint(source, ALONE, verify)
+        own = [name for name in stored.manifest.files if name.startswith(f"unit_{unit}.")]
+        stored.check(own or stored.manifest.files)
+
+
+def _find_optimizer(source: Path, unit: int) -> Optimizer | None:
+    """Return the optimizer's state by parameter name; None where weights alone were saved."""
+    if (source / MANIFEST_NAME).is_file():
+        stored = open_checkpoint(source, ALONE, "off")
+        # Of `save_state`, or of a Trainer's checkpoint under DeepSpeed.
+        prefix = next((name for name in (f"unit_{unit}", "optimizer") if f"{name}.json" in stored), None)
+        if prefix is not None:
+            outline = stored.json(f"{prefix}.json")["optimizer"]
+            shards = StoredShards(stored, f"{prefix}.optimizer")
+            lazy: Any = {name: shards.lazy(name) for name in shards}
+            return None if outline is None else decode(outline, lazy)
+    if (source / f"optimizer_{unit}" / METADATA_NAME).is_file():
+        stored_by_dcp = DcpDirectory(source / f"optimizer_{unit}")
+        return {"state": {}, "param_groups": [], **stored_by_dcp.nested("optimizer", stored_by_dcp.lazy)}
+    found = next((path for path in (source / "optimizer.bin", source / "optimizer.pt") if path.is_file()), None)
+    if found is None:
+        return None
+    state: dict[str, Any] = load_torch_file(found, is_mapped=True)
+    return state
+
+
+def _check_names(source: Path, weights: Mapping[str, Any], optimizer: Optimizer | None) -> None:
+    groups = [] if optimizer is None else optimizer["param_groups"]
+    names = [name for group in groups for name in group["params"]]
+    if any(not isinstance(name, str) for name in names):
+        raise IncompatibleCheckpointError(
+            f"{source.absolute()}: its optimizer numbers its parameters, as on one process and with DDP, where "
+            "transformers' Trainer resumes from it as it is; under FSDP it wants their names, which a save under FSDP "
+            "writes"
+        )
+    strange = [name for name in names if name not in weights]
+    if strange:
+        raise IncompatibleCheckpointError(
+            f"{source.absolute()}: {len(strange)} parameter(s) of the optimizer are not among the weights (first: "
+            f"{strange[0]!r}); were the weights written under other names than the model's own?"
+        )
+    if any(OWN_STATE in group for group in groups):
+        raise IncompatibleCheckpointError(
+            f"{source.absolute()}: its optimizer keeps a state that belongs to no parameter, which the "
+            "files of transformers' Trainer have no place for; resume with this library, or export the weights alone"
+        )
+
+
+def _copy_the_rest(source: Path, target: Path) -> None:
+    """Copy the files of a Trainer's checkpoint beside weights and optimizer; of other checkpoints, none."""
+    if not (source / "trainer_state.json").is_file():
+        return
+    for path in source.iterdir():
+        if path.is_file() and not path.is_symlink() and not any(fnmatch(path.name, name) for name in _REPLACED):
+            shutil.copyfile(path, target / path.name)
+
+
+def _write_full(target: Path, unit: int, weights: Mapping[str, LazyTensor], optimizer: Optimizer | None) -> None:
+    ending = f"_{unit}" if unit else ""
+    torch.save(make_tensors(weights), target / f"pytorch_model_fsdp{ending}.bin")
+    if optimizer is not None:
+        full = map_leaves(lambda leaf: leaf() if isinstance(leaf, LazyRead) else leaf, dict(optimizer))
+        torch.save(full, target / f"optimizer{ending}.bin")
+
+
+def _write_sharded(target: Path, unit: int, weights: Mapping[str, LazyTensor], optimizer: Optimizer | None) -> None:
+    _save_dcp({"model": dict(weights)}, target / f"pytorch_model_fsdp_{unit}")
+    if optimizer is not None:
+        _save_dcp({"optimizer": dict(optimizer)}, target / f"optimizer_{unit}")
+
+
+class _LazyPlanner(dcp.DefaultSavePlanner):
+    """Plans a save with tensors on the meta device, and reads the real one when its turn to be written has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lazy: dict[int, LazyTensor] = {}
+
+    def without_memory(self, leaf: Any) -> Any:
+        """Return the meta tensor that stands for a lazy tensor in the state."""
+        if isinstance(leaf, Tensor) or not isinstance(leaf, LazyTensor):
+            return leaf
+        stands_for = torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta")
+        self._lazy[id(stands_for)] = leaf
+        return stands_for
+
+    def lookup_object(self, index: Any) -> Any:
+        """Return the object under a flat name."""
+        found = super().lookup_object(index)
+        return self._lazy[id(found)]() if id(found) in self._lazy else found
+
+
+def _save_dcp(state: dict[str, Any], directory: Path) -> None:
+    planner = _LazyPlanner()
+    without_memory = map_leaves(planner.without_memory, state)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")  # as no_dist says
+        try:
+            dcp.save(without_memory, storage_writer=dcp.FileSystemWriter(directory), planner=planner, no_dist=True)
+        except dcp.CheckpointException as error:  # which is no Exception, and holds those of all ranks
+            raise next(iter(error.failures.values()))[0] from error

@@ -561,7 +561,7 @@ def test_without_deepspeed_everything_but_its_own_word_is_checked(monkeypatch):
 @needs_deepspeed
 def test_the_tables_know_what_the_installed_release_knows():
     from accel_trainer.config.schema import get_key
-    from accel_trainer.integrations.deepspeed.installed_keys import SECTION_MODELS, _models, installed_keys, model_keys
+    from accel_trainer.integrations.deepspeed.config import SECTION_MODELS, _models, installed_keys, model_keys
 
     models = dict(_models())
     assert models.keys() == SECTION_MODELS.keys()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.trainer import predictions as gathering
-from accel_trainer.trainer.predictions import concat_steps, gather_steps, to_numpy, trim_rows
+from accel_trainer.trainer import evaluation
+from accel_trainer.trainer.evaluation import concat_steps, gather_steps, to_numpy, trim_rows
 from tests.ranks import run_ranks
 
 
@@ -60,7 +60,7 @@ CASES = [(dtype, size) for dtype in (torch.float32, torch.int64, torch.bfloat16)
 
 def gather_ragged(accelerator: Any, dtype: torch.dtype, piece_bytes: int) -> Any:
     """Rank r has r + 1 rows of width r + 2 in each of 3 steps, and rank 1 lacks the last step."""
-    gathering._PIECE_BYTES = piece_bytes
+    evaluation._PIECE_BYTES = piece_bytes
     rank = accelerator.process_index
     steps = [torch.full((rank + 1, rank + 2), 10 * step + rank).to(dtype) for step in range(3 if rank == 0 else 2)]
     return gather_steps(steps, accelerator).float().numpy()
