@@ -18,7 +18,7 @@ needs_accelerate = pytest.mark.skipif(not HAS_ACCELERATE, reason="Hugging Face a
 
 RUN: dict[str, Any] = {
     "num_train_epochs": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "samples": 26,
-    "dropout": 0.1,
+    "dropout": 0.1, "accelerator_config": {"even_batches": True},  # as the stock Trainer by default
 }  # fmt: skip
 
 
