@@ -202,8 +202,8 @@ class AcceleratorStepping(AcceleratorSettings):
 
         Outside of it, in windows made by hand, each loss is divided by `gradient_accumulation_steps`.
 
-        Where ranks hold unequally many samples of a step (`even_batches=False`), each loss counts by its samples; a
-        rank without any takes part with weight zero. Collective on the last micro-batch of a window.
+        Where ranks hold unequally many samples of a step (`even_batches=True` fills it up), each loss counts by its
+        samples; a rank without any takes part with weight zero. Collective on the last micro-batch of a window.
 
         Raises:
             Exception: a background save has failed; on all ranks.

@@ -31,8 +31,8 @@ _STEPPED_BY_METRIC = (ReduceLROnPlateau, GreedyLR)
 class WindowReader:
     """One pass over the training loader, which keeps the rows of an update's batches where ranks may differ in them.
 
-    That is on several ranks with `even_batches=False`; else every batch counts as it is. Ranks do not communicate: each
-    knows the rows of all.
+    That is on several ranks, unless `even_batches=True` fills them up. Ranks do not communicate: each knows the rows of
+    all.
     """
 
     def __init__(self, dataloader: Any, process: ProcessContext, even_batches: bool) -> None:

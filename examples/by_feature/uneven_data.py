@@ -2,9 +2,9 @@
 
     accel-trainer launch --cpu --num_processes 2 examples/by_feature/uneven_data.py --samples 100
 
-By default the last global batch is filled up with samples from the beginning. With `even_batches=False` it is not:
-ranks have unequally many samples there, or none. Each loss counts by its samples, a rank without any takes part with
-weight zero, and nobody waits for a rank that is done: the weights are those of one process with the global batch.
+In the last global batch, ranks have unequally many samples, or none. Each loss counts by its samples, a rank without
+any takes part with weight zero, and nobody waits for a rank that is done: the weights are those of one process with the
+global batch. `even_batches=True` would fill it up with samples from the beginning.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ def main() -> None:
     options = parser.parse_args()
 
     set_seed(0)
-    accelerator = Accelerator(
-        cpu=options.cpu or None, dataloader_config=DataLoaderConfiguration(even_batches=False, split_batches=True)
-    )
+    accelerator = Accelerator(cpu=options.cpu or None, dataloader_config=DataLoaderConfiguration(split_batches=True))
     model = build_model()
     everything, _ = build_loaders(options.batch_size)
     # split_batches: the batch size is that of all ranks together, so the result does not depend on their number.
