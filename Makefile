@@ -17,6 +17,8 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 
 TORCH := torch==2.13.0
 ACCELERATE := accelerate==1.15.0
+# Libraries around transformers that tests/ecosystem trains with, each with what only it needs.
+ECOSYSTEM := peft==0.21.2 $(ACCELERATE) psutil
 # Releases of transformers that the Trainer is tested on besides the pinned one, each with what only that release needs.
 TRANSFORMERS := 5.17.0 5.20.0
 NEEDS_5.17.0 := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
@@ -58,6 +60,10 @@ soak: $(VENV)/.installed ## kill 200 runs while they save, and look at what is l
 .PHONY: test-accelerate
 test-accelerate: $(VENV)/.installed .compat/accelerate/.installed ## run the tests with Hugging Face accelerate present
 	$(call with_path,accelerate) $(PYTEST) $(TESTS)
+
+.PHONY: test-ecosystem
+test-ecosystem: $(VENV)/.installed .compat/ecosystem/.installed ## run the tests with libraries around transformers (PEFT, ...)
+	$(call with_path,ecosystem) $(PYTEST) $(or $(TESTS),tests/ecosystem)
 
 .PHONY: test-matrix
 test-matrix: $(TRANSFORMERS:%=test-transformers-%) ## run the Trainer's tests on older releases of transformers
@@ -114,6 +120,11 @@ $(VENV)/.dev: $(VENV)/.installed
 .compat/accelerate/.installed: $(VENV)/.torch
 	rm -rf $(@D)
 	$(INSTALL) --no-deps --target $(@D) $(ACCELERATE) psutil
+	@touch $@
+
+.compat/ecosystem/.installed: Makefile | $(VENV)/.torch
+	rm -rf $(@D)
+	$(INSTALL) --no-deps --target $(@D) $(ECOSYSTEM)
 	@touch $@
 
 .compat/transformers-%/.installed: Makefile | $(VENV)/.torch
