@@ -19,7 +19,13 @@ from accel_trainer.data.plan import BatchRows
 from accel_trainer.data.splitting import split_evenly
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin, DeepSpeedPlugins
-from accel_trainer.runtime.process import ProcessContext, destroy_process_group, init_process, read_environment
+from accel_trainer.runtime.process import (
+    ProcessContext,
+    destroy_process_group,
+    forget_process,
+    init_process,
+    read_environment,
+)
 
 __all__ = [
     "AcceleratorState",
@@ -248,6 +254,11 @@ class PartialState(ProcessView):
         sys.stdout.flush()
         destroy_process_group()
 
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget that this process has a state; tests of other libraries begin with it. A process group stays."""
+        forget_process()
+
 
 # The states of the Accelerator made last in this process, for `AcceleratorState()` and `GradientState()` of scripts.
 _made_last: weakref.WeakValueDictionary[type, Any] = weakref.WeakValueDictionary()
@@ -300,6 +311,13 @@ class AcceleratorState(PartialState):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_take_plugin": None}  # a method of the Accelerator, which does not come along
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Forget the Accelerator made last; see `PartialState._reset_state`."""
+        _made_last.pop(AcceleratorState, None)
+        if reset_partial_state:
+            PartialState._reset_state()
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:

@@ -29,7 +29,9 @@ __all__ = [
     "bracket_ipv6",
     "current_process",
     "destroy_process_group",
+    "find_process",
     "find_rank",
+    "forget_process",
     "hidden_variable",
     "init_process",
     "read_environment",
@@ -237,6 +239,17 @@ def init_process(
         info.rank, info.local_rank, info.world_size, info.local_world_size, device, dist.get_backend()
     )
     return _current
+
+
+def find_process() -> ProcessContext | None:
+    """Return the context of `init_process`; None before it was called, and once the group was left."""
+    return _current
+
+
+def forget_process() -> None:
+    """Be as before `init_process`, but for a process group, which stays. Not collective."""
+    global _current
+    _current = None
 
 
 def current_process() -> ProcessContext:

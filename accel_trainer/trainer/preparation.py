@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from accel_trainer.accelerator.accelerator import Accelerator
+from accel_trainer.accelerator.shared_state import AcceleratorState, PartialState, is_initialized
 from accel_trainer.config import Resolved
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DummyOptim, DummyScheduler
@@ -31,8 +32,17 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
         ConfigError: the arguments contradict each other, or cannot be honoured on this job.
     """
     _take_num_steps(args)
+    uses_state = args.accelerator_config.use_configured_state and is_initialized()
+    configured = AcceleratorState().distributed_type if uses_state else None
     accelerator = Accelerator(config=complete_engine_config(args, _resolve_for_model(args, model), model))
     accelerator.gradient_state.plugin_kwargs.update(args.accelerator_config.gradient_accumulation_kwargs or {})
+    plain = PartialState(process=accelerator.process).distributed_type
+    if configured not in (None, plain, accelerator.distributed_type):
+        raise ConfigError(
+            f"use_configured_state=True takes the state of an Accelerator that runs {configured.name}, and the "
+            f"arguments ask for strategy {accelerator.strategy.name!r}; give the arguments the options of that "
+            "Accelerator's strategy as well, or leave use_configured_state out"
+        )
     shards = accelerator.strategy.capabilities.shards_parameters
     if shards:
         check_recomputation(args, accelerator.resolved)

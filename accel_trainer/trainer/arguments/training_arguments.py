@@ -20,10 +20,11 @@ from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 
 from accel_trainer import logging
 from accel_trainer.accelerator.options import check_num_processes
-from accel_trainer.accelerator.shared_state import PartialState, stated_timeout
+from accel_trainer.accelerator.shared_state import AcceleratorState, PartialState, is_initialized, stated_timeout
 from accel_trainer.checkpoint.commit.retry import SavePolicy
+from accel_trainer.config import Resolved
 from accel_trainer.errors import ConfigError, did_you_mean
-from accel_trainer.runtime.process import hidden_variable, init_process, read_environment
+from accel_trainer.runtime.process import find_process, hidden_variable, init_process, read_environment
 from accel_trainer.trainer.arguments.deepspeed_arguments import deepspeed_options, start_engine, unsharded_models
 from accel_trainer.trainer.arguments.fsdp_arguments import fill_fsdp_fields, resolve_arguments
 
@@ -89,7 +90,6 @@ class TrainingArguments(transformers.TrainingArguments):
 
     def __post_init__(self) -> None:
         """Resolve the configuration, then let upstream derive and check the rest."""
-        environ = read_environment()
         self._check_batch_sizes()
         self.accelerator_config, given_options = _read_accelerator_config(self.accelerator_config)
         if self.eval_loss_weighting not in ("token", "batch"):
@@ -101,9 +101,13 @@ class TrainingArguments(transformers.TrainingArguments):
             )
         self.save_policy  # noqa: B018  it checks its two arguments
         self._derive_compile_options()
-        self.resolved = resolve_arguments(
-            self._explicit_options() | given_options, fsdp=self.fsdp, fsdp_config=self.fsdp_config, environ=environ
+        resolve = functools.partial(
+            resolve_arguments, fsdp=self.fsdp, fsdp_config=self.fsdp_config, environ=read_environment()
         )
+        options = self._explicit_options() | given_options
+        self.resolved = resolve(options)
+        if self.accelerator_config.use_configured_state:
+            self.resolved = resolve(options | _options_of_state(self.resolved))
         self.use_cpu = self.resolved.config.use_cpu
         for (
             name
@@ -194,11 +198,6 @@ class TrainingArguments(transformers.TrainingArguments):
     @functools.cached_property
     def _setup_devices(self) -> torch.device:
         """Join the job and return this process's device. Collective under a launcher."""
-        if self.accelerator_config.use_configured_state and not (dist.is_available() and dist.is_initialized()):
-            raise ValueError(
-                "Passing `'use_configured_state':True` to the AcceleratorConfig requires a pre-configured "
-                "`AcceleratorState` or `PartialState` to be defined before calling `TrainingArguments`. "
-            )
         process = init_process(
             read_environment(),
             use_cpu=self.resolved.config.use_cpu,
@@ -240,6 +239,41 @@ class TrainingArguments(transformers.TrainingArguments):
 @dataclass(repr=False)
 class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingArguments):
     """Upstream's Seq2SeqTrainingArguments on accel_trainer; see `TrainingArguments`."""
+
+
+def _options_of_state(resolved: Resolved) -> dict[str, Any]:
+    """Return what the configured state of this process adds to the arguments: its device and precision, by dotted path.
+
+    Args:
+        resolved: the arguments by themselves.
+
+    Raises:
+        ConfigError: this process has no state, or one that is not as the arguments ask.
+    """
+    process = find_process()
+    if process is None:
+        if dist.is_available() and dist.is_initialized():
+            return {}  # the user's own group is a configuration, too
+        raise ConfigError(
+            "accelerator_config has use_configured_state=True, which requires a pre-configured `AcceleratorState` or "
+            "`PartialState`, and this process has none; make a PartialState() or an Accelerator() before "
+            "TrainingArguments, or leave use_configured_state out"
+        )
+    options: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    if is_initialized():
+        found["mixed_precision"] = AcceleratorState().mixed_precision
+    if torch.accelerator.is_available():
+        found["use_cpu"] = process.device.type == "cpu"
+    for path, value in found.items():
+        if not resolved.is_set(path):
+            options[path] = value
+        elif resolved.value(path) != value:
+            raise ConfigError(
+                f"use_configured_state=True takes the state that this process has, which was made with {path}={value}, "
+                f"and {resolved.describe(path)} asks for another; give both the same, or leave use_configured_state out"
+            )
+    return options
 
 
 def _read_accelerator_config(given: Any) -> tuple[AcceleratorConfig, dict[str, Any]]:

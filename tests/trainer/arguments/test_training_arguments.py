@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ import torch
 import transformers
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from accel_trainer import Accelerator
 from accel_trainer.errors import ConfigError
+from accel_trainer.state import AcceleratorState, PartialState
 from accel_trainer.trainer import Seq2SeqTrainingArguments, TrainingArguments
+from accel_trainer.utils import FullyShardedDataParallelPlugin
 from tests.ranks import RankFailure, run_ranks
-from tests.trainer_jobs import ACCELERATE_YAML
+from tests.trainer_jobs import ACCELERATE_YAML, build_trainer
 
 
 def build(tmp_path: Path, **options: Any) -> TrainingArguments:
@@ -317,9 +321,65 @@ def test_a_class_is_no_accelerator_config(tmp_path):
         build(tmp_path, accelerator_config=AcceleratorConfig)
 
 
-def test_a_configured_state_must_exist(tmp_path):
-    with pytest.raises(ValueError, match=r"requires a pre-configured"):
-        build(tmp_path, accelerator_config={"use_configured_state": True})
+CONFIGURED = {"accelerator_config": {"use_configured_state": True}}
+
+
+@pytest.fixture
+def no_state() -> Iterator[None]:
+    """A process without a state, as a script begins."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_configured_state_must_exist(tmp_path, no_state):
+    with pytest.raises(ValueError, match=r"requires a pre-configured .*this process has none; make a PartialState"):
+        build(tmp_path, **CONFIGURED)
+
+
+@pytest.mark.parametrize("make", [PartialState, Accelerator, lambda: TrainingArguments(output_dir="unused")])
+def test_whatever_made_a_state_has_configured_it(tmp_path, no_state, make):
+    made = make()
+
+    args = build(tmp_path, **CONFIGURED)
+
+    assert args.distributed_state.process == PartialState().process
+    assert args.resolved.config.mixed_precision == "no"
+    assert dataclasses.replace(args).resolved.config == args.resolved.config
+    del made
+
+
+def test_a_configured_state_keeps_its_precision(tmp_path, no_state):
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+
+    assert build(tmp_path, **CONFIGURED).mixed_precision == "bf16"
+    assert build(tmp_path, **CONFIGURED, bf16=True).mixed_precision == "bf16"
+    assert build(tmp_path).mixed_precision == "no"
+    with pytest.raises(ConfigError, match=r"mixed_precision=bf16, and mixed_precision=fp16 \(from Train.*give both"):
+        build(tmp_path, **CONFIGURED, fp16=True)
+    del accelerator
+
+
+def build_on_a_state(output_dir: str) -> dict[str, Any]:
+    state = PartialState(cpu=True, timeout_seconds=77)
+    args = TrainingArguments(output_dir=output_dir, **CONFIGURED)
+    group = torch.distributed.distributed_c10d._get_default_group()
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(), cpu=True)
+    with pytest.raises(ConfigError, match=r"an Accelerator that runs FSDP, and the arguments ask for strategy 'ddp'"):
+        build_trainer(output_dir, **CONFIGURED)
+    trained = build_trainer(output_dir, strategy="fsdp", **CONFIGURED).train().global_step
+    del accelerator
+    return {
+        "is_one": args.distributed_state.process == state.process,
+        "timeout": group._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
+        "steps": trained,
+    }
+
+
+@pytest.mark.multirank
+def test_a_configured_state_on_two_ranks(tmp_path):
+    for seen in run_ranks(build_on_a_state, 2, str(tmp_path)):
+        assert seen == {"is_one": True, "timeout": 77, "steps": 4}
 
 
 def test_seq2seq_arguments_are_arguments(tmp_path):
