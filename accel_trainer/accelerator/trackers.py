@@ -25,7 +25,7 @@ __all__ = ["AcceleratorTracking", "TrackerChoice", "Trackers"]
 logger = logging.get_logger(__name__)
 
 TrackerChoice = str | GeneralTracker | type[GeneralTracker]
-"""A tracker by name, "all" for those that are installed, one of one's own, or its class."""
+"""A tracker by name, "all" for those that are installed (if any), one of one's own, or its class."""
 
 
 class Trackers:
@@ -155,9 +155,11 @@ def _choose(
     given = [log_with] if isinstance(log_with, str | GeneralTracker | type) else list(log_with or ())
     chosen = [tracker for item in given for tracker in _expand(item, logging_dir)]
     if given and not chosen:
-        raise ConfigError(
-            f"log_with='all', and no tracker can be used: known are {', '.join(tracker_names())}; run "
-            "`pip install 'accel-trainer[tensorboard]'` (or another), and give Accelerator(project_dir=...)"
+        # "all" names none that has to be there: one script serves machines with trackers and without.
+        logger.warning(
+            "log_with='all', and no tracker can be used, so that nothing is logged: known are %s; for one, run `pip "
+            "install 'accel-trainer[tensorboard]'`, and give Accelerator(project_dir=...)",
+            ", ".join(tracker_names()),
         )
     unique: dict[str, GeneralTracker | type[GeneralTracker]] = {}
     for tracker in chosen:

@@ -254,9 +254,20 @@ def test_a_missing_package_names_its_extra(name: str, nothing_installed: None, t
         Accelerator(cpu=True, log_with=name, project_dir=tmp_path)
 
 
-def test_all_without_any_package_is_an_error(nothing_installed: None, tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"log_with='all', and no tracker can be used: known are mlflow"):
-        Accelerator(cpu=True, log_with="all", project_dir=tmp_path)
+def test_all_without_any_package_warns_and_the_run_goes_on(
+    nothing_installed: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    accelerator = Accelerator(cpu=True, log_with="all", project_dir=tmp_path)
+    assert "log_with='all', and no tracker can be used, so that nothing is logged: known are mlflow" in caplog.text
+    accelerator.init_trackers("project", config={"lr": 0.1})
+    accelerator.log({"loss": 1.0}, step=1)
+    accelerator.end_training()
+    assert accelerator.log_with == accelerator.trackers == []
+
+
+def test_a_missing_tracker_that_is_named_beside_all_is_an_error(nothing_installed: None, tmp_path: Path):
+    with pytest.raises(MissingExtraError, match=r"pip install 'accel-trainer\[wandb\]'"):
+        Accelerator(cpu=True, log_with=["all", "wandb"], project_dir=tmp_path)
 
 
 def test_all_is_what_is_installed_and_has_a_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
