@@ -25,7 +25,7 @@ _NAMES = {
     ),
     "scheduler": "AcceleratedScheduler",
     "state": "AcceleratorState DistributedType GradientState PartialState",
-    "trainer": "AccelTrainerMixin Seq2SeqTrainer Seq2SeqTrainingArguments Trainer TrainingArguments",
+    "trainer": "Seq2SeqTrainer Seq2SeqTrainingArguments Trainer TrainingArguments",
     "utils": (
         "find_executable_batch_size init_empty_weights init_on_device load_checkpoint_and_dispatch "
         "load_checkpoint_in_model set_seed synchronize_rng_states"

@@ -25,7 +25,6 @@ from accel_trainer.state import AcceleratorState as AcceleratorState
 from accel_trainer.state import DistributedType as DistributedType
 from accel_trainer.state import GradientState as GradientState
 from accel_trainer.state import PartialState as PartialState
-from accel_trainer.trainer import AccelTrainerMixin as AccelTrainerMixin
 from accel_trainer.trainer import Seq2SeqTrainer as Seq2SeqTrainer
 from accel_trainer.trainer import Seq2SeqTrainingArguments as Seq2SeqTrainingArguments
 from accel_trainer.trainer import Trainer as Trainer

@@ -108,7 +108,7 @@ def test_the_trainers_typed_signature_is_upstreams():
         for node in ast.parse((ROOT / "accel_trainer/trainer/trainer.py").read_text()).body
         if isinstance(node, ast.ClassDef) and node.name == "Trainer"
     )
-    (typed,) = (node for node in ast.walk(trainer) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    typed, _ = (node for node in ast.walk(trainer) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
     upstream = inspect.signature(transformers.Trainer.__init__).parameters
     assert [argument.arg for argument in typed.args.args] == list(upstream)
     defaults = [parameter.default for parameter in upstream.values() if parameter.default is not parameter.empty]

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
-from accel_trainer.trainer.trainer import AccelTrainerMixin, Seq2SeqTrainer, Trainer
+from accel_trainer.trainer.trainer import Seq2SeqTrainer, Trainer
 
-__all__ = ["AccelTrainerMixin", "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments"]
+__all__ = ["Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments"]

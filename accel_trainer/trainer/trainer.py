@@ -41,26 +41,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from transformers import EvalPrediction, TrainerCallback
-    from transformers import Trainer as _Upstream
 
     from accel_trainer.accelerator import Accelerator
-else:
-    # The mixin itself has no Trainer among its bases: it stands before any.
-    _Upstream = object
 
 
-class AccelTrainerMixin(CheckpointMethods, _Upstream):
-    """Puts any subclass of transformers.Trainer on accel_trainer, TRL's for instance: name it before that class.
+class Trainer(CheckpointMethods, transformers.Trainer):
+    """Upstream's Trainer on accel_trainer: one process, DDP, FSDP2 or DeepSpeed, with or without accelerate.
+
+    A Trainer of another library runs on this core by naming this class, and `TrainingArguments`, after the library's:
 
         @dataclass
-        class SFTArguments(accel_trainer.TrainingArguments, trl.SFTConfig): ...
+        class SFTArguments(trl.SFTConfig, accel_trainer.TrainingArguments): ...
 
-        class SFTTrainer(AccelTrainerMixin, trl.SFTTrainer):
-            arguments_class = SFTArguments
+        class SFTTrainer(trl.SFTTrainer, accel_trainer.Trainer): ...
 
-    The arguments are ours with the fields of the other library's, and so come first. Every method here is one of
-    transformers.Trainer, with the same signature: methods that the subclass overrides for itself (`compute_loss`,
-    `prediction_step`, `get_train_dataloader`, `log`, ...) are called as before. `self.accelerator` is an
+    What the library overrides stays as it is, and its `super()` is this class in the place of transformers.Trainer.
+    Every method here is one of that class, with the same signature; `self.accelerator` is an
     `accel_trainer.Accelerator`.
 
     Attributes:
@@ -83,28 +79,58 @@ class AccelTrainerMixin(CheckpointMethods, _Upstream):
     _num_flops_parameters: tuple[int, int] | None = None
     """The model's id, and how many of its parameters multiply inputs."""
 
-    def __init__(self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any) -> None:
-        """Build a Trainer as upstream's; `model` may also be the path or name that `from_pretrained` takes.
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a class that would put methods here before those of another library's Trainer."""
+        super().__init_subclass__(**kwargs)
+        own = {name for base in (Trainer, CheckpointMethods) for name in vars(base) if not name.startswith("__")}
+        for base in cls.__mro__[cls.__mro__.index(Trainer) + 1 :]:
+            hidden = sorted(own & set(vars(base)))
+            if hidden and issubclass(base, transformers.Trainer) and base not in Trainer.__mro__:
+                raise ConfigError(
+                    f"{cls.__name__} names {base.__name__} after accel_trainer.{Trainer.__name__}, whose "
+                    f"{', '.join(hidden)} would be called in the place of its own; name it first: "
+                    f"class {cls.__name__}({base.__name__}, accel_trainer.{Trainer.__name__})"
+                )
 
-        Raises:
-            ConfigError: `args` are not ours, `model` is neither a module nor a path, a dataset is empty, or an option
-                cannot be honoured on this device or number of processes.
-        """
-        if args is None:
-            args = self.arguments_class(output_dir="tmp_trainer")
-        if not isinstance(args, TrainingArguments):
-            raise ConfigError(
-                f"args is a {type(args).__module__}.{type(args).__name__}, and this Trainer runs on the "
-                "configuration that accel_trainer.TrainingArguments resolves; build that one, its fields are the same"
-            )
-        self._loss_normalization = LossNormalization()
-        self._preparation = ModelPreparation()
-        super().__init__(load_model(model, args), args, *rest, **kwargs)
-        self.run_checkpoints = RunCheckpoints(self.accelerator.process)
-        if shifts_labels(self.model):
-            self._loss_shifts_labels = True
-            if self.label_smoother is not None:
-                self.label_smoother = ShiftingLabelSmoother(epsilon=args.label_smoothing_factor)
+    if TYPE_CHECKING:
+        # For type checkers: at run time it takes whatever the class behind it takes.
+        def __init__(
+            self,
+            model: nn.Module | str | os.PathLike[str] | None = None,
+            args: TrainingArguments | None = None,
+            data_collator: Callable[[list[Any]], Any] | None = None,
+            train_dataset: Any = None,
+            eval_dataset: Any = None,
+            processing_class: Any = None,
+            model_init: Callable[..., nn.Module] | None = None,
+            compute_loss_func: Callable[..., Any] | None = None,
+            compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+            callbacks: list[TrainerCallback] | None = None,
+            optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+            optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
+            preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        ) -> None: ...
+
+    else:
+
+        def __init__(self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any) -> None:
+            """Build a Trainer as upstream's; `model` may also be the path or name that `from_pretrained` takes.
+
+            Raises:
+                ConfigError: `args` are not ours, `model` is neither a module nor a path, a dataset is empty, or an
+                    option cannot be honoured on this device or number of processes.
+            """
+            if args is None:
+                args = self.arguments_class(output_dir="tmp_trainer")
+            _check_arguments(args)
+            self._loss_normalization = LossNormalization()
+            self._preparation = ModelPreparation()
+            super().__init__(load_model(model, args), args, *rest, **kwargs)
+            self.run_checkpoints = RunCheckpoints(self.accelerator.process)
+            if shifts_labels(self.model):
+                self._loss_shifts_labels = True
+                if self.label_smoother is not None:
+                    self.label_smoother = ShiftingLabelSmoother(epsilon=args.label_smoothing_factor)
 
     # --- set-up ----------------------------------------------------------------------------------------------------
 
@@ -402,34 +428,28 @@ class AccelTrainerMixin(CheckpointMethods, _Upstream):
             ) from error
 
 
-CoreTrainerMixin = AccelTrainerMixin
-"""Its former name."""
-
-
-class Trainer(AccelTrainerMixin, transformers.Trainer):
-    """Upstream's Trainer on accel_trainer: one process, DDP or FSDP2, on GPUs or CPUs, with or without accelerate."""
-
-    if TYPE_CHECKING:
-        # For type checkers: the mixin takes whatever the class behind it takes.
-        def __init__(
-            self,
-            model: nn.Module | str | os.PathLike[str] | None = None,
-            args: TrainingArguments | None = None,
-            data_collator: Callable[[list[Any]], Any] | None = None,
-            train_dataset: Any = None,
-            eval_dataset: Any = None,
-            processing_class: Any = None,
-            model_init: Callable[..., nn.Module] | None = None,
-            compute_loss_func: Callable[..., Any] | None = None,
-            compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
-            callbacks: list[TrainerCallback] | None = None,
-            optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
-            optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
-            preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
-        ) -> None: ...
+AccelTrainerMixin = CoreTrainerMixin = Trainer
+"""Former names."""
 
 
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
     """Upstream's Seq2SeqTrainer on accel_trainer; see `Trainer`."""
 
     arguments_class = Seq2SeqTrainingArguments
+
+
+def _check_arguments(args: Any) -> None:
+    """Refuse arguments that have resolved no configuration of ours."""
+    if isinstance(args, TrainingArguments):
+        return
+    kind = type(args)
+    way_out = "build that one, its fields are the same"
+    if kind is not transformers.TrainingArguments and isinstance(args, transformers.TrainingArguments):
+        way_out = (
+            f"build the arguments with a dataclass of both, class Arguments({kind.__name__}, "
+            "accel_trainer.TrainingArguments), and pass them as args"
+        )
+    raise ConfigError(
+        f"args is a {kind.__module__}.{kind.__name__}, and this Trainer runs on the configuration that "
+        f"accel_trainer.TrainingArguments resolves; {way_out}"
+    )

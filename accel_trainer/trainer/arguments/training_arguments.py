@@ -46,6 +46,11 @@ _DATA_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seeda
 """Of `accelerator_config`."""
 
 
+def _defaults(arguments: type) -> dict[str, Any]:
+    """Return the default of each field, or what makes it."""
+    return {item.name: (item.default, item.default_factory) for item in fields(arguments)}
+
+
 @dataclass(repr=False)
 class TrainingArguments(transformers.TrainingArguments):
     """Upstream's TrainingArguments with the same fields, running on accel_trainer.
@@ -87,6 +92,23 @@ class TrainingArguments(transformers.TrainingArguments):
     max_pause_s: float = field(
         default=3600.0, metadata={"help": "With on_save_error='pause': seconds after which the error is raised."}
     )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a dataclass in which defaults here would replace those of another library's arguments."""
+        super().__init_subclass__(**kwargs)
+        usual = _defaults(transformers.TrainingArguments)
+        redefined = set(vars(cls).get("__annotations__", {}))
+        for base in cls.__mro__[cls.__mro__.index(TrainingArguments) + 1 :]:
+            if base in TrainingArguments.__mro__ or not issubclass(base, transformers.TrainingArguments):
+                continue
+            changed = {name for name, value in _defaults(base).items() if name in usual and value != usual[name]}
+            lost = sorted(changed - redefined) + ["__post_init__"] * ("__post_init__" in vars(base))
+            if lost:
+                raise ConfigError(
+                    f"{cls.__name__} names {base.__name__} after accel_trainer.TrainingArguments, whose "
+                    f"{', '.join(lost)} would come before its own; name it first: "
+                    f"class {cls.__name__}({base.__name__}, accel_trainer.TrainingArguments)"
+                )
 
     def __post_init__(self) -> None:
         """Resolve the configuration, then let upstream derive and check the rest."""

@@ -1,4 +1,4 @@
-"""A subclass of transformers.Trainer from elsewhere, put on accel_trainer by AccelTrainerMixin."""
+"""A subclass of transformers.Trainer from elsewhere, put on accel_trainer by naming ours after it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import transformers
 
-import accel_trainer
-from accel_trainer import Accelerator, AccelTrainerMixin, TrainingArguments
+from accel_trainer import Accelerator, Trainer, TrainingArguments
+from accel_trainer.errors import ConfigError
 from tests.trainer_jobs import TokenDataset, build_model, on_ranks, strategy_arguments, summary, train
 
 
@@ -19,14 +19,27 @@ class ScaledConfig(transformers.TrainingArguments):
     """Arguments of another library, with a field of its own."""
 
     loss_factor: float = 1.0
+    adam_beta1: float = 0.7
+
+    def __post_init__(self) -> None:
+        self.loss_factor *= 2
+        super().__post_init__()
 
 
 class ScaledTrainer(transformers.Trainer):
-    """A Trainer of another library: an argument, a loss and a log line of its own."""
+    """A Trainer of another library: arguments before `args`, a step, a loss and a log line of its own."""
 
-    def __init__(self, model: Any, args: ScaledConfig, *, tag: str = "scaled", **kwargs: Any) -> None:
-        super().__init__(model, args, **kwargs)
+    def __init__(
+        self, model: Any, teacher: Any = None, args: ScaledConfig | None = None, *, tag: str = "scaled", **kwargs: Any
+    ) -> None:
+        super().__init__(model=model, args=args, **kwargs)
+        self.teacher = teacher
         self.tag = tag
+        self.num_steps = 0
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_steps += 1
+        return super().training_step(*args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         return self.args.loss_factor * super().compute_loss(model, inputs, *args, **kwargs)
@@ -36,14 +49,12 @@ class ScaledTrainer(transformers.Trainer):
 
 
 @dataclass
-class ScaledArguments(TrainingArguments, ScaledConfig):
+class ScaledArguments(ScaledConfig, TrainingArguments):
     """The arguments of that library on accel_trainer."""
 
 
-class ScaledOnOurs(AccelTrainerMixin, ScaledTrainer):
+class ScaledOnOurs(ScaledTrainer, Trainer):
     """The Trainer of that library on accel_trainer."""
-
-    arguments_class = ScaledArguments
 
 
 OPTIONS: dict[str, Any] = {
@@ -54,14 +65,15 @@ OPTIONS: dict[str, Any] = {
 
 def run_scaled(output_dir: str, strategy: str) -> dict[str, Any]:
     args = ScaledArguments(
-        output_dir=output_dir, loss_factor=2.0, learning_rate=0.05, save_strategy="steps", save_steps=2,
+        output_dir=output_dir, loss_factor=1.0, learning_rate=0.05, save_strategy="steps", save_steps=2,
         **OPTIONS, **strategy_arguments(strategy),
     )  # fmt: skip
-    trainer = ScaledOnOurs(build_model(), args, tag="ours", train_dataset=TokenDataset(32))
+    trainer = ScaledOnOurs(build_model(), "teacher", args, tag="ours", train_dataset=TokenDataset(32))
     trainer.train()
     return {
         **summary(trainer),
         "is_ours": isinstance(trainer.accelerator, Accelerator),
+        "own": (trainer.teacher, trainer.num_steps, args.adam_beta1),
         "tags": [entry["ours_processes"] for entry in trainer.state.log_history if "loss" in entry],
     }
 
@@ -74,6 +86,7 @@ def test_a_trainer_of_another_library_runs_on_ours_with_its_own_overrides(tmp_pa
 
     for ours, reference in zip(scaled, plain, strict=True):
         assert ours["is_ours"]
+        assert ours["own"] == ("teacher", 4, 0.7)
         assert ours["tags"] == [float(len(scaled))] * 4
         assert ours["losses"] == pytest.approx([2 * loss for loss in reference["losses"]], rel=1e-4)
         for name, value in reference["weights"].items():
@@ -81,7 +94,17 @@ def test_a_trainer_of_another_library_runs_on_ours_with_its_own_overrides(tmp_pa
     assert (tmp_path / "scaled" / "checkpoint-4" / "manifest.json").is_file()
 
 
-def test_the_former_name_of_the_mixin_is_the_same_class():
-    from accel_trainer.trainer.trainer import CoreTrainerMixin
+def test_arguments_of_the_library_alone_are_refused_with_the_class_to_build():
+    stock = ScaledConfig.__new__(ScaledConfig)  # __init__ would need accelerate
+    with pytest.raises(ConfigError, match=r"class Arguments\(ScaledConfig, accel_trainer.TrainingArguments\)"):
+        ScaledOnOurs(build_model(), args=stock)
 
-    assert CoreTrainerMixin is AccelTrainerMixin is accel_trainer.trainer.AccelTrainerMixin
+
+def test_a_trainer_named_before_that_of_the_library_is_refused():
+    with pytest.raises(ConfigError, match=r"log, training_step would be called in the place of its own; name it first"):
+        type("Wrong", (Trainer, ScaledTrainer), {})
+
+
+def test_arguments_named_before_those_of_the_library_are_refused():
+    with pytest.raises(ConfigError, match=r"adam_beta1, __post_init__ would come before its own; name it first"):
+        type("Wrong", (TrainingArguments, ScaledConfig), {})
