@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_trainer.errors import ConfigError, MissingExtraError
+from accel_trainer.integrations.deepspeed.extension_locks import watch_locks
 from accel_trainer.runtime.process import ProcessContext, read_environment
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ def join_engine_group(deepspeed: Any, process: ProcessContext) -> None:
     device of the job, so that `use_cpu` holds on a machine with GPUs, too.
 
     Raises:
-        ConfigError: the environment has the engine use another kind of device than the job's.
+        ConfigError: the environment has the engine use another kind of device than the job's, or a lock was left that
+            its ops cannot be compiled under.
     """
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
@@ -132,7 +134,8 @@ def join_engine_group(deepspeed: Any, process: ProcessContext) -> None:
             "environment); take DS_ACCELERATOR out, or run on that device"
         )
     if not deepspeed.comm.is_initialized():
-        with contextlib.redirect_stdout(io.StringIO()):  # every rank would print; a failure raises
+        # Every rank would print; a failure raises.
+        with watch_locks(), contextlib.redirect_stdout(io.StringIO()):
             deepspeed.init_distributed(
                 dist_backend=get_accelerator().communication_backend_name(), auto_mpi_discovery=False, verbose=False
             )

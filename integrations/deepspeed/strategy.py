@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from accel_trainer.config import MixedPrecision, OutputDtype, Resolved, RunConfig
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.config import EngineConfig, Fact, Facts, hidden_size_of, resolve_engine_config
+from accel_trainer.integrations.deepspeed.extension_locks import watch_locks
 from accel_trainer.integrations.deepspeed.runtime import check_can_start, require_deepspeed, start_engine
 from accel_trainer.integrations.deepspeed.unit import DeepSpeedUnit, EvaluationUnit
 from accel_trainer.precision import PrecisionPolicy, apply_autocast, cast_floating
@@ -160,7 +161,7 @@ class DeepSpeedStrategy(BaseStrategy):
         if config.precision not in _DTYPES and process.device.type == "cpu" and has_parameters_on_disk:
             # DeepSpeed 0.19.8 would keep them there in bf16; so called, it asks its configuration for the type.
             deepspeed.zero.Init(module=job.model, config_dict_or_path=config.data)
-        with _scalars_broadcast(job.model):
+        with _scalars_broadcast(job.model), watch_locks():
             engine, *_ = deepspeed.initialize(
                 model=job.model,
                 optimizer=optimizer if placeholder is None else None,
