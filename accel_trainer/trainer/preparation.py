@@ -7,9 +7,11 @@ import time
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
+from accel_trainer import logging
 from accel_trainer.accelerator.accelerator import Accelerator
 from accel_trainer.accelerator.shared_state import AcceleratorState, PartialState, is_initialized
 from accel_trainer.config import Resolved
@@ -22,7 +24,9 @@ from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
 from accel_trainer.trainer.inputs import fill_empty
 from accel_trainer.trainer.running_trainer import PreparingTrainer
 
-__all__ = ["ModelPreparation", "build_accelerator"]
+__all__ = ["ModelPreparation", "build_accelerator", "create_optimizer", "overrides"]
+
+logger = logging.get_logger(__name__)
 
 
 def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
@@ -98,6 +102,53 @@ def _resolve_for_model(args: TrainingArguments, model: Any) -> Resolved:
     return dataclasses.replace(resolved, config=dataclasses.replace(config, **changes))
 
 
+def create_optimizer(trainer: PreparingTrainer, max_steps: int) -> Any:
+    """Return the Trainer's optimizer, made by whichever of its methods the subclass overrides.
+
+    A `create_optimizer_and_scheduler` of the subclass makes the schedule, too: transformers documents it as the method
+    to override, and has no call of it (5.17 to 5.23).
+
+    Raises:
+        ConfigError: the method has made none.
+    """
+    if overrides(trainer, "create_optimizer_and_scheduler"):
+        if trainer.lr_scheduler is trainer._schedule_of_both:
+            trainer.lr_scheduler = None  # of an earlier train()
+        trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
+        trainer._schedule_of_both = trainer.lr_scheduler
+        name = "create_optimizer_and_scheduler"
+    else:
+        # Without the model, which overrides need not take: upstream gives it to FSDP1 only.
+        trainer.create_optimizer()
+        name = "create_optimizer"
+    if trainer.optimizer is None:
+        raise ConfigError(
+            f"{name}() of {type(trainer).__name__} left self.optimizer at None; set it to the optimizer to train with"
+        )
+    return trainer.optimizer
+
+
+def _warn_of_unused(trainer: PreparingTrainer, builds_optimizer: bool, builds_scheduler: bool) -> None:
+    """Say which methods of a subclass are not called, because an engine's configuration describes what they make."""
+    optimizer_methods = ("create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs")
+    for key, is_built, names in (
+        ("optimizer", builds_optimizer, optimizer_methods),
+        ("scheduler", builds_scheduler, ("create_scheduler",)),
+    ):
+        unused = [name for name in names if is_built and overrides(trainer, name)]
+        if unused:
+            logger.warning(
+                "%s() of %s is not called: the engine's configuration describes the %s; take `%s` out of it to train "
+                "with what the method makes",
+                unused[0], type(trainer).__name__, key, key,
+            )  # fmt: skip
+
+
+def overrides(trainer: PreparingTrainer, name: str) -> bool:
+    """Return whether a method of the Trainer is another one than that of transformers."""
+    return getattr(type(trainer), name) is not getattr(transformers.Trainer, name)
+
+
 class ModelPreparation:
     """The prepared model of one Trainer, and the optimizer state that outlives an engine around it.
 
@@ -122,8 +173,8 @@ class ModelPreparation:
             return self._build_engine(trainer, max_steps)
         model: nn.Module = trainer.accelerator.prepare_model(trainer.model)
         self._adopt(trainer, model)
-        # Built from the sharded parameters: nothing has to be re-bound.
-        trainer.optimizer = trainer.accelerator.prepare_optimizer(trainer.create_optimizer(model))
+        # Built from the sharded parameters: nothing has to be re-bound, unless the user has given it.
+        trainer.optimizer = trainer.accelerator.prepare_optimizer(create_optimizer(trainer, max_steps))
         trainer.create_scheduler(num_training_steps=max_steps)
         return model
 
@@ -172,7 +223,9 @@ class ModelPreparation:
         if self._builds_optimizer:
             trainer.optimizer = None  # the engine built that of the earlier train()
         self._builds_optimizer = trainer.optimizer is None and bool(describes("optimizer"))
+        optimizer = None if self._builds_optimizer else self._create_optimizer(trainer, max_steps)
         builds_scheduler = trainer.lr_scheduler is None and bool(describes("scheduler"))
+        _warn_of_unused(trainer, self._builds_optimizer, builds_scheduler)
         # Only now are the model's sizes and the number of updates known, which the configuration may leave open.
         accelerator.reconfigure(
             complete_engine_config(
@@ -184,7 +237,8 @@ class ModelPreparation:
                 given_scheduler="dummy" if builds_scheduler else "torch",
             )
         )
-        optimizer = self._optimizer_of(trainer)
+        if optimizer is None:
+            optimizer = DummyOptim([parameter for parameter in trainer.model.parameters() if parameter.requires_grad])
         engine: nn.Module
         if builds_scheduler:
             # It steps with the engine: create_scheduler() finds it, and makes none.
@@ -200,11 +254,8 @@ class ModelPreparation:
             self._restore(trainer, state)
         return engine
 
-    def _optimizer_of(self, trainer: PreparingTrainer) -> Any:
-        """Return the Trainer's own optimizer, or a placeholder for the one that the engine builds."""
-        if self._builds_optimizer:
-            return DummyOptim([parameter for parameter in trainer.model.parameters() if parameter.requires_grad])
-        optimizer = trainer.create_optimizer(trainer.model)
+    def _create_optimizer(self, trainer: PreparingTrainer, max_steps: int) -> Any:
+        optimizer = create_optimizer(trainer, max_steps)
         # Of a model whose every parameter decays, or none does. DeepSpeed drops empty groups, and schedules count them.
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         return optimizer

@@ -73,9 +73,12 @@ class PreparingTrainer(RunningTrainer, Protocol):
     deepspeed: Any
     """The engine around the model, where one is built."""
     is_in_train: bool
-    create_optimizer: Callable[[nn.Module], Any]
+    create_optimizer: Callable[[], Any]
+    create_optimizer_and_scheduler: Callable[..., None]
     create_scheduler: Callable[..., Any]
     _created_lr_scheduler: bool
+    _schedule_of_both: Any
+    """Ours: what a `create_optimizer_and_scheduler` of a subclass made in an earlier `train()`."""
     _wrap_model: Callable[..., nn.Module]
 
 

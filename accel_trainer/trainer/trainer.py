@@ -33,7 +33,7 @@ from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
 from accel_trainer.trainer.epoch import EpochRun, LossNormalization, WindowReader
 from accel_trainer.trainer.evaluation import run_evaluation
 from accel_trainer.trainer.inputs import ColumnFilter, ShiftingLabelSmoother, check_dataset, load_model, shifts_labels
-from accel_trainer.trainer.preparation import ModelPreparation, build_accelerator
+from accel_trainer.trainer.preparation import ModelPreparation, build_accelerator, create_optimizer, overrides
 
 __all__ = ["AccelTrainerMixin", "CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
 
@@ -76,6 +76,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
 
     arguments_class: type[TrainingArguments] = TrainingArguments
     _reader: WindowReader | None = None
+    _schedule_of_both: Any = None
     _num_flops_parameters: tuple[int, int] | None = None
     """The model's id, and how many of its parameters multiply inputs."""
 
@@ -149,7 +150,12 @@ class Trainer(CheckpointMethods, transformers.Trainer):
     def _validate_args(self) -> None:
         check_dataset(self.train_dataset, "train_dataset")
         check_dataset(self.eval_dataset, "eval_dataset")
-        super()._validate_args()
+        # Upstream would refuse `optimizers` for what the switch says; here one that holds no state yet is re-bound.
+        is_fsdp_enabled, self.is_fsdp_enabled = self.is_fsdp_enabled, False
+        try:
+            super()._validate_args()
+        finally:
+            self.is_fsdp_enabled = is_fsdp_enabled
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         raise ConfigError(
@@ -225,7 +231,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         self.model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
         self.model_wrapped = self.model
         self.model.zero_grad()
-        if self._created_lr_scheduler:
+        if self._created_lr_scheduler or self._schedule_of_both is not None:
             self.optimizer = None
 
     def _prepare_for_training(
@@ -238,6 +244,8 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         if not self.is_sharded:
             # A second train() begins with the bare model: the wrapper was freed with the Accelerator's memory.
             self.model_wrapped = self.model
+            if overrides(self, "create_optimizer_and_scheduler"):
+                create_optimizer(self, max_steps)
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self._created_lr_scheduler:
             self.lr_scheduler = None
