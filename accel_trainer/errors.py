@@ -15,10 +15,12 @@ __all__ = [
     "ConfigError",
     "CorruptCheckpointError",
     "DiskFullError",
+    "DistributedOperationException",
     "IncompatibleCheckpointError",
     "MissingExtraError",
     "ProcessGroupError",
     "SaveTimeoutError",
+    "UnsupportedTypeError",
     "did_you_mean",
 ]
 
@@ -33,6 +35,14 @@ class ConfigError(AccelTrainerError, ValueError):
 
 class ProcessGroupError(AccelTrainerError, RuntimeError):
     """The processes of a job contradict each other, or one of them failed."""
+
+
+class DistributedOperationException(ProcessGroupError):
+    """The ranks called different collectives, or one on tensors that do not fit; nothing was sent."""
+
+
+class UnsupportedTypeError(ConfigError, TypeError):
+    """A structure holds a value of a class that an operation cannot be applied to."""
 
 
 class CheckpointNotFoundError(AccelTrainerError, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Import paths of release 0.1 and earlier: scripts and pickles that name them still find the modules."""
+"""Import paths of release 0.1 and earlier, and of similar libraries: scripts and pickles still find the modules."""
 
 from __future__ import annotations
 
@@ -78,6 +78,10 @@ _MOVED = {
         "fsdp_arguments:trainer.arguments.fsdp_arguments gathering:trainer.evaluation layout:trainer.preparation "
         "loss_scale:trainer.epoch publishing:trainer.checkpoint.methods reading:trainer.epoch "
         "resuming:trainer.checkpoint.resuming"
+    ),
+    "utils": (
+        "dataclasses:utils deepspeed:utils environment:utils fsdp_utils:utils imports:utils memory:utils "
+        "modeling:utils offload:utils operations:utils other:utils random:utils versions:utils"
     ),
 }
 """By package of old: `NAME:NEW_PATH` of each module."""

@@ -16,7 +16,16 @@ from accel_trainer.config import MixedPrecision, OutputDtype
 from accel_trainer.errors import ConfigError
 from accel_trainer.tree import map_leaves
 
-__all__ = ["AutocastForward", "PrecisionPolicy", "apply_autocast", "build_precision", "remove_autocast"]
+__all__ = [
+    "AutocastForward",
+    "ConvertOutputsToFp32",
+    "PrecisionPolicy",
+    "apply_autocast",
+    "build_precision",
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
+    "remove_autocast",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +151,28 @@ def cast_floating(data: Any, dtype: torch.dtype) -> Any:
         return leaf
 
     return map_leaves(cast, data, is_leaf=lambda node: isinstance(node, torch.Tensor))
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Return a structure with its fp16 and bf16 tensors cast to fp32, and other leaves as they are."""
+    return cast_floating(tensor, torch.float32)
+
+
+class ConvertOutputsToFp32:
+    """A function, a model's forward for instance, whose fp16 and bf16 outputs are cast to fp32. Picklable as it is."""
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        functools.update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, and cast."""
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose fp16 and bf16 outputs are cast to fp32; `__wrapped__` is the one that it calls."""
+    return ConvertOutputsToFp32(model_forward)
 
 
 def apply_autocast(model: nn.Module, policy: PrecisionPolicy) -> None:

@@ -20,7 +20,6 @@ _OPTIONS = {
 }
 
 _FP8 = "fp8 is not offered; use mixed_precision='bf16'"
-_WORD = "give the word itself, as a string"
 _ONE_DEVICE = (
     "one process has one device here; shard with FullyShardedDataParallelPlugin or DeepSpeedPlugin, or load to one "
     "device with load_checkpoint_and_dispatch"
@@ -40,29 +39,17 @@ _SPREAD = (
 _NAMES = {
     **dict.fromkeys(_RECIPES, _FP8),
     **dict.fromkeys(_SPREAD, _ONE_DEVICE),
-    **dict.fromkeys(("DynamoBackend", "LoggerType", "PrecisionType", "RNGType"), _WORD),
     **dict.fromkeys(("DataLoaderDispatcher", "DataLoaderShard", "SkipDataLoader"), _LOADER),
     "BatchSamplerShard": "it is called ShardedBatchSampler",
-    "ConvertOutputsToFp32": "pass AutocastKwargs(output_dtype=...) to the Accelerator",
-    "DistributedOperationException": "catch accel_trainer.errors.ProcessGroupError",
     "IterableDatasetShard": "prepare() shares out a stream; see the page on data loaders",
     "MegatronLMPlugin": "Megatron-LM is not offered",
     "ParallelismConfig": "tensor, context and pipeline parallelism are not offered",
     "SkipBatchSampler": "use skip_first_batches",
     "TorchTensorParallelPlugin": "tensor parallelism is not offered",
-    "clear_environment": "nothing is written to the environment",
-    "convert_outputs_to_fp32": "pass AutocastKwargs(output_dtype=...) to the Accelerator",
-    "copy_tensor_to_devices": "use broadcast",
+    "deepspeed_required": "compare accelerator.distributed_type with DistributedType.DEEPSPEED",
     "disable_fsdp_ram_efficient_loading": "pass FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False)",
     "enable_fsdp_ram_efficient_loading": "pass FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)",
-    "extract_model_from_parallel": "use accelerator.unwrap_model(model)",
-    "listify": "use recursively_apply(lambda tensor: tensor.tolist(), data)",
-    "load": "use torch.load",
     "merge_fsdp_weights": "run `accel-trainer merge-weights`",
-    "patch_environment": "nothing is written to the environment",
-    "save": "use accelerator.save",
-    "slice_tensors": "use recursively_apply(lambda tensor: tensor[part], data)",
-    "synchronize_rng_state": "use synchronize_rng_states",
     "write_basic_config": "run `accel-trainer config default`",
 }
 

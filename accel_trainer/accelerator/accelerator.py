@@ -24,6 +24,7 @@ from accel_trainer.accelerator.shared_state import (
 )
 from accel_trainer.accelerator.stepping import AcceleratorStepping
 from accel_trainer.accelerator.trackers import AcceleratorTracking, TrackerChoice, Trackers
+from accel_trainer.accelerator.unwrapping import extract_model_from_parallel
 from accel_trainer.checkpoint.checkpointer import Checkpointer
 from accel_trainer.config import MixedPrecision, Resolved
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin, DeepSpeedPlugins
@@ -35,11 +36,10 @@ from accel_trainer.plugins.kwargs import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accel_trainer.precision import build_precision, remove_autocast
+from accel_trainer.precision import build_precision
 from accel_trainer.runtime.memory import register_memory_owner
 from accel_trainer.runtime.process import init_process, read_environment
 from accel_trainer.runtime.rng import check_rng_types
-from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
 from accel_trainer.unsupported import explain_options
 
 __all__ = ["Accelerator"]
@@ -233,14 +233,9 @@ class Accelerator(
             keep_fp32_wrapper: false also takes off mixed precision.
         """
         found = self._prepared.find(model)
-        wrapped = isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel))
-        module: Any = found.unit.module if found is not None else model.module if wrapped else model
-        if not keep_torch_compile:
-            module = getattr(module, ORIGINAL_MODULE, module)
-        if not keep_fp32_wrapper:
-            remove_autocast(module)
-        unwrapped: nn.Module = module
-        return unwrapped
+        return extract_model_from_parallel(
+            model if found is None else found.unit.module, keep_fp32_wrapper, keep_torch_compile
+        )
 
     def free_memory(self, *objects: Any) -> tuple[None, ...]:
         """Release everything prepared; return as many None as objects were given, to assign over them.

@@ -8,14 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from accel_trainer import logging
 from accel_trainer.accelerator.accumulation import PreparedUnit
 from accel_trainer.accelerator.settings import AcceleratorSettings
+from accel_trainer.accelerator.single_files import save
 from accel_trainer.accelerator.token_mean import TokenWindow
 from accel_trainer.checkpoint.checkpointer import SaveJob
 from accel_trainer.checkpoint.commit.retention import PREFIX
@@ -338,12 +337,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
         """Write `obj` to `f` on rank 0 (on each node's first rank with `save_on_each_node`); a no-op elsewhere."""
-        each_node = self.project_configuration.save_on_each_node
-        if self.process.is_local_main if each_node else self.process.is_main:
-            if safe_serialization:
-                save_file(obj, f, metadata={"format": "pt"})
-            else:
-                torch.save(obj, f)
+        save(obj, f, self.project_configuration.save_on_each_node, safe_serialization, process=self.process)
 
 
 def _number_in(name: str) -> int | None:

@@ -26,10 +26,12 @@ __all__ = [
     "GatheredParameters",
     "broadcast",
     "broadcast_object_list",
+    "copy_tensor_to_devices",
     "gather",
     "gather_object",
     "pad_across_processes",
     "reduce",
+    "synchronize_rng_state",
     "synchronize_rng_states",
     "wait_for_everyone",
 ]
@@ -166,6 +168,40 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     return collectives.pad_across_processes(
         tensor, current_process(), dim=dim, pad_index=pad_index, pad_first=pad_first
     )
+
+
+def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
+    """Return the tensor that one rank gives on every rank, on its device; the others give None. Collective.
+
+    Raises:
+        ConfigError: no rank, or more than one, gave a tensor.
+    """
+    process = current_process()
+    given = collectives.gather_object([tensor is not None], process)
+    if sum(given) != 1:
+        raise ConfigError(
+            f"copy_tensor_to_devices got a tensor on {sum(given)} of {len(given)} ranks; give it on one, None elsewhere"
+        )
+    source = given.index(True)
+    info = collectives.broadcast_object(None if tensor is None else (tensor.shape, tensor.dtype), process, source)
+    if tensor is None:
+        tensor = torch.empty(info[0], dtype=info[1])
+    return collectives.broadcast(tensor.to(process.device), process, source)
+
+
+def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generator | None = None) -> None:
+    """Set one stream of random numbers, or a generator, to that of rank 0. Collective: every rank calls it.
+
+    Raises:
+        ConfigError: this device has no such stream, or neither is given.
+    """
+    process = current_process()
+    if generator is None and rng_type is None:
+        raise ConfigError("synchronize_rng_state got neither rng_type nor generator; give one of them")
+    if generator is None:
+        return synchronize_rng_states([rng_type or ""])
+    if process.is_distributed:
+        generator.set_state(collectives.broadcast_object(generator.get_state(), process))
 
 
 def synchronize_rng_states(rng_types: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_trainer.errors import ProcessGroupError
+from accel_trainer.errors import DistributedOperationException
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.tensor_trees import is_tensor
 from accel_trainer.tree import leaves
@@ -34,7 +34,7 @@ def check_same_call(
         The `value` of each rank, a picklable object that travels along.
 
     Raises:
-        ProcessGroupError: the ranks differ; it names the two sides of the first difference.
+        DistributedOperationException: the ranks differ; it names the two sides of the first difference.
     """
     if not process.is_distributed:
         return [value]
@@ -45,7 +45,7 @@ def check_same_call(
         for index, (first, other) in enumerate(zip_longest(calls[0], words, fillvalue="nothing")):
             if first != other:
                 subject = f"leaf {index - 1} of {name}" if index else "the operation"
-                raise ProcessGroupError(
+                raise DistributedOperationException(
                     f"the ranks do not agree on {subject}: rank 0 {first}, rank {rank} {other}. Nothing was sent; make "
                     f"the shapes equal (pad_across_processes does){way_out} or call the same collective on every rank"
                 )

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accel_trainer.errors import ConfigError
+from accel_trainer.errors import ConfigError, UnsupportedTypeError
 from accel_trainer.tree import leaves, map_leaves, rebuild_mapping
 
-__all__ = ["concatenate", "find_batch_size", "is_tensor", "pad_to", "recursively_apply", "send_to_device"]
+__all__ = [
+    "TensorInformation",
+    "concatenate",
+    "find_batch_size",
+    "find_device",
+    "get_data_structure",
+    "initialize_tensors",
+    "is_tensor",
+    "is_tensor_information",
+    "listify",
+    "pad_input_tensors",
+    "pad_to",
+    "recursively_apply",
+    "send_to_device",
+    "slice_tensors",
+]
 
 
 def is_tensor(node: Any) -> bool:
@@ -87,17 +103,92 @@ def recursively_apply(
     """Apply a function to the leaves that `test_type` accepts; others stay, or are an error.
 
     Raises:
-        ConfigError: with `error_on_other_type`, a leaf is not of the tested type.
+        UnsupportedTypeError: with `error_on_other_type`, a leaf is not of the tested type.
     """
 
     def apply(leaf: Any) -> Any:
         if test_type(leaf):
             return function(leaf, *args, **kwargs)
         if error_on_other_type:
-            raise ConfigError(f"cannot apply {getattr(function, '__name__', function)} to a {type(leaf).__name__}")
+            raise UnsupportedTypeError(
+                f"cannot apply {getattr(function, '__name__', function)} to a {type(leaf).__name__}; pass nested "
+                f"lists, tuples and dicts of what {getattr(test_type, '__name__', test_type)} accepts, or "
+                "error_on_other_type=False to leave other values as they are"
+            )
         return leaf
 
     return map_leaves(apply, data, is_leaf=test_type)
+
+
+def slice_tensors(
+    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
+    """Return a structure with a slice along dim 0 of each tensor, as views.
+
+    Args:
+        process_index: not used; the signature is that of a loader's `slice_fn_for_dispatch`.
+        num_processes: not used, likewise.
+    """
+    return recursively_apply(lambda tensor: tensor[tensor_slice], data)
+
+
+def listify(data: Any) -> Any:
+    """Return a structure with nested lists of Python numbers in the place of tensors; bf16 is read as fp32."""
+
+    def to_list(tensor: Tensor) -> Any:
+        tensor = tensor.detach().cpu()
+        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).tolist()
+
+    return recursively_apply(to_list, data)
+
+
+def find_device(data: Any) -> torch.device | None:
+    """Return the device of the first tensor, or None."""
+    return next((leaf.device for leaf in leaves(data, is_leaf=is_tensor) if is_tensor(leaf)), None)
+
+
+@dataclass
+class TensorInformation:
+    """Shape and dtype of a tensor that stands elsewhere."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def is_tensor_information(node: Any) -> bool:
+    """Return whether a node of a structure is a TensorInformation."""
+    return isinstance(node, TensorInformation)
+
+
+def get_data_structure(data: Any) -> Any:
+    """Return a structure with a TensorInformation in the place of each tensor."""
+    return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """Return a structure with an uninitialized tensor in the place of each TensorInformation."""
+
+    def build(info: TensorInformation) -> Tensor:
+        return torch.empty(*info.shape, dtype=info.dtype)
+
+    return recursively_apply(build, data_structure, test_type=is_tensor_information)
+
+
+def pad_input_tensors(data: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Return a structure whose tensors of `batch_size` along `dim` repeat their last row up to a multiple.
+
+    Args:
+        num_processes: the number that the padded size is a multiple of.
+    """
+    missing = -batch_size % num_processes
+
+    def pad(tensor: Tensor) -> Tensor:
+        if not missing or tensor.shape[dim] != batch_size:
+            return tensor
+        last = tensor.narrow(dim, batch_size - 1, 1)
+        return torch.cat([tensor, *[last] * missing], dim=dim)
+
+    return recursively_apply(pad, data)
 
 
 def pad_to(tensor: Tensor, shape: Sequence[int], value: float) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -55,3 +57,43 @@ def test_a_step_with_a_closure_returns_its_loss_as_torchs_own_does(kind: type[to
 
         found.append([optimizer.step(closure).item() for _ in range(3)])
     assert found[0] == found[1]
+
+
+def test_a_prepared_optimizer_and_schedule_show_and_change_what_they_wrap():
+    model, optimizer = build()
+    other = nn.Linear(1, 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, other, prepared, schedule = Accelerator(cpu=True).prepare(model, other, optimizer, scheduler)
+    assert (prepared.defaults, schedule.optimizer, schedule.base_lrs) == (optimizer.defaults, optimizer, [0.1])
+    assert repr(prepared) == f"AcceleratedOptimizer({optimizer!r})"
+
+    prepared.add_param_group({"params": other.parameters(), "lr": 0.2})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+    prepared.param_groups, prepared.state, prepared.defaults = (
+        prepared.param_groups[:1],
+        {},
+        {
+            **prepared.defaults,
+            "lr": 1.0,
+        },
+    )
+    assert (len(optimizer.param_groups), optimizer.state, optimizer.defaults["lr"]) == (1, {}, 1.0)
+
+    calls: list[str] = []
+    prepared.register_step_pre_hook(lambda *_: calls.append("before"))
+    prepared.register_step_post_hook(lambda *_: calls.append("after"))
+    model(torch.ones(1, 2)).sum().backward()
+    prepared.step()
+    schedule.step()
+    assert calls == ["before", "after"]
+    assert schedule.get_last_lr() == [0.05]
+
+
+def test_a_prepared_optimizer_is_pickled_with_its_state():
+    model, _ = build()
+    model, prepared = Accelerator(cpu=True).prepare(model, torch.optim.Adam(model.parameters()))
+    model(torch.ones(1, 2)).sum().backward()
+    prepared.step()
+    loaded = pickle.loads(pickle.dumps(prepared))
+    for name, value in prepared.state_dict()["state"][0].items():
+        assert torch.equal(loaded.state_dict()["state"][0][name], value)

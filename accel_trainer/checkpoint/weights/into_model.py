@@ -20,7 +20,8 @@ from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.placement import local_box, local_tensor, materialize
 from accel_trainer.checkpoint.weights.reading import BroadcastFiles, WeightFiles
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
-from accel_trainer.runtime.torch_private import ORIGINAL_MODULE, RESET_METHODS, copy_module
+from accel_trainer.runtime.model_wrappers import unwrap_module
+from accel_trainer.runtime.torch_private import RESET_METHODS, copy_module
 
 __all__ = ["LoadReport", "WeightFiles", "load_checkpoint_and_dispatch", "load_checkpoint_in_model"]
 
@@ -76,7 +77,7 @@ def load_checkpoint_in_model(
         IncompatibleCheckpointError: shapes differ, or names with `strict`; nothing was loaded then.
         ConfigError: `device_map` does not say where a tensor goes, or `dtype` is not that of a sharded model.
     """
-    model = _unwrap(model)
+    model = unwrap_module(model)
     weights = _open(Path(checkpoint), broadcast_from_rank0)
     own = model.state_dict(keep_vars=True)
     sources, missing, unexpected = _match(own, weights)
@@ -132,14 +133,6 @@ def load_checkpoint_and_dispatch(
             "init_empty_weights(), which leaves computed buffers their values"
         )
     return model if device is None else model.to(device)
-
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        model = model.module
-    # torch.compile(model) wraps the module whose tensors have the names of the files.
-    unwrapped: nn.Module = getattr(model, ORIGINAL_MODULE, model)
-    return unwrapped
 
 
 def _open(checkpoint: Path, broadcast: bool) -> Weights:

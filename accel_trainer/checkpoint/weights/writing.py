@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ __all__ = [
     "BIN_NAME",
     "INDEX_NAME",
     "WEIGHTS_NAME",
+    "distinct",
     "gather_to_file",
     "make_tensors",
     "parse_size",
@@ -72,6 +73,7 @@ def parse_size(size: int | str) -> int:
 
 
 State = Mapping[str, Tensor | LazyTensor]
+_Stored = TypeVar("_Stored", bound=Tensor | LazyTensor)
 
 
 def _identity(tensor: Tensor | LazyTensor) -> Any:
@@ -81,7 +83,7 @@ def _identity(tensor: Tensor | LazyTensor) -> Any:
     return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())
 
 
-def _distinct(state: State) -> dict[str, Tensor | LazyTensor]:
+def distinct(state: Mapping[str, _Stored]) -> dict[str, _Stored]:
     """Keep each tied tensor once, under its first name: safetensors refuses shared memory, and loaders tie again."""
     first: dict[Any, str] = {}
     for name, tensor in state.items():
@@ -150,7 +152,7 @@ def save_weights(
         ConfigError: a tensor's type is unknown to the format.
         DiskFullError: there is no room.
     """
-    shards = _split(_distinct(state) if safe_serialization else state, parse_size(max_shard_size))
+    shards = _split(distinct(state) if safe_serialization else state, parse_size(max_shard_size))
     stem, suffix = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
     names = [f"{stem}.{suffix}"]
     if len(shards) > 1:
@@ -296,7 +298,7 @@ def _publish(directory: Path, names: Sequence[str], index: Path | None, shards: 
     fsync_path(directory)
     if index is not None:
         weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        total = sum(tensor_file_bytes(_distinct(shard)) for shard in shards)
+        total = sum(tensor_file_bytes(distinct(shard)) for shard in shards)
         _replace_index(index, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 

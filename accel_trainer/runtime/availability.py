@@ -1,0 +1,475 @@
+"""Facts about this environment that scripts ask for: installed packages, their versions, devices and number formats.
+
+A package is available when its files and its metadata are found; nothing is imported. A device is available when one is
+there, not when torch was built for its kind.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import operator
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from packaging.version import Version, parse
+
+from accel_trainer.errors import ConfigError, MissingExtraError
+
+__all__ = [
+    "STR_OPERATION_TO_FUNC",
+    "compare_versions",
+    "is_4bit_bnb_available",
+    "is_8bit_bnb_available",
+    "is_aim_available",
+    "is_amdsmi_available",
+    "is_bf16_available",
+    "is_bitsandbytes_multi_backend_available",
+    "is_bnb_available",
+    "is_boto3_available",
+    "is_clearml_available",
+    "is_comet_ml_available",
+    "is_cuda_available",
+    "is_datasets_available",
+    "is_deepspeed_available",
+    "is_dvclive_available",
+    "is_fp8_available",
+    "is_fp16_available",
+    "is_habana_gaudi1",
+    "is_hpu_available",
+    "is_import_timer_available",
+    "is_lomo_available",
+    "is_matplotlib_available",
+    "is_megatron_lm_available",
+    "is_mlflow_available",
+    "is_mlu_available",
+    "is_mps_available",
+    "is_msamp_available",
+    "is_musa_available",
+    "is_neuron_available",
+    "is_npu_available",
+    "is_numpy_available",
+    "is_pandas_available",
+    "is_peft_available",
+    "is_pippy_available",
+    "is_pynvml_available",
+    "is_pytest_available",
+    "is_rich_available",
+    "is_rocm_available",
+    "is_sagemaker_available",
+    "is_schedulefree_available",
+    "is_sdaa_available",
+    "is_swanlab_available",
+    "is_tensorboard_available",
+    "is_timm_available",
+    "is_torch_distributed_available",
+    "is_torch_version",
+    "is_torch_xla_available",
+    "is_torchao_available",
+    "is_torchdata_available",
+    "is_torchdata_stateful_dataloader_available",
+    "is_torchvision_available",
+    "is_tqdm_available",
+    "is_trackio_available",
+    "is_transformer_engine_available",
+    "is_transformer_engine_mxfp8_available",
+    "is_transformers_available",
+    "is_triton_available",
+    "is_wandb_available",
+    "is_weights_only_available",
+    "is_xccl_available",
+    "is_xpu_available",
+    "torchao_required",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+STR_OPERATION_TO_FUNC: dict[str, Callable[[Any, Any], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    "<": operator.lt,
+}
+"""Comparisons of versions by their sign."""
+
+
+def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
+    """Return whether a version, or an installed package's, stands in a relation to another one.
+
+    Args:
+        library_or_version: the name of a package, or a version itself.
+        operation: a key of `STR_OPERATION_TO_FUNC`.
+
+    Raises:
+        ConfigError: another word than one of the six signs.
+        importlib.metadata.PackageNotFoundError: the package is not installed.
+    """
+    if operation not in STR_OPERATION_TO_FUNC:
+        raise ConfigError(f"versions are compared by one of {', '.join(STR_OPERATION_TO_FUNC)}; got {operation!r}")
+    if isinstance(library_or_version, str):
+        library_or_version = parse(importlib.metadata.version(library_or_version))
+    return STR_OPERATION_TO_FUNC[operation](library_or_version, parse(requirement_version))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Return whether the running torch stands in a relation to a version; see `compare_versions`."""
+    return compare_versions(Version(torch.__version__), operation, version)
+
+
+def _is_installed(package: str, *distributions: str, at_least: str | None = None) -> bool:
+    """Whether a package is there, and not only a folder of its name: one of its distributions has metadata."""
+    try:
+        if importlib.util.find_spec(package) is None:
+            return False
+    except (ImportError, ValueError):  # a parent that is missing; a stand-in in sys.modules without a spec
+        return False
+    for distribution in distributions or (package,):
+        try:
+            found = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return at_least is None or parse(found) >= parse(at_least)
+    return False
+
+
+def _has_device(kind: str) -> bool:
+    """Whether torch, or the plug-in that it loaded at import, finds a device of a kind."""
+    backend = getattr(torch, kind, None)
+    return backend is not None and bool(backend.is_available())
+
+
+def is_torch_distributed_available() -> bool:
+    """Return whether torch was built with distributed communication."""
+    return torch.distributed.is_available()
+
+
+def is_xccl_available() -> bool:
+    """Return whether torch communicates by XCCL, Intel's collectives."""
+    return torch.distributed.is_available() and torch.distributed.is_xccl_available()
+
+
+def is_weights_only_available() -> bool:
+    """Return True: every supported torch loads with `weights_only` and a list of safe classes."""
+    return True
+
+
+def is_pippy_available() -> bool:
+    """Return True: every supported torch has `torch.distributed.pipelining`."""
+    return True
+
+
+def is_numpy_available(min_version: str = "1.25.0") -> bool:
+    """Return whether NumPy of a version, or a later one, is installed."""
+    return _is_installed("numpy", at_least=min_version)
+
+
+def is_import_timer_available() -> bool:
+    """Return whether import-timer is installed."""
+    return _is_installed("import_timer")
+
+
+def is_pynvml_available() -> bool:
+    """Return whether NVIDIA's management library can be imported, from nvidia-ml-py or pynvml."""
+    return _is_installed("pynvml", "nvidia-ml-py", "pynvml")
+
+
+def is_amdsmi_available() -> bool:
+    """Return whether AMD's management library is installed."""
+    return _is_installed("amdsmi")
+
+
+def is_pytest_available() -> bool:
+    """Return whether pytest is installed."""
+    return _is_installed("pytest")
+
+
+def is_msamp_available() -> bool:
+    """Return whether MS-AMP is installed."""
+    return _is_installed("msamp", "ms-amp")
+
+
+def is_schedulefree_available() -> bool:
+    """Return whether schedulefree is installed."""
+    return _is_installed("schedulefree")
+
+
+def is_transformer_engine_available() -> bool:
+    """Return whether TransformerEngine, or Intel's on Gaudi, is installed."""
+    if is_hpu_available():
+        return _is_installed("intel_transformer_engine", "intel-transformer-engine")
+    return _is_installed("transformer_engine", "transformer-engine")
+
+
+def is_transformer_engine_mxfp8_available() -> bool:
+    """Return whether TransformerEngine is installed and finds a device that computes in mxfp8."""
+    if not _is_installed("transformer_engine", "transformer-engine"):
+        return False
+    from transformer_engine.pytorch.fp8 import check_mxfp8_support  # type: ignore[import-not-found]
+
+    return bool(check_mxfp8_support()[0])
+
+
+def is_lomo_available() -> bool:
+    """Return whether lomo-optim is installed."""
+    return _is_installed("lomo_optim", "lomo-optim")
+
+
+def is_torchao_available() -> bool:
+    """Return whether torchao 0.6.1 or later is installed."""
+    return _is_installed("torchao", at_least="0.6.1")
+
+
+def is_deepspeed_available() -> bool:
+    """Return whether DeepSpeed is installed."""
+    return _is_installed("deepspeed")
+
+
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Return whether bitsandbytes, of a version or a later one, is installed."""
+    return _is_installed("bitsandbytes", at_least=min_version)
+
+
+def is_4bit_bnb_available() -> bool:
+    """Return whether bitsandbytes with 4-bit weights (0.39.0 or later) is installed."""
+    return is_bnb_available("0.39.0")
+
+
+def is_8bit_bnb_available() -> bool:
+    """Return whether bitsandbytes with 8-bit weights (0.37.2 or later) is installed."""
+    return is_bnb_available("0.37.2")
+
+
+def is_bitsandbytes_multi_backend_available() -> bool:
+    """Return whether the installed bitsandbytes works on other devices than CUDA's."""
+    if not is_bnb_available():
+        return False
+    import bitsandbytes  # type: ignore[import-not-found]
+
+    return "multi_backend" in getattr(bitsandbytes, "features", set())
+
+
+def is_torchvision_available() -> bool:
+    """Return whether torchvision is installed."""
+    return _is_installed("torchvision")
+
+
+def is_megatron_lm_available() -> bool:
+    """Return False: Megatron-LM is not offered, installed or not."""
+    return False
+
+
+def is_transformers_available() -> bool:
+    """Return whether transformers is installed."""
+    return _is_installed("transformers")
+
+
+def is_datasets_available() -> bool:
+    """Return whether datasets is installed."""
+    return _is_installed("datasets")
+
+
+def is_peft_available() -> bool:
+    """Return whether PEFT is installed."""
+    return _is_installed("peft")
+
+
+def is_timm_available() -> bool:
+    """Return whether timm is installed."""
+    return _is_installed("timm")
+
+
+def is_triton_available() -> bool:
+    """Return whether Triton, from any of its distributions, is installed."""
+    return _is_installed(
+        "triton", "triton", "triton-xpu", "pytorch-triton", "pytorch-triton-xpu", "pytorch-triton-rocm"
+    )
+
+
+def is_aim_available() -> bool:
+    """Return whether Aim before release 4, whose interface is another one, is installed."""
+    return _is_installed("aim") and compare_versions("aim", "<", "4.0.0")
+
+
+def is_tensorboard_available() -> bool:
+    """Return whether tensorboard or tensorboardX is installed."""
+    return _is_installed("tensorboard") or _is_installed("tensorboardX")
+
+
+def is_wandb_available() -> bool:
+    """Return whether wandb is installed."""
+    return _is_installed("wandb")
+
+
+def is_comet_ml_available() -> bool:
+    """Return whether comet-ml is installed."""
+    return _is_installed("comet_ml", "comet-ml")
+
+
+def is_swanlab_available() -> bool:
+    """Return whether SwanLab is installed."""
+    return _is_installed("swanlab")
+
+
+def is_trackio_available() -> bool:
+    """Return whether trackio is installed."""
+    return _is_installed("trackio")
+
+
+def is_clearml_available() -> bool:
+    """Return whether ClearML is installed."""
+    return _is_installed("clearml")
+
+
+def is_dvclive_available() -> bool:
+    """Return whether DVCLive is installed."""
+    return _is_installed("dvclive")
+
+
+def is_mlflow_available() -> bool:
+    """Return whether MLflow, whole or skinny, is installed."""
+    return _is_installed("mlflow", "mlflow", "mlflow-skinny")
+
+
+def is_boto3_available() -> bool:
+    """Return whether boto3 is installed."""
+    return _is_installed("boto3")
+
+
+def is_sagemaker_available() -> bool:
+    """Return whether SageMaker's SDK is installed."""
+    return _is_installed("sagemaker")
+
+
+def is_rich_available() -> bool:
+    """Return False: tracebacks are not coloured here, and nothing reads ACCELERATE_ENABLE_RICH."""
+    return False
+
+
+def is_tqdm_available() -> bool:
+    """Return whether tqdm is installed."""
+    return _is_installed("tqdm")
+
+
+def is_pandas_available() -> bool:
+    """Return whether pandas is installed."""
+    return _is_installed("pandas")
+
+
+def is_matplotlib_available() -> bool:
+    """Return whether Matplotlib is installed."""
+    return _is_installed("matplotlib")
+
+
+def is_torchdata_available() -> bool:
+    """Return whether torchdata is installed."""
+    return _is_installed("torchdata")
+
+
+def is_torchdata_stateful_dataloader_available() -> bool:
+    """Return whether torchdata with StatefulDataLoader (0.8.0 or later) is installed."""
+    return _is_installed("torchdata", at_least="0.8.0")
+
+
+def is_cuda_available() -> bool:
+    """Return whether there is a CUDA or ROCm device. Asks the driver's library, so that a fork afterwards is safe.
+
+    Source: `PYTORCH_NVML_BASED_CUDA_CHECK` of torch.cuda.
+    """
+    from accel_trainer.runtime.variables import patch_environment
+
+    with patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK=1):
+        return torch.cuda.is_available()
+
+
+def is_rocm_available() -> bool:
+    """Return whether there is a ROCm device."""
+    return torch.version.hip is not None and torch.cuda.is_available()
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Return whether there is an Apple GPU, and torch is of a version or a later one."""
+    return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
+
+
+def is_mlu_available(check_device: bool = False) -> bool:
+    """Return whether there is a Cambricon MLU. `check_device` changes nothing: a device is always looked for."""
+    return _has_device("mlu")
+
+
+def is_musa_available(check_device: bool = False) -> bool:
+    """Return whether there is a Moore Threads GPU. `check_device` changes nothing: a device is always looked for."""
+    return _has_device("musa")
+
+
+def is_npu_available(check_device: bool = False) -> bool:
+    """Return whether there is an Ascend NPU. `check_device` changes nothing: a device is always looked for."""
+    return _has_device("npu")
+
+
+def is_sdaa_available(check_device: bool = False) -> bool:
+    """Return whether there is a Tecorigin SDAA. `check_device` changes nothing: a device is always looked for."""
+    return _has_device("sdaa")
+
+
+def is_hpu_available(init_hccl: bool = False) -> bool:
+    """Return whether there is a Gaudi HPU. `init_hccl` changes nothing: the process group loads its backend."""
+    return _has_device("hpu")
+
+
+def is_habana_gaudi1() -> bool:
+    """Return False: the first Gaudi is not supported by any torch that is supported here."""
+    return False
+
+
+def is_xpu_available(check_device: bool = False) -> bool:
+    """Return whether there is an Intel GPU. `check_device` changes nothing: a device is always looked for."""
+    return _has_device("xpu")
+
+
+def is_neuron_available(check_device: bool = False) -> bool:
+    """Return whether there is an AWS Neuron device. `check_device` changes nothing: a device is always looked for."""
+    return _has_device("neuron")
+
+
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Return False: torch_xla is not offered, installed or not."""
+    return False
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Return whether this machine's device computes in bf16; a CPU always does, if slowly."""
+    if is_cuda_available():
+        return torch.cuda.is_bf16_supported()
+    if is_mlu_available():
+        return bool(torch.mlu.is_bf16_supported())  # type: ignore[attr-defined]
+    if is_xpu_available():
+        return torch.xpu.is_bf16_supported()
+    return torch.backends.mps.is_macos_or_newer(14, 0) if is_mps_available() else True
+
+
+def is_fp16_available() -> bool:
+    """Return True: every supported device stores fp16. `Accelerator(mixed_precision="fp16")` needs more; it checks."""
+    return True
+
+
+def is_fp8_available() -> bool:
+    """Return whether a package for training in fp8 is installed: MS-AMP, TransformerEngine or torchao."""
+    return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
+
+
+def torchao_required(function: F) -> F:
+    """Decorate a function so that it raises MissingExtraError where torchao is not installed."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not is_torchao_available():
+            raise MissingExtraError(
+                f"{function.__name__}() needs torchao 0.6.1 or later, which is not installed: pip install torchao"
+            )
+        return function(*args, **kwargs)
+
+    return run  # type: ignore[return-value]

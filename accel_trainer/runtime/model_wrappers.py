@@ -1,0 +1,78 @@
+"""The user's own module inside of what wraps it, and facts about modules that wrappers leave behind."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
+
+__all__ = [
+    "get_model_tp_size",
+    "get_module_children_bottom_up",
+    "has_compiled_regions",
+    "is_compiled_module",
+    "model_has_dtensor",
+    "unwrap_module",
+]
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Return whether a module is what `torch.compile(model)` returns; `model.compile()` leaves no wrapper."""
+    return any(name == ORIGINAL_MODULE for name, _ in module.named_children())
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Return whether `torch.compile` wrapped a module or one inside of it."""
+    return any(is_compiled_module(inner) for inner in module.modules())
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Return whether a parameter is a DTensor, of FSDP2 or tensor parallelism."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """Return the tensor-parallel degree that transformers loaded a model with; None for none."""
+    if (size := getattr(model, "tp_size", None)) is not None:  # transformers 4
+        return size
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    return config.get("tp_size") if isinstance(config, dict) else getattr(config, "tp_size", None)
+
+
+def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
+    """Return a model's modules, each behind the ones that it holds; the model itself is the last.
+
+    Args:
+        return_fqns: return pairs of the fully qualified name and the module.
+    """
+    waiting: deque[tuple[str, nn.Module]] = deque([("", model)])
+    found: list[tuple[str, nn.Module]] = []
+    while waiting:
+        name, module = waiting.pop()
+        found.append((name, module))
+        waiting.extend((f"{name}.{child}" if name else child, inner) for child, inner in module.named_children())
+    found.reverse()
+    return found if return_fqns else [module for _, module in found]
+
+
+def _holds_replica(module: nn.Module) -> bool:
+    """Whether a module only carries another one: torch's data parallel wrappers, and an engine's."""
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        return True
+    # DeepSpeedEngine, without an import of DeepSpeed: it keeps the model and delegates attributes to it.
+    return hasattr(type(module), "allreduce_gradients") and any(name == "module" for name, _ in module.named_children())
+
+
+def unwrap_module(model: nn.Module) -> nn.Module:
+    """Return the module inside of data parallel wrappers and `torch.compile`'s, in whatever order they were put on."""
+    while True:
+        if is_compiled_module(model):
+            model = getattr(model, ORIGINAL_MODULE)
+        elif _holds_replica(model):
+            model = model.module  # type: ignore[assignment]
+        else:
+            return model
