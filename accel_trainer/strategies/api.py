@@ -206,7 +206,7 @@ class CheckpointIO(Protocol):
             CheckpointNotFoundError: the engine finds none in the directory.
         """
 
-    def local_bytes(self) -> int:
+    def local_bytes(self, *, weights: bool = True) -> int:
         """Return the size of the tensors that `save` writes on this rank. Not collective."""
 
     def save_sharded_optimizer(self, path: Path) -> None:

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
-from transformers.trainer_utils import RemoveColumnsCollator, has_length
+from transformers.trainer_utils import RemoveColumnsCollator, has_length, unwrap_peft_model
 
 from accel_trainer.checkpoint.weights.into_model import WeightFiles, load_checkpoint_in_model
 from accel_trainer.checkpoint.weights.meta_device import init_empty_weights
@@ -20,7 +20,15 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.trainer.arguments.fsdp_arguments import loads_after_sharding
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
 
-__all__ = ["ColumnFilter", "ShiftingLabelSmoother", "check_dataset", "fill_empty", "load_model", "shifts_labels"]
+__all__ = [
+    "ColumnFilter",
+    "ShiftingLabelSmoother",
+    "check_dataset",
+    "fill_empty",
+    "load_model",
+    "predicts_first_label",
+    "shifts_labels",
+]
 
 _CAUSAL_MODELS = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
@@ -133,7 +141,19 @@ def shifts_labels(model: Any) -> bool:
     transformers 5.23 (trainer.py:543) asks the model's `loss_type`, which is None for GPT-2 and others that fall back
     to the causal loss: it then counts one target too many in each row, and scales loss and gradients by it.
     """
-    class_name = type(model).__name__.removeprefix("FSDP")  # which torch's fully_shard puts before it
-    if isinstance(model, nn.Module) and class_name in _CAUSAL_MODELS:
-        return not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return False
+    if not isinstance(model, nn.Module) or predicts_first_label(model):
+        return False
+    base = unwrap_peft_model(model)
+    class_name = type(base).__name__.removeprefix("FSDP")  # which torch's fully_shard puts before it
+    return class_name in _CAUSAL_MODELS and not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+
+
+def predicts_first_label(model: Any) -> bool:
+    """Whether PEFT puts virtual tokens before a causal model's inputs: a row's first label is then a target, too.
+
+    transformers 5.23 counts one target too few in each row: with 12 labels in a row it logs a loss 12/11 of the true
+    one, and scales the gradients by as much.
+    """
+    config: Any = getattr(model, "active_peft_config", None)
+    # Prefixes are keys and values of earlier tokens: the labels stay as they are.
+    return bool(getattr(config, "is_prompt_learning", False)) and config.peft_type not in ("PREFIX_TUNING", "CARTRIDGE")

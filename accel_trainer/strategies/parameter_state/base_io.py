@@ -285,10 +285,10 @@ class BaseCheckpointIO(CheckpointIO, ABC):
         if staged.commits:
             staged.write_json(f"{prefix}.json", {"engine": _ENGINE, "tied": tied, "optimizer": outline})
 
-    def local_bytes(self) -> int:
+    def local_bytes(self, *, weights: bool = True) -> int:
         """Return the size of this rank's shards; see `CheckpointIO.local_bytes`."""
         ranks = range(world_size())
-        total = self.shard_model(self._distinct_tensors()[0], ranks).num_bytes
+        total = self.shard_model(self._distinct_tensors()[0] if weights else {}, ranks).num_bytes
         return total + self.shard_optimizers(ranks)[0].num_bytes if self.has_optimizer else total
 
     def plan_load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> Callable[[], None]:

@@ -79,24 +79,31 @@ def _saved_names(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> dict
 def match_groups(saved: Mapping[str, Any], own_groups: Sequence[Sequence[str]]) -> list[Any] | str:
     """Return the saved parameter groups in the order of `own_groups`, or the message of the differences.
 
+    Groups without parameters need no counterpart: DeepSpeed drops them, and a Trainer of adapters has one where nothing
+    is without weight decay. One that has none is returned without options.
+
     Args:
         saved: an optimizer's state, whose groups list the names of their parameters.
         own_groups: the names of the parameters of each group.
     """
-    remaining = list(saved.get("param_groups", []))
+    remaining = [group for group in saved.get("param_groups", []) if group["params"]]
+    empty = [group for group in saved.get("param_groups", []) if not group["params"]]
     saved_groups = [list(group["params"]) for group in remaining]
-    if sorted(saved_groups) != sorted(list(names) for names in own_groups):
+    if sorted(saved_groups) != sorted(list(names) for names in own_groups if names):
         saved_names, own_names = set(itertools.chain(*saved_groups)), set(itertools.chain(*own_groups))
         differences = _describe("missing in the state", sorted(own_names - saved_names))
         differences += _describe("not in this optimizer", sorted(saved_names - own_names))
         return (
-            f"the optimizer state was saved for {len(saved_groups)} group(s) of {len(saved_names)} parameter(s), and "
-            f"this optimizer has {len(own_groups)} group(s) of {len(own_names)}; "
+            f"the optimizer state was saved for {len(remaining + empty)} group(s) of {len(saved_names)} parameter(s), "
+            f"and this optimizer has {len(own_groups)} group(s) of {len(own_names)}; "
             f"{'; '.join(differences) or 'they are the same, in other groups or another order'}. "
             "Build the optimizer that was saved"
         )
     ordered = []
     for names in own_groups:
-        index = next(i for i, group in enumerate(remaining) if list(group["params"]) == list(names))
-        ordered.append(remaining.pop(index))
+        if names:
+            index = next(i for i, group in enumerate(remaining) if list(group["params"]) == list(names))
+            ordered.append(remaining.pop(index))
+        else:
+            ordered.append(empty.pop(0) if empty else {"params": []})
     return ordered

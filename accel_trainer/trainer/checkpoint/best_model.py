@@ -18,7 +18,7 @@ __all__ = ["keeping_best", "verify_best"]
 
 logger = logging.get_logger(__name__)
 
-_WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)[^/]*|pytorch_model_fsdp_0/.*")
+_WEIGHTS = re.compile(r"(model|pytorch_model|trained_weights)[^/]*|([^/]+/)?adapter_model[^/]*|pytorch_model_fsdp_0/.*")
 
 
 @contextmanager

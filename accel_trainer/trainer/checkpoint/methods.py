@@ -19,6 +19,14 @@ from accel_trainer import logging
 from accel_trainer.checkpoint.checkpointer import SaveJob
 from accel_trainer.checkpoint.commit.retry import save_persistently
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
+from accel_trainer.checkpoint.weights.adapters import (
+    ADAPTER_FILES,
+    TRAINED_NAME,
+    adapter_folders,
+    has_adapters,
+    saved_names,
+    trained_beside,
+)
 from accel_trainer.errors import AccelTrainerError
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.trainer.checkpoint import upstream_files
@@ -159,6 +167,8 @@ class CheckpointMethods(_Upstream):
         with self.run_checkpoints.metrics.resuming("load"):
             if upstream_files.has_engine_state(resume_from_checkpoint):
                 upstream_files.load_engine_state(self, resume_from_checkpoint)
+            elif _holds_adapters(self, Path(resume_from_checkpoint)):
+                upstream_files.load_adapters(self, Path(resume_from_checkpoint))
             elif self.is_sharded:
                 upstream_files.load_model(self, self.model if model is None else model, Path(resume_from_checkpoint))
             else:
@@ -167,7 +177,10 @@ class CheckpointMethods(_Upstream):
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
         verify_best(self, best)
-        if self.is_sharded:
+        if _holds_adapters(self, best):
+            logger.info("loading the best adapters from %s", best)
+            upstream_files.load_adapters(self, best)
+        elif self.is_sharded:
             logger.info("loading the best model from %s", best)
             upstream_files.load_model(self, self.model, best)
         else:
@@ -253,6 +266,11 @@ class CheckpointMethods(_Upstream):
         upstream_files.save_optimizer(self, output_dir)
 
 
+def _holds_adapters(trainer: CheckpointingTrainer, checkpoint: Path) -> bool:
+    """Whether the model has adapters, and a checkpoint holds some."""
+    return bool(adapter_folders(trainer.model)) and has_adapters(checkpoint)
+
+
 def _push(trainer: CheckpointingTrainer, target: Path) -> None:
     """Have a committed checkpoint uploaded, in the background; the main process copies it first. Collective."""
     with raise_together(trainer.accelerator.process, f"push of {target}"):
@@ -268,6 +286,8 @@ def _write(trainer: CheckpointingTrainer, target: Path, staged: StagedDirectory)
     trainer.run_checkpoints.staged = staged
     with raise_together(process, f"save of {target}"):  # the optimizer's state is gathered next
         trainer.save_model(directory, _internal_call=True)
+    with raise_together(process, f"save of {target}"):
+        upstream_files.save_trained_beside(trainer, staged)
     _name_best(trainer, target)
     if not args.save_only_model:
         trainer._save_optimizer_and_scheduler(directory)
@@ -275,18 +295,29 @@ def _write(trainer: CheckpointingTrainer, target: Path, staged: StagedDirectory)
         trainer._save_rng_state(directory)
     if args.should_save:
         _save_state(trainer, os.path.join(directory, TRAINER_STATE_NAME))
-    staged.metadata |= {"trainer": _describe_progress(trainer), "reserved_names": RESERVED_NAMES}
+    staged.metadata |= {"trainer": _describe_progress(trainer), "reserved_names": _reserved_names(trainer.model)}
     staged.metadata["tied"] = _tied_names(trainer.model)
+
+
+def _reserved_names(model: nn.Module) -> list[str]:
+    # Of the model's own adapters alone: scripts of old have callbacks that save them to another folder once more.
+    places = [Path(folder, name).as_posix() for folder in adapter_folders(model).values() for name in ADAPTER_FILES]
+    return [*RESERVED_NAMES, TRAINED_NAME, *places]
 
 
 def _need_bytes(trainer: CheckpointingTrainer) -> int:
     """About how many bytes this rank needs: for its state, or for full weights, twice where it gathers them."""
+    model, io = trainer.model, trainer.accelerator.unit_of(trainer.model).checkpoint_io()
     weights = 0
     if trainer.args.should_save:
-        held = {id(value): value for value in trainer.model.state_dict(keep_vars=True).values()}
+        state = model.state_dict(keep_vars=True)
+        if adapter_folders(model):
+            names = saved_names(model, io.lazy_model_state())
+            state = {name: state[name] for name in [*names, *trained_beside(model, names)]}
+        held = {id(value): value for value in state.values()}
         weights = sum(value.numel() * value.element_size() for value in held.values() if isinstance(value, Tensor))
-    state = 0 if trainer.args.save_only_model else trainer.accelerator.unit_of(trainer.model).local_bytes()
-    return max(weights * (2 if trainer.is_sharded else 1), state)
+    own = 0 if trainer.args.save_only_model else io.local_bytes(weights=not adapter_folders(model))
+    return max(weights * (2 if trainer.is_sharded else 1), own)
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:

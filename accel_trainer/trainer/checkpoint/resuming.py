@@ -31,7 +31,7 @@ logger = logging.get_logger(__name__)
 
 PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
 TRAINER_STATE_NAME = "trainer_state.json"
-_READ_BY_RANK_0 = re.compile(r"(model|pytorch_model|adapter_model)[^/]*|optimizer\.bin")
+_READ_BY_RANK_0 = re.compile(r"(model|pytorch_model|trained_weights)[^/]*|([^/]+/)?adapter_model[^/]*|optimizer\.bin")
 """Of a sharded Trainer's checkpoint; the other ranks are sent their shards."""
 _RANDOM_STREAMS = re.compile(r"rng_state(?:_(\d+))?\.pth")
 

@@ -8,6 +8,11 @@ A sharded Trainer writes:
     optimizer.json, optimizer.optimizer.* under DeepSpeed: each rank its shard, as `save_state` writes it
     scheduler.pt  rng_state_R.pth  trainer_state.json  training_args.bin
 
+Of a model with adapters of PEFT, a Trainer of any strategy writes in place of model.safetensors and config.json:
+
+    adapter_model.safetensors, adapter_config.json    in a folder of its own unless the adapter is called "default"
+    trained_weights.safetensors                       what is trained beside the adapters, if anything is
+
 Read as well: the files of transformers' Trainer (`optimizer.pt`; `pytorch_model_fsdp.bin`, `pytorch_model_fsdp_0/`;
 under DeepSpeed `global_step*/`).
 """
@@ -32,11 +37,22 @@ from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.interop.accelerate_state import name_parameters
 from accel_trainer.checkpoint.interop.export import find_weights
 from accel_trainer.checkpoint.reader import open_checkpoint
+from accel_trainer.checkpoint.weights.adapters import (
+    TRAINED_NAME,
+    adapter_folders,
+    gather_adapters,
+    is_prompt_encoder,
+    read_adapters,
+    saved_names,
+    trained_beside,
+)
 from accel_trainer.checkpoint.weights.writing import gather_to_file
 from accel_trainer.config import StateDictType
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.strategies.api import CheckpointIO
+from accel_trainer.strategies.parameter_state.matching import match_model
+from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
 from accel_trainer.trainer.checkpoint.resuming import TRAINER_STATE_NAME
 from accel_trainer.trainer.running_trainer import CheckpointingTrainer
 
@@ -44,6 +60,7 @@ __all__ = [
     "PLAIN_OPTIMIZER_NAME",
     "has_engine_state",
     "has_optimizer",
+    "load_adapters",
     "load_engine_scheduler",
     "load_engine_state",
     "load_model",
@@ -52,6 +69,7 @@ __all__ = [
     "read_train_batch_size",
     "save_model",
     "save_optimizer",
+    "save_trained_beside",
 ]
 
 logger = logging.get_logger("transformers.trainer")
@@ -92,6 +110,9 @@ def save_model(trainer: CheckpointingTrainer, output_dir: str) -> None:
     Sharded weights are gathered one by one into a file without a name: they take disk room twice, and no rank's memory.
     """
     writes = trainer.args.should_save and trainer.is_world_process_zero()
+    if adapter_folders(trainer.model) and trainer.accelerator.is_prepared(trainer.model):
+        _save_sharded_adapters(trainer, output_dir, writes=writes)
+        return
     with raise_together(trainer.accelerator.process, "save_model"):
         if not trainer.accelerator.is_prepared(trainer.model):
             state = trainer.model.state_dict()
@@ -102,6 +123,71 @@ def save_model(trainer: CheckpointingTrainer, output_dir: str) -> None:
     with raise_together(trainer.accelerator.process, "save_model"):
         if writes:
             trainer._save(output_dir, state_dict=state)
+
+
+def _save_sharded_adapters(trainer: CheckpointingTrainer, output_dir: str, *, writes: bool) -> None:
+    """Write the adapters and their configurations. Collective; the base model is not gathered."""
+    process, lazy = trainer.accelerator.process, _io(trainer).lazy_model_state()
+    with (
+        raise_together(process, "save_model"),
+        gather_adapters(trainer.model, lazy, Path(output_dir), process) as state,
+    ):
+        if writes:
+            trainer._save(output_dir, state_dict=state)
+
+
+def save_trained_beside(trainer: CheckpointingTrainer, staged: StagedDirectory) -> None:
+    """Write the tensors that training changes and that the files of the adapters leave out. Collective.
+
+    A prompt encoder's own weights, for instance: PEFT saves the prompts that it makes. Nothing without adapters.
+    """
+    model = trainer.model
+    if not adapter_folders(model):
+        return
+    lazy = _io(trainer).lazy_model_state()
+    names = trained_beside(model, saved_names(model, lazy))
+    encoders = [name for name in names if is_prompt_encoder(name)]
+    if len(encoders) < len(names):
+        first = next(name for name in names if name not in encoders)
+        logger.warning_once(
+            f"{len(names) - len(encoders)} tensor(s) are trained that belong to no adapter (first: {first!r}): "
+            f"checkpoints hold them for a resume, in {TRAINED_NAME}; save_model() and PEFT leave them out. Name their "
+            "modules in modules_to_save of the adapter's configuration"
+        )
+    gathered = {name: lazy[name]() for name in names}
+    if names and staged.commits:
+        staged.write_tensors(TRAINED_NAME, {name: tensor.cpu().contiguous() for name, tensor in gathered.items()})
+
+
+def load_adapters(trainer: CheckpointingTrainer, directory: Path) -> None:
+    """Load a checkpoint's adapters into the model, which stays as it is otherwise: active ones stay active.
+
+    Collective where the model is sharded, and rank 0 reads; elsewhere each rank reads.
+
+    Raises:
+        IncompatibleCheckpointError: they are of others than the model has.
+    """
+    logger.info(f"Loading model from {directory}.")
+    model, process = trainer.model, trainer.accelerator.process
+    io = _io(trainer) if trainer.is_sharded else TorchCheckpointIO(model)
+    found: dict[str, Tensor] = {}
+    with raise_together(process, "load_model"):
+        if process.is_main or not trainer.is_sharded:
+            found = read_adapters(model, io.lazy_model_state(), directory)
+    if trainer.is_sharded:
+        io.load_full_model_state(found, strict=False)
+    else:
+        _copy_into(model, found)
+
+
+def _copy_into(model: nn.Module, found: Mapping[str, Tensor]) -> None:
+    own = model.state_dict(keep_vars=True)
+    pairs = match_model(model, own, found, False, lambda tensor: tuple(tensor.shape))
+    if isinstance(pairs, str):
+        raise IncompatibleCheckpointError(pairs)
+    with torch.no_grad():
+        for name, stored in pairs:
+            own[name].copy_(found[stored])
 
 
 def save_optimizer(trainer: CheckpointingTrainer, output_dir: str) -> None:
@@ -264,7 +350,39 @@ def load_optimizer(trainer: CheckpointingTrainer, directory: Path) -> None:
 
 
 def load_scheduler(trainer: CheckpointingTrainer, directory: Path) -> None:
-    """Load the learning-rate schedule's state; every rank reads it."""
+    """Load the learning-rate schedule's state; every rank reads it.
+
+    Raises:
+        IncompatibleCheckpointError: it was saved for other parameter groups.
+    """
+    scheduler = trainer.lr_scheduler
     with warnings.catch_warnings(record=True) as caught:
-        trainer.lr_scheduler.load_state_dict(torch.load(directory / SCHEDULER_NAME, weights_only=True))
+        state = torch.load(directory / SCHEDULER_NAME, weights_only=True)
+        saved, groups = state.get("base_lrs"), trainer.optimizer.param_groups
+        if saved is not None and len(saved) != len(groups):
+            state = _fit_groups(state, len(saved), [bool(group["params"]) for group in groups], directory)
+        scheduler.load_state_dict(state)
     reissue_pt_warnings(caught)
+
+
+def _fit_groups(state: Mapping[str, Any], num_saved: int, holds: list[bool], directory: Path) -> dict[str, Any]:
+    """Return a schedule's state for other groups of an optimizer, where empty ones make the difference.
+
+    Args:
+        num_saved: the number of groups that it was saved for.
+        holds: for each group of this run, whether it has parameters.
+    """
+    if num_saved != sum(holds) and len({repr(rate) for rate in state["base_lrs"]}) > 1:
+        raise IncompatibleCheckpointError(
+            f"the schedule in {directory.absolute()} was saved for {num_saved} parameter groups with rates "
+            f"{state['base_lrs']}, and this optimizer has {len(holds)}, {sum(holds)} of them with parameters: which "
+            "belong together is not known. Leave groups without parameters out of the optimizer"
+        )
+    # Those without parameters take what the first one has: nothing is trained with it.
+    places = [sum(holds[:index]) if holds[index] else 0 for index in range(len(holds))]
+    return {
+        key: [value[min(place, num_saved - 1)] for place in places]
+        if isinstance(value, list) and len(value) == num_saved
+        else value
+        for key, value in state.items()
+    }

@@ -1,0 +1,285 @@
+"""Adapters of PEFT: the tensors of a model that they are, and the files that hold them.
+
+    adapter_model.safetensors, adapter_config.json             the adapter called "default"
+    NAME/adapter_model.safetensors, NAME/adapter_config.json   every other one
+    trained_weights.safetensors                                in a Trainer's checkpoint: what is trained beside them
+
+PEFT itself chooses the tensors and their names in the files; nothing here imports it before there is such a model.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
+from accel_trainer.checkpoint.weights.reading import WeightFiles
+from accel_trainer.checkpoint.weights.writing import gather_to_file
+from accel_trainer.errors import IncompatibleCheckpointError
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.shared_errors import gather_or_raise
+
+__all__ = [
+    "ADAPTER_FILES",
+    "TRAINED_NAME",
+    "adapter_folders",
+    "gather_adapters",
+    "has_adapters",
+    "is_prompt_encoder",
+    "read_adapters",
+    "saved_names",
+    "trained_beside",
+    "unsharded_prompts",
+]
+
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+TRAINED_NAME = "trained_weights.safetensors"
+_PROMPT = "prompt_embeddings"
+"""What PEFT calls the prompts that an encoder makes. They are its weights where it is an embedding alone."""
+_ENCODERS = "prompt_encoder."
+"""Of the names of prompt encoders in a `peft.PeftModel`, each under its adapter's."""
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers that a forward in training mode changes."""
+
+
+State = Mapping[str, Tensor | LazyTensor]
+"""A model's tensors by name, of which names, shapes and dtypes are read."""
+
+
+def _is_peft_model(model: nn.Module) -> bool:
+    # Without an import: it takes seconds, and whoever has such a model has imported it.
+    return isinstance(model, getattr(sys.modules.get("peft"), "PeftModel", ()))
+
+
+def adapter_folders(model: nn.Module) -> dict[str, str]:
+    """Return the folder of each adapter below the directory of a save, "" for that itself; nothing without adapters.
+
+    Of a `peft.PeftModel` all adapters, and of a transformers model with `add_adapter()` the active one, as both save.
+    """
+    anything: Any = model
+    if _is_peft_model(model):
+        return {name: "" if name == "default" else name for name in anything.peft_config}
+    if getattr(model, "_hf_peft_config_loaded", False):
+        return {anything.active_adapters()[0]: ""}
+    return {}
+
+
+def _outline(state: State) -> dict[str, Tensor]:
+    """Return a tensor without memory for each name; quantised modules have entries that are no tensors."""
+    tensors = {name: tensor for name, tensor in state.items() if hasattr(tensor, "dtype")}
+    return {name: torch.empty(tuple(t.shape), dtype=t.dtype, device="meta") for name, t in tensors.items()}
+
+
+def _stored_names(model: nn.Module, adapter: str, outline: Mapping[str, Tensor], embeddings: Any) -> dict[str, str]:
+    """Return the model's name of each tensor by its name in an adapter's file; those that PEFT computes are left out.
+
+    PEFT is handed the outline in place of a state_dict, and answers with some of its tensors under other names.
+
+    Args:
+        embeddings: "auto" has the model's embeddings among them where PEFT would save them, for which it may ask the
+            hub; False never.
+    """
+    from peft import get_peft_model_state_dict
+
+    known = {id(tensor): name for name, tensor in outline.items()}
+    with warnings.catch_warnings(), unsharded_prompts(model, {}):
+        warnings.simplefilter("ignore")  # the save itself will warn
+        found = get_peft_model_state_dict(
+            model, state_dict=dict(outline), adapter_name=adapter, save_embedding_layers=embeddings
+        )
+    prefix = "" if _is_peft_model(model) else "base_model.model."
+    names = {prefix + stored: known[id(tensor)] for stored, tensor in found.items() if id(tensor) in known}
+    return names | _prompt_names(adapter, outline)
+
+
+def _prompt_names(adapter: str, outline: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the names of a prompt encoder's tensors where the file holds them as they are."""
+    prefix = f"{_ENCODERS}{adapter}."
+    own = {name.removeprefix(prefix): name for name in outline if name.startswith(prefix)}
+    embedding = own.pop("embedding.weight", None)
+    is_plain = embedding is not None and own.keys() <= {"prefix_task_cols", "prefix_task_rows"}
+    return {_PROMPT: embedding, **own} if embedding is not None and is_plain else {}
+
+
+@contextmanager
+def unsharded_prompts(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Have prompt encoders compute with unsharded `values`, by the model's names, in this block. Not collective.
+
+    To save prompts PEFT runs their encoders on one rank, where shards cannot be multiplied and hooks would gather.
+    """
+    encoders = getattr(model, "prompt_encoder", None) if _is_peft_model(model) else None
+    before = dict(encoders._modules) if isinstance(encoders, nn.ModuleDict) else {}
+    try:
+        for adapter, encoder in before.items():
+            assert encoder is not None
+            assert isinstance(encoders, nn.ModuleDict)
+            encoders._modules[adapter] = _without_hooks(encoder, f"{_ENCODERS}{adapter}", values)
+        yield
+    finally:
+        if isinstance(encoders, nn.ModuleDict):
+            encoders._modules.update(before)
+
+
+def _without_hooks(module: nn.Module, prefix: str, values: Mapping[str, Tensor]) -> nn.Module:
+    """Return a copy on the CPU with other values; parameters that have none are not initialised."""
+    memo: dict[int, Any] = {}
+    for name, parameter in module.named_parameters(prefix):
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # of a parameter that DeepSpeed has partitioned
+        value = values.get(name, torch.empty(tuple(shape), dtype=parameter.dtype))
+        memo[id(parameter)] = nn.Parameter(value, requires_grad=False)
+    copied = copy.deepcopy(module, memo)
+    for each in copied.modules():
+        each._forward_pre_hooks.clear()
+        each._forward_hooks.clear()
+    return copied
+
+
+def saved_names(model: nn.Module, state: State, *, embeddings: Literal["auto", False] = False) -> dict[str, None]:
+    """Return the names of the tensors that the files of the model's adapters hold, as they are.
+
+    Args:
+        embeddings: "auto" has the model's embeddings among them where PEFT saves those, too: where the vocabulary was
+            enlarged, for which it may ask the hub.
+    """
+    outline = _outline(state)
+    names: dict[str, None] = {}
+    for adapter in adapter_folders(model):
+        names |= dict.fromkeys(_stored_names(model, adapter, outline, embeddings).values())
+    return names
+
+
+def trained_beside(model: nn.Module, saved: Iterable[str]) -> list[str]:
+    """Return the names of the tensors that training changes and that are not among `saved`, each tied one once."""
+    state = model.state_dict(keep_vars=True)
+    done = {id(state[name]) for name in saved if name in state}
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    beside: dict[int, str] = {}
+    for name, tensor in state.items():
+        if id(tensor) not in done and (id(tensor) in trained or name.rpartition(".")[2] in _STATISTICS):
+            beside.setdefault(id(tensor), name)
+    return list(beside.values())
+
+
+def is_prompt_encoder(name: str) -> bool:
+    """Whether a tensor of a `peft.PeftModel` is a prompt encoder's."""
+    return name.startswith(_ENCODERS)
+
+
+def _names_to_gather(model: nn.Module, state: State) -> list[str]:
+    """Return the names of all tensors that PEFT may read to save the model's adapters."""
+    names = saved_names(model, state, embeddings="auto")
+    # Some kinds of adapters compute what they save of them.
+    names |= dict.fromkeys(trained_beside(model, names))
+    return [name for name in state if name in names or is_prompt_encoder(name)]
+
+
+@contextmanager
+def gather_adapters(
+    model: nn.Module, lazy: Mapping[str, LazyTensor], target: Path, process: ProcessContext
+) -> Iterator[dict[str, Tensor]]:
+    """Gather the adapters of a sharded model, for its own `save_pretrained` in this block. Collective.
+
+    The base model is not gathered: its entries have shapes and no values.
+
+    Args:
+        target: the directory of the save; the adapters are gathered into a file beside it, see `gather_to_file`.
+
+    Yields:
+        On rank 0 the state_dict to hand over, elsewhere nothing.
+    """
+    names: list[str] = []
+    error: Exception | None = None
+    if process.is_main:  # not on each rank: the hub might answer one of them and not another
+        try:
+            names = _names_to_gather(model, lazy)
+        except Exception as raised:
+            error = raised
+    names = gather_or_raise(process, "naming of the adapters", error, names)[0]
+    gathered = gather_to_file({name: lazy[name] for name in names}, target, writes=process.is_main)
+    if not process.is_main:
+        yield {}
+        return
+    with unsharded_prompts(model, gathered):
+        yield {**_outline(lazy), **gathered}
+
+
+def has_adapters(directory: Path) -> bool:
+    """Whether adapters were saved to a directory, itself or folders of it."""
+    places = [directory, *(path for path in directory.iterdir() if path.is_dir())] if directory.is_dir() else []
+    return any((place / name).is_file() for place in places for name in ADAPTER_FILES)
+
+
+def read_adapters(model: nn.Module, state: State, directory: Path) -> dict[str, Tensor]:
+    """Return the tensors that a directory holds of a model's adapters, by the model's names. Not collective.
+
+    Raises:
+        IncompatibleCheckpointError: an adapter is not there, or others of its tensors than the model has.
+    """
+    outline = _outline(state)
+    found: dict[str, Tensor] = {}
+    expected: dict[str, None] = {}
+    unexpected: list[str] = []
+    for adapter, file in _find_files(model, directory).items():
+        names = _stored_names(model, adapter, outline, False)
+        expected |= dict.fromkeys(names.values())
+        weights = WeightFiles(file)
+        for stored in weights:
+            # Embeddings that were saved along, since the vocabulary was enlarged, have the model's own name.
+            own = names.get(stored, stored if stored in outline else None)
+            if own is not None:
+                found[own] = weights[stored]
+            elif stored != _PROMPT:
+                unexpected.append(stored)
+    beside = directory / TRAINED_NAME
+    if beside.is_file():
+        more = WeightFiles(beside)
+        found |= {name: more[name] for name in more if name in outline}
+    else:
+        expected |= dict.fromkeys(name for name in outline if is_prompt_encoder(name))
+    _check_complete(model, directory, found, expected, [] if beside.is_file() else unexpected)
+    return found
+
+
+def _find_files(model: nn.Module, directory: Path) -> dict[str, Path]:
+    """Return the file of each adapter of a model; the one at the top is that of the only adapter, whatever its name."""
+    folders = adapter_folders(model)
+    files: dict[str, Path] = {}
+    for adapter, folder in folders.items():
+        places = [directory / folder, directory] if len(folders) == 1 else [directory / folder]
+        file = next((place / name for place in places for name in ADAPTER_FILES if (place / name).is_file()), None)
+        if file is None:
+            raise IncompatibleCheckpointError(
+                f"{directory.absolute()} does not hold the adapter {adapter!r} of {type(model).__name__}: no "
+                f"{ADAPTER_FILES[0]} in {places[0].absolute()}. Build the model with the adapters that were saved, and "
+                "add others after they are loaded"
+            )
+        files[adapter] = file
+    return files
+
+
+def _check_complete(
+    model: nn.Module,
+    directory: Path,
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Any],
+    unexpected: list[str],
+) -> None:
+    state = model.state_dict(keep_vars=True)
+    held = {id(state[name]) for name in found if name in state}  # a tied one is stored under one of its names
+    missing = [name for name in expected if id(state[name]) not in held]
+    if not missing and not unexpected:
+        return
+    problems = [f"it lacks {len(missing)} of its tensors (first: {missing[0]!r})"] if missing else []
+    problems += [f"it has {len(unexpected)} more (first: {unexpected[0]!r})"] if unexpected else []
+    raise IncompatibleCheckpointError(
+        f"{directory.absolute()} does not fit the adapters of {type(model).__name__}: {' and '.join(problems)}. Build "
+        "them as the adapter_config.json there says"
+    )

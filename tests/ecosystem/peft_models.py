@@ -1,0 +1,72 @@
+"""Tiny models with adapters of every kind that is tested, and the strategies that they are trained with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.trainer_jobs import TokenDataset, arguments, build_model, strategy_arguments
+
+__all__ = ["METHODS", "RANKS", "STRATEGIES", "adapt", "batch_loss", "build_peft_trainer", "trained_tensors"]
+
+METHODS = ("lora", "modules_to_save", "prompt", "checkpointing")
+STRATEGIES = ("single", "ddp", "fsdp", "zero2", "zero3")
+RANKS = {"single": 1, "ddp": 2, "fsdp": 2, "zero2": 2, "zero3": 2}
+
+
+def _strategy(name: str) -> dict[str, Any]:
+    if not name.startswith("zero"):
+        return strategy_arguments(name)
+    automatic = (
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+    )  # fmt: skip
+    # Small enough that parameters of the tiny models are partitioned, too.
+    zero = {"stage": int(name[-1]), "stage3_param_persistence_threshold": 0}
+    return {"deepspeed": {**dict.fromkeys(automatic, "auto"), "zero_optimization": zero}}
+
+
+def adapt(model: nn.Module, method: str, **changes: Any) -> Any:
+    """Return a causal language model with fresh adapters, equal on all ranks."""
+    import peft
+
+    torch.manual_seed(5)
+    options: dict[str, Any] = {"task_type": "CAUSAL_LM", **changes}
+    if method == "prompt":
+        return peft.get_peft_model(model, peft.PromptTuningConfig(num_virtual_tokens=4, **options))
+    if method == "reparameterized":
+        return peft.get_peft_model(model, peft.PromptEncoderConfig(num_virtual_tokens=4, **options))
+    options = {"r": 4, "target_modules": ["q_proj", "v_proj"], **options}
+    if method == "modules_to_save":
+        options["modules_to_save"] = ["lm_head"]
+    return peft.get_peft_model(model, peft.LoraConfig(**options))
+
+
+def build_peft_trainer(output_dir: str | Path, strategy: str, method: str, model: Any = None, **changes: Any) -> Any:
+    """Return a Trainer over eight updates of eight rows each, on any number of ranks."""
+    from accel_trainer import Trainer
+
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": 8 // RANKS[strategy], "num_train_epochs": 2,
+        "gradient_checkpointing": method == "checkpointing", **_strategy(strategy), **changes,
+    }  # fmt: skip
+    model = adapt(build_model(), method) if model is None else model
+    args = arguments(output_dir, **options)
+    return Trainer(model, args, train_dataset=TokenDataset(32), eval_dataset=TokenDataset(11, seed=1))
+
+
+def trained_tensors(trainer: Any) -> dict[str, Any]:
+    """Return the values of what is trained on rank 0, by name. Collective."""
+    names = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    return {name: state[name].numpy() for name in names if name in state}
+
+
+@torch.no_grad()
+def batch_loss(model: nn.Module) -> float:
+    """Return the loss of the evaluation data in plain PyTorch: its rows are equally long."""
+    rows = TokenDataset(11, seed=1).rows
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return model.eval()(**batch).loss.item()
