@@ -32,7 +32,14 @@ from accel_trainer.trainer.checkpoint.methods import CheckpointMethods
 from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
 from accel_trainer.trainer.epoch import EpochRun, LossNormalization, WindowReader
 from accel_trainer.trainer.evaluation import run_evaluation
-from accel_trainer.trainer.inputs import ColumnFilter, ShiftingLabelSmoother, check_dataset, load_model, shifts_labels
+from accel_trainer.trainer.inputs import (
+    ColumnFilter,
+    ShiftingLabelSmoother,
+    check_dataset,
+    load_model,
+    predicts_first_label,
+    shifts_labels,
+)
 from accel_trainer.trainer.preparation import ModelPreparation, build_accelerator, create_optimizer, overrides
 
 __all__ = ["AccelTrainerMixin", "CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
@@ -128,7 +135,9 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             self._preparation = ModelPreparation()
             super().__init__(load_model(model, args), args, *rest, **kwargs)
             self.run_checkpoints = RunCheckpoints(self.accelerator.process)
-            if shifts_labels(self.model):
+            if predicts_first_label(self.model):
+                self._loss_shifts_labels = False
+            elif shifts_labels(self.model):
                 self._loss_shifts_labels = True
                 if self.label_smoother is not None:
                     self.label_smoother = ShiftingLabelSmoother(epsilon=args.label_smoothing_factor)
