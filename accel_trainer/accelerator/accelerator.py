@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -137,6 +138,7 @@ class Accelerator(
         if self.precision.loss_scaling:
             self.scaler = torch.amp.GradScaler(self.process.device.type, **self._options.scaler_options)
         self.device_placement = device_placement
+        self.dataloader_config = DataLoaderConfiguration(**dataclasses.asdict(self.config.data))
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = check_rng_types(rng_types or (), self.process.device)
         self.project_configuration = project_config or ProjectConfiguration()
@@ -147,7 +149,7 @@ class Accelerator(
             process=self.process,
             distributed_type=DistributedType.of(facts.distributed_type, self.process.device),
             mixed_precision=str(self.config.mixed_precision),
-            fsdp_plugin=FSDPDescription.of(self.resolved, facts),
+            fsdp_plugin=FSDPDescription.of(self.resolved, facts, self.precision),
             engine_plugins=self._engine_plugins,
             take_plugin=self._use_plugin,
         )

@@ -162,7 +162,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         return prepare_data_loader(
             data_loader,
             process=self.process,
-            config=self.config.data,
+            config=self._data_config,
             device=self.process.device if place else None,
             seed=self._shuffle_seed(),
             on_begin=self._begin_iteration,
@@ -178,8 +178,8 @@ class AcceleratorPreparing(AcceleratorSettings):
 
     def _shuffle_seed(self) -> int:
         """Return the seed of shuffling: configured, else rank 0's torch seed, so that all ranks draw the same order."""
-        if self.config.data.data_seed is not None:
-            return self.config.data.data_seed
+        if self._data_config.data_seed is not None:
+            return self._data_config.data_seed
         if self._data_seed is None:
             self._data_seed = collectives.broadcast_object_list([torch.initial_seed()], self.process)[0]
         return self._data_seed
@@ -225,7 +225,7 @@ class AcceleratorPreparing(AcceleratorSettings):
     def _micro_batch_size(self, loaders: Sequence[DataLoader]) -> int | None:
         """Return the rows that one rank takes at a time, the fewest of several loaders; None without any."""
         sizes = [loader.batch_size for loader in loaders if loader.batch_size is not None]
-        ranks = self.process.world_size if self.config.data.split_batches else 1
+        ranks = self.process.world_size if self._data_config.split_batches else 1
         return max(1, min(sizes) // ranks) if sizes else None
 
     def _build_job(self, model: nn.Module, optimizers: list[Optimizer], request: _Request) -> TrainJob:

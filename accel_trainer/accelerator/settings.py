@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,9 +15,10 @@ from accel_trainer.accelerator.prepared import Prepared
 from accel_trainer.accelerator.shared_state import AcceleratorState, GradientState, ProcessView
 from accel_trainer.checkpoint.checkpointer import Checkpointer
 from accel_trainer.config import Resolved, RunConfig
+from accel_trainer.config.schema import DataConfig
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugins
-from accel_trainer.plugins.kwargs import ProjectConfiguration
+from accel_trainer.plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.strategies.api import Strategy
 from accel_trainer.strategies.loss_scale import LossScale
@@ -39,6 +41,8 @@ class AcceleratorSettings(ProcessView):
     device_placement: bool
     step_scheduler_with_optimizer: bool
     rng_types: tuple[str, ...]
+    dataloader_config: DataLoaderConfiguration
+    """Options of the loaders that are prepared from now on, the configured ones at first; TRL sets some of them."""
     project_configuration: ProjectConfiguration
     state: AcceleratorState
     gradient_state: GradientState
@@ -55,6 +59,10 @@ class AcceleratorSettings(ProcessView):
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         self._loss_scale = None if scaler is None else LossScale(scaler)
+
+    @property
+    def _data_config(self) -> DataConfig:
+        return DataConfig(**vars(self.dataloader_config))
 
     # transformers and TRL read these four, as accelerate has them.
     @property
@@ -79,6 +87,11 @@ class AcceleratorSettings(ProcessView):
         return self.state.is_fsdp2
 
     @property
+    def parallelism_config(self) -> Any:
+        """Always None: tensor, context and pipeline parallelism are not offered. Libraries ask for it."""
+        return self.state.parallelism_config
+
+    @property
     def multi_device(self) -> bool:
         """Whether every process has a replica of the model on a device of its own; a CPU is one, too."""
         return self.state.use_distributed and self.state.distributed_type.value.startswith("MULTI_")
@@ -96,32 +109,39 @@ class AcceleratorSettings(ProcessView):
     @property
     def split_batches(self) -> bool:
         """Whether a loader's batch is split over the ranks instead of multiplied."""
-        return self.config.data.split_batches
+        return self._data_config.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
         """Whether rank 0 reads for all ranks."""
-        return self.config.data.dispatch_batches
+        return self._data_config.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether every rank gets batches of the same size, padded at the end of the data."""
-        return self.config.data.even_batches
+        """Whether every rank gets batches of the same size, padded at the end of the data.
+
+        One that is set holds for loaders that are prepared later: sentence-transformers sets it for each of its own.
+        """
+        return self._data_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even_batches: bool) -> None:
+        self.dataloader_config.even_batches = even_batches
 
     @property
     def use_seedable_sampler(self) -> bool:
         """Whether shuffling follows seed and epoch."""
-        return self.config.data.use_seedable_sampler
+        return self._data_config.use_seedable_sampler
 
     @property
     def use_stateful_dataloader(self) -> bool:
         """Whether loaders go on by themselves where `load_state` finds them."""
-        return self.config.data.use_stateful_dataloader
+        return self._data_config.use_stateful_dataloader
 
     @property
     def non_blocking(self) -> bool:
         """Whether batches are copied to the device without waiting."""
-        return self.config.data.non_blocking
+        return self._data_config.non_blocking
 
     @property
     def project_dir(self) -> str | Path | None:

@@ -92,6 +92,11 @@ class PreparedDataLoader(DataLoader[Any]):
         return self._passes[-1].rows if self._passes else None
 
     @property
+    def even_batches(self) -> bool:
+        """Whether the last step is filled up with samples from the beginning."""
+        return self._config.even_batches
+
+    @property
     def yields_items(self) -> bool:
         """Whether a batch is one item of the dataset (`batch_size=None`), which may hold any number of rows."""
         return self.batch_sampler is None

@@ -12,6 +12,7 @@ from accel_trainer.config import Resolved
 from accel_trainer.config.dialects.fsdp import DIRECT, NAMED, SHARDING_STRATEGIES, WITHOUT_EFFECT, fsdp_options
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.plugins.kwargs import OptionObject
+from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.strategies.api import Capabilities
 
 __all__ = ["FSDPDescription", "FullyShardedDataParallelPlugin"]
@@ -144,26 +145,37 @@ class FullyShardedDataParallelPlugin(OptionObject):
 
 @dataclass
 class FSDPDescription:
-    """The sharding in force, under the attribute names that transformers reads from `state.fsdp_plugin`."""
+    """The sharding in force, under the attribute names that transformers and TRL read from `state.fsdp_plugin`."""
 
     fsdp_version: int
     reshard_after_forward: bool
     state_dict_type: str
-    cpu_offload: bool
+    cpu_offload: Any
+    """An argument of torch's fully_shard, with which TRL shards a reference model; as is `mixed_precision_policy`."""
+    mixed_precision_policy: Any
+    ignored_modules: str | None
+    """One regular expression for the full names of all modules that are not sharded."""
     activation_checkpointing: bool
     transformer_cls_names_to_wrap: list[str]
 
     @classmethod
-    def of(cls, resolved: Resolved, facts: Capabilities) -> FSDPDescription | None:
+    def of(cls, resolved: Resolved, facts: Capabilities, precision: PrecisionPolicy) -> FSDPDescription | None:
         """Return the sharding of a strategy with these facts; None where something else shards, or nothing."""
         if facts.distributed_type != "FSDP":
             return None
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
         fsdp = resolved.config.fsdp
+        policy = MixedPrecisionPolicy(
+            param_dtype=precision.compute, reduce_dtype=precision.reduce, output_dtype=precision.output
+        )
         return cls(
             fsdp_version=2,
             reshard_after_forward=fsdp.reshard_after_forward,
             state_dict_type=f"{fsdp.state_dict_type.upper()}_STATE_DICT",
-            cpu_offload=fsdp.offload_params,
+            cpu_offload=CPUOffloadPolicy() if fsdp.offload_params else None,
+            mixed_precision_policy=policy,
+            ignored_modules="|".join(f"(?:{pattern})" for pattern in fsdp.ignored_modules) or None,
             activation_checkpointing=fsdp.activation_checkpointing,
             transformer_cls_names_to_wrap=list(fsdp.wrap_classes),
         )

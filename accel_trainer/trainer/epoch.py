@@ -31,15 +31,15 @@ _STEPPED_BY_METRIC = (ReduceLROnPlateau, GreedyLR)
 class WindowReader:
     """One pass over the training loader, which keeps the rows of an update's batches where ranks may differ in them.
 
-    That is on several ranks, unless `even_batches=True` fills them up. Ranks do not communicate: each knows the rows of
-    all.
+    That is on several ranks, unless the loader fills them up (`even_batches=True`). Ranks do not communicate: each
+    knows the rows of all.
     """
 
-    def __init__(self, dataloader: Any, process: ProcessContext, even_batches: bool) -> None:
+    def __init__(self, dataloader: Any, process: ProcessContext) -> None:
         self._dataloader = dataloader
         self._batches = iter(dataloader)
         self._process = process
-        self._keeps_rows = process.world_size > 1 and not even_batches
+        self._keeps_rows = process.world_size > 1 and not getattr(dataloader, "even_batches", False)
         self._read: list[tuple[Any, BatchRows]] = []
         self._window: list[BatchRows] = []
         self._current: BatchRows | None = None

@@ -18,6 +18,7 @@ from accel_trainer.config import Resolved
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DummyOptim, DummyScheduler
 from accel_trainer.strategies.api import TrainUnit
+from accel_trainer.trainer.accelerate_states import share_accelerator
 from accel_trainer.trainer.arguments.deepspeed_arguments import complete_engine_config
 from accel_trainer.trainer.arguments.fsdp_arguments import check_recomputation, recomputes_activations
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
@@ -66,6 +67,7 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
             "memory would leave the others waiting in a collective; set per_device_train_batch_size, and "
             "gradient_accumulation_steps for the rest of the batch. On one process it searches"
         )
+    share_accelerator(accelerator)
     return accelerator
 
 

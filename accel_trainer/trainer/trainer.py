@@ -295,7 +295,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             restore_rng_from = None
         if hasattr(train_dataloader, "set_epoch"):
             train_dataloader.set_epoch(epoch)
-        reader = WindowReader(train_dataloader, self.accelerator.process, self.accelerator.even_batches)
+        reader = WindowReader(train_dataloader, self.accelerator.process)
         run = EpochRun(
             trainer=self,
             reader=reader,

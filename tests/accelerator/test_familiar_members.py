@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from accel_trainer import Accelerator, AcceleratorState, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accel_trainer.errors import ConfigError
@@ -48,6 +49,33 @@ def test_whether_loaders_go_on_by_themselves():
     configuration = DataLoaderConfiguration(use_stateful_dataloader=True)
     assert Accelerator(cpu=True, dataloader_config=configuration).use_stateful_dataloader
     assert not Accelerator(cpu=True).use_stateful_dataloader
+
+
+@SCENARIOS.add
+def loaders_filled_up_or_not() -> Any:
+    accelerator = Accelerator(cpu=True)
+    counts = []
+    for is_filled_up in (True, False):
+        accelerator.even_batches = is_filled_up
+        loader = accelerator.prepare(DataLoader(range(5), batch_size=2))
+        counts.append((accelerator.dataloader_config.even_batches, loader.even_batches, [len(x) for x in loader]))
+    accelerator.dataloader_config.dispatch_batches = True
+    dispatched = accelerator.prepare(DataLoader(range(4), batch_size=2))
+    return counts, accelerator.dispatch_batches, [batch.tolist() for batch in dispatched]
+
+
+def test_options_of_loaders_that_are_set_later_hold_for_loaders_that_are_prepared_later():
+    for rank, (counts, is_dispatched, batches) in enumerate(results("loaders_filled_up_or_not")):
+        own_rest = 1  # a rank without samples takes part with one of weight zero
+        assert counts == [(True, True, [2, 2]), (False, False, [2, own_rest])]
+        assert is_dispatched
+        assert batches == [[2 * rank, 2 * rank + 1]]
+
+
+def test_no_parallelism_but_that_over_data_is_there_to_ask_for():
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.parallelism_config is None
+    assert accelerator.state.parallelism_config is None
 
 
 def mapped(device_map: dict[str, Any]) -> nn.Module:

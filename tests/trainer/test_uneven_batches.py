@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from accel_trainer import Trainer
 from accel_trainer.data.plan import BatchRows
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
@@ -40,6 +41,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "samples": 13, "average_tokens_across_devices": False, "uneven": False, "gradient_accumulation_steps": 2,
     },
     "stream": {"model": "bert", "samples": 13, "max_steps": 5, "is_stream": True},
+    "filled evaluation": {"samples": 13, "num_train_epochs": 2, "eval_strategy": "epoch", "fills_evaluation": True},
     "dispatched": {"samples": 13, "gradient_accumulation_steps": 2, "dispatch_batches": True},
 }  # fmt: skip
 
@@ -52,13 +54,34 @@ class Stream(IterableDataset):
         return iter(self.dataset.rows)
 
 
-def build(output_dir: Path, *, is_stream: bool = False, dispatch_batches: bool | None = None, **job: Any) -> Any:
+class FilledEvaluation(Trainer):
+    """Sets `even_batches` for each loader by itself, as sentence-transformers does."""
+
+    def get_train_dataloader(self) -> Any:
+        self.accelerator.even_batches = False
+        return super().get_train_dataloader()
+
+    def get_eval_dataloader(self, *args: Any) -> Any:
+        self.accelerator.even_batches = True
+        return super().get_eval_dataloader(*args)
+
+
+def build(
+    output_dir: Path,
+    *,
+    is_stream: bool = False,
+    fills_evaluation: bool = False,
+    dispatch_batches: bool | None = None,
+    **job: Any,
+) -> Any:
     """Return a Trainer with SGD, which does not enlarge rounding as AdamW does."""
     configuration = {"dispatch_batches": dispatch_batches}
     options = {"uneven": True, "optim": "sgd", "learning_rate": 0.1, "include_num_input_tokens_seen": "all", **job}
     trainer = build_trainer(output_dir, accelerator_config=configuration, **options)
     if is_stream:
         trainer.train_dataset = Stream(trainer.train_dataset)
+    if fills_evaluation:
+        trainer.__class__ = FilledEvaluation
     return trainer
 
 
@@ -142,7 +165,7 @@ class LoaderOfTwo(list):
 
 def test_batches_that_the_loader_did_not_give_are_refused_where_they_would_weigh_unequally():
     process = ProcessContext(0, 0, 2, 2, torch.device("cpu"), "gloo")
-    reader = WindowReader(LoaderOfTwo(["a"]), process, even_batches=False)
+    reader = WindowReader(LoaderOfTwo(["a"]), process)
     batches = list(reader)
 
     reader.begin(batches)

@@ -25,6 +25,7 @@ from accel_trainer.checkpoint.commit.retry import SavePolicy
 from accel_trainer.config import Resolved
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.runtime.process import find_process, hidden_variable, init_process, read_environment
+from accel_trainer.trainer.accelerate_states import share_process
 from accel_trainer.trainer.arguments.deepspeed_arguments import deepspeed_options, start_engine, unsharded_models
 from accel_trainer.trainer.arguments.fsdp_arguments import fill_fsdp_fields, resolve_arguments
 
@@ -227,6 +228,7 @@ class TrainingArguments(transformers.TrainingArguments):
             backend=self.ddp_backend,
         )
         self.distributed_state = PartialState(process=process)
+        share_process(self.distributed_state, keep=self.accelerator_config.use_configured_state)
         # One process drives one device: upstream's DataParallel over all GPUs of one process is not used.
         self._n_gpu = 0 if process.device.type == "cpu" else 1
         return process.device

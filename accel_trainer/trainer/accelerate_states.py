@@ -1,0 +1,74 @@
+"""The states of Hugging Face accelerate, which say what ours say wherever another library has imported it.
+
+accelerate is a dependency of TRL and sentence-transformers. Their Trainers call functions of it that look up the rank,
+the device and the engine in its global states (`get_logger`, `gather_object`, `broadcast_object_list`, `set_seed`,
+`PartialState().main_process_first()`), and its own TrainingArguments and Accelerator, which would make those states,
+are not in use. It is not imported here.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from accel_trainer.accelerator.accelerator import Accelerator
+from accel_trainer.accelerator.shared_state import PartialState
+
+__all__ = ["share_accelerator", "share_process"]
+
+_MODULE = "accelerate.state"
+
+
+def share_process(state: PartialState, *, keep: bool = False) -> None:
+    """Have `accelerate.PartialState()` show this process. Nothing is written where accelerate is not imported.
+
+    States of another device or rank, which were made before this process joined its job, are replaced.
+
+    Args:
+        keep: leave any state that is there already, as `use_configured_state` asks.
+    """
+    module = sys.modules.get(_MODULE)
+    if module is None:
+        return
+    shown, described = module.PartialState._shared_state, _describe_process(module, state)
+    is_same = shown and all(shown.get(name) == described[name] for name in ("device", "process_index", "num_processes"))
+    if is_same or (shown and keep):
+        return
+    module.AcceleratorState._shared_state.clear()
+    shown.clear()
+    shown.update(described)
+
+
+def share_accelerator(accelerator: Accelerator) -> None:
+    """Have `accelerate.AcceleratorState()` show the settings of this Accelerator, and of the process it runs in."""
+    module = sys.modules.get(_MODULE)
+    if module is None:
+        return
+    state = accelerator.state
+    process = _describe_process(module, state)
+    for shown in (module.PartialState._shared_state, module.AcceleratorState._shared_state):
+        shown.clear()
+        shown.update(process)
+    module.AcceleratorState._shared_state.update(
+        _mixed_precision=state.mixed_precision,
+        deepspeed_plugins=state.deepspeed_plugin,
+        fsdp_plugin=state.fsdp_plugin,
+        parallelism_config=state.parallelism_config,
+        device_mesh=None,
+        dynamo_plugin=None,
+        torch_tp_plugin=None,
+    )
+
+
+def _describe_process(module: Any, state: PartialState) -> dict[str, Any]:
+    return {
+        "_cpu": state.device.type == "cpu",
+        "backend": state.backend,
+        "debug": False,
+        "device": state.device,
+        "distributed_type": module.DistributedType(state.distributed_type.value),
+        "fork_launched": False,
+        "local_process_index": state.local_process_index,
+        "num_processes": state.num_processes,
+        "process_index": state.process_index,
+    }
