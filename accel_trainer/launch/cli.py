@@ -19,6 +19,7 @@ _COMMANDS = {
     "convert-config": ("convert:run_convert_config", "turn a DeepSpeed configuration into one for FSDP2, or back"),
     "ckpt": ("checkpoints:run_ckpt", "list, verify, prune and export checkpoints"),
     "merge-weights": ("checkpoints:run_merge_weights", "write sharded weights as files that from_pretrained reads"),
+    "report": ("run_pages:run_report", "write a page of a run's curves, figures and options, or compare runs"),
     "explain": ("reports:run_explain", "print every option, its value and where it came from"),
     "env": ("reports:run_env", "print versions, devices and configuration for a bug report"),
 }

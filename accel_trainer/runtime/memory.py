@@ -6,8 +6,12 @@ import functools
 import gc
 import inspect
 import itertools
+import resource
+import sys
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +32,8 @@ __all__ = [
     "clear_device_cache",
     "find_executable_batch_size",
     "is_out_of_memory",
+    "memory_in_use",
+    "peak_memory",
     "register_memory_owner",
     "release_memory",
 ]
@@ -72,6 +78,30 @@ def release_memory(*objects: Any) -> list[None]:
     """
     clear_device_cache(garbage_collection=True)
     return [None] * len(objects)
+
+
+def memory_in_use(device: torch.device) -> int | None:
+    """Return the bytes that tensors take on an accelerator, or this process in the machine's memory on a CPU.
+
+    None where nobody counts them.
+    """
+    if device.type != "cpu":
+        with suppress(RuntimeError):
+            return torch.accelerator.memory_allocated(device)
+        return None
+    with suppress(OSError):  # Linux has it
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return None
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Return the most that `memory_in_use` has been, since the process began or somebody reset the count."""
+    if device.type != "cpu":
+        with suppress(RuntimeError):
+            return torch.accelerator.max_memory_allocated(device)
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux
 
 
 def find_executable_batch_size(

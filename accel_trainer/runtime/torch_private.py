@@ -36,6 +36,7 @@ __all__ = [
     "default_group",
     "default_store",
     "dtensor_like",
+    "exposed_exchange_seconds",
     "foreach_add_",
     "foreach_clamp_max_",
     "foreach_clamp_min_",
@@ -89,6 +90,7 @@ PRIVATE_NAMES = {
     "torch.nn.Module._modules": _REFUSED,
     "torch.nn.Module._parameters": _REFUSED,
     "torch.nn.MultiheadAttention._reset_parameters": "values that a checkpoint lacks are reported as not initialised",
+    "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data": "exposed communication is not measured",
     "torch.utils._pytree.tree_leaves": _REFUSED,
     "torch.utils.data.DataLoader._IterableDataset_len_called": "torch may warn about the length of a stream",
     "torch.utils.data.DataLoader._iterator": "persistent workers would be shared by a prepared loader and its copies",
@@ -207,6 +209,17 @@ def dtensor_like(tensor: Any, local: Tensor) -> Tensor:
     return type(tensor).from_local(
         local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride(), run_check=False
     )
+
+
+def exposed_exchange_seconds(replicas: nn.parallel.DistributedDataParallel) -> float | None:
+    """Return the mean time from the last gradient to the end of the exchange; None where DDP has measured none yet.
+
+    DDP takes the times of its first ten exchanges and of every hundredth one after them, whoever asks.
+    """
+    read = getattr(replicas, "_get_ddp_logging_data", None)
+    times = {} if read is None else read()
+    exchange = times.get("avg_backward_comm_time", 0)  # nanoseconds
+    return max(exchange - times["avg_backward_compute_comm_overlap_time"], 0) / 1e9 if exchange else None
 
 
 def group_device_types(group: dist.ProcessGroup) -> list[torch.device]:

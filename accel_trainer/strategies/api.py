@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.manifest import Manifest
+from accel_trainer.checkpoint.format.placement import local_tensor
 from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.reader import StoredCheckpoint
 from accel_trainer.config import Resolved, RunConfig
@@ -41,6 +42,7 @@ __all__ = [
     "Capabilities",
     "CheckpointIO",
     "HeldGradients",
+    "Layout",
     "StepOutcome",
     "Strategy",
     "TrainJob",
@@ -225,6 +227,20 @@ class HeldGradients:
     """Whether they are the mean over all ranks, sharded as the parameters; else each rank's own, not exchanged yet."""
 
 
+@dataclass(frozen=True)
+class Layout:
+    """The parameters of a prepared model, and how they lie over the ranks, for people to read."""
+
+    num_parameters: int
+    num_trainable: int
+    num_local: int
+    """Of all of them, those that this rank holds."""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Ranks along each axis of the mesh, where there is one."""
+    note: str = ""
+    """More about it: the engine's stage, for one."""
+
+
 @runtime_checkable
 class TrainUnit(Protocol):
     """A prepared model with its optimizers; the only thing the facade drives.
@@ -326,6 +342,25 @@ class TrainUnit(Protocol):
     def local_bytes(self, *, in_window: bool = False) -> int:
         """Return about how many bytes this rank writes to save the unit, with gradients `in_window`. Not collective."""
         return 0
+
+    def layout(self) -> Layout:
+        """Return how many parameters the model has, and how many of them are on this rank. Not collective."""
+        parameters = list(self.module.parameters())
+        meshes = [mesh for each in parameters if (mesh := getattr(each, "device_mesh", None)) is not None]
+        axes = {} if not meshes else dict(zip(meshes[0].mesh_dim_names or (), meshes[0].shape, strict=False))
+        return Layout(
+            num_parameters=sum(each.numel() for each in parameters),
+            num_trainable=sum(each.numel() for each in parameters if each.requires_grad),
+            num_local=sum(local_tensor(each).numel() for each in parameters),
+            mesh=axes,
+        )
+
+    def exposed_communication_seconds(self) -> float | None:
+        """Return the mean time for which one exchange of gradients keeps a backward waiting, on this rank.
+
+        Of the exchanges that were measured without slowing any down. None where nothing was measured.
+        """
+        return None
 
     def release(self) -> None:
         """Remove hooks and wrappers of the engine, so that model and optimizers can be prepared again.

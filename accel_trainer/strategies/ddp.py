@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.torch_private import exposed_exchange_seconds
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states
 from accel_trainer.strategies.compile import apply_compile
@@ -64,6 +65,10 @@ class DDPUnit(NativeUnit):
             yield
         finally:
             replicas.require_backward_grad_sync = before
+
+    def exposed_communication_seconds(self) -> float | None:
+        """Return the mean time for which an exchange of gradients keeps a backward waiting, as DDP samples it."""
+        return None if self._replicas is None else exposed_exchange_seconds(self._replicas)
 
 
 def build_ddp_options(job: TrainJob, process: ProcessContext) -> dict[str, Any]:

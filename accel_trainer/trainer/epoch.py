@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from accel_trainer.data.plan import BatchRows
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.trainer.run_clock import BACKWARD_DONE, BATCHES_READ, UPDATE_BEGUN, UPDATE_DONE, RunClock
 from accel_trainer.trainer.running_trainer import SteppingTrainer
 
 __all__ = ["EpochRun", "LossNormalization", "WindowReader"]
@@ -35,7 +37,8 @@ class WindowReader:
     knows the rows of all.
     """
 
-    def __init__(self, dataloader: Any, process: ProcessContext) -> None:
+    def __init__(self, dataloader: Any, process: ProcessContext, clock: RunClock) -> None:
+        self._clock = clock
         self._dataloader = dataloader
         self._batches = iter(dataloader)
         self._process = process
@@ -48,7 +51,9 @@ class WindowReader:
         return self
 
     def __next__(self) -> Any:
+        begin = perf_counter()
         batch = next(self._batches)
+        self._clock.data_seconds += perf_counter() - begin
         if self._keeps_rows:
             rows = getattr(self._dataloader, "rows", None)
             if rows is not None and len(rows.rows) == self._process.world_size:
@@ -126,6 +131,8 @@ class EpochRun:
 
     trainer: SteppingTrainer
     reader: WindowReader
+    clock: RunClock
+    """Read in place: a method of its own would add frames to every update."""
     model: nn.Module
     epoch: int
     steps_in_epoch: int
@@ -159,10 +166,19 @@ class EpochRun:
 
     def _window(self, num_batches: int, restore_rng_from: str | None) -> bool:
         """Train the micro-batches of one update; return whether there were any."""
-        trainer, reader, checkpoints = self.trainer, self.reader, self.trainer.run_checkpoints
+        trainer, reader, checkpoints, clock = self.trainer, self.reader, self.trainer.run_checkpoints, self.clock
         checkpoints.begin_update(trainer.callback_handler.train_dataloader)
+        if clock.sample is not None:
+            clock.sample.mark(UPDATE_BEGUN)
+        begin, read = perf_counter(), clock.data_seconds
         with checkpoints.metrics.resuming("data") if self.is_resumed else nullcontext():
             batches, num_items = trainer.get_batch_samples(reader, num_batches, trainer.args.device)
+        if self.is_resumed:
+            clock.data_seconds = read  # it is a part of the resume
+        else:
+            clock.counting_seconds += perf_counter() - begin - (clock.data_seconds - read)
+        if clock.sample is not None:
+            clock.sample.mark(BATCHES_READ)
         self.is_resumed = False
         reader.begin(batches)
         # Divides the loss of a model that does not normalise by `num_items` itself; the last window may be short.
@@ -190,7 +206,10 @@ class EpochRun:
         trainer.accelerator.gradient_state.sync_gradients = is_last
         if is_first:
             trainer.control = handler.on_step_begin(trainer.args, trainer.state, trainer.control)
-        self._add_loss(trainer.training_step(self.model, inputs, num_items))
+        begin = perf_counter()
+        loss = trainer.training_step(self.model, inputs, num_items)
+        self.clock.compute_seconds += perf_counter() - begin
+        self._add_loss(loss)
         trainer.current_flos += float(trainer.floating_point_ops(inputs))
         trainer._track_num_input_tokens(self.reader.without_filler(inputs))
         if is_last:
@@ -212,7 +231,10 @@ class EpochRun:
         trainer._tr_loss += loss
 
     def _update(self) -> None:
-        trainer, args, handler = self.trainer, self.trainer.args, self.trainer.callback_handler
+        trainer, args, handler, clock = self.trainer, self.trainer.args, self.trainer.callback_handler, self.clock
+        if clock.sample is not None:
+            clock.sample.mark(BACKWARD_DONE)
+        begin = perf_counter()
         grad_norm = trainer._clip_grad_norm(self.model) if args.max_grad_norm > 0 else None
         self.grad_norm = trainer._get_grad_norm(self.model, grad_norm=grad_norm)
         trainer.control = handler.on_pre_optimizer_step(args, trainer.state, trainer.control)
@@ -223,6 +245,9 @@ class EpochRun:
         if not trainer.accelerator.optimizer_step_was_skipped and not isinstance(scheduler, _STEPPED_BY_METRIC):
             scheduler.step()
         self.model.zero_grad()
+        clock.update_seconds += perf_counter() - begin
+        if clock.sample is not None:
+            clock.sample.mark(UPDATE_DONE)
         trainer.state.global_step += 1
         trainer.run_checkpoints.end_update(trainer.state.global_step)
         trainer.state.epoch = self.epoch + (self.step + 1) / self.steps_in_epoch

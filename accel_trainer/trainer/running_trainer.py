@@ -17,6 +17,7 @@ from transformers.trainer_callback import CallbackHandler
 from accel_trainer.accelerator.accelerator import Accelerator
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
 from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
+from accel_trainer.trainer.run_record import RunRecord
 
 __all__ = ["CheckpointingTrainer", "EvaluatingTrainer", "PreparingTrainer", "RunningTrainer", "SteppingTrainer"]
 
@@ -101,6 +102,10 @@ class CheckpointingTrainer(RunningTrainer, Protocol):
 
     run_checkpoints: RunCheckpoints
     """Ours: of the present train()."""
+    run_record: RunRecord
+    """Ours: of the same."""
+    _train_batch_size: int
+    """Samples of a micro-batch on one rank."""
     get_total_train_batch_size: Callable[[Any], int]
     save_model: Callable[..., None]
     """Writes the model so that `from_pretrained` reads it. Collective."""

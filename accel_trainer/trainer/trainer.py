@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import operator
 import os
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -41,6 +43,7 @@ from accel_trainer.trainer.inputs import (
     shifts_labels,
 )
 from accel_trainer.trainer.preparation import ModelPreparation, build_accelerator, create_optimizer, overrides
+from accel_trainer.trainer.run_record import RunRecord
 
 __all__ = ["AccelTrainerMixin", "CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
 
@@ -135,6 +138,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             self._preparation = ModelPreparation()
             super().__init__(load_model(model, args), args, *rest, **kwargs)
             self.run_checkpoints = RunCheckpoints(self.accelerator.process)
+            self.run_record = RunRecord(self.accelerator.process)
             if predicts_first_label(self.model):
                 self._loss_shifts_labels = False
             elif shifts_labels(self.model):
@@ -199,11 +203,13 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         self._searches_batch_size = self.args.auto_find_batch_size
         self._num_flops_parameters = None
         self.args.auto_find_batch_size = False
+        self.run_record = RunRecord(self.accelerator.process)
         try:
             with self._resuming(resume_from_checkpoint) as checkpoint:
                 return super().train(checkpoint, trial, ignore_keys_for_eval)
         finally:
             self.args.auto_find_batch_size = self._searches_batch_size
+            self.run_record.close()
 
     def _inner_training_loop(
         self,
@@ -255,7 +261,11 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             self.model_wrapped = self.model
             if overrides(self, "create_optimizer_and_scheduler"):
                 create_optimizer(self, max_steps)
-            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+            prepared: tuple[nn.Module, DataLoader] = super()._prepare_for_training(
+                max_steps, train_dataloader, resume_from_checkpoint
+            )
+            self.run_record.begin(self, prepared[0])
+            return prepared
         if self._created_lr_scheduler:
             self.lr_scheduler = None
             self._created_lr_scheduler = False
@@ -267,6 +277,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
+        self.run_record.begin(self, model)
         return model, train_dataloader
 
     def _run_epoch(
@@ -285,6 +296,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
     ) -> None:
         if self.run_checkpoints.metrics.begun_at is None:
             self.run_checkpoints.metrics.begun_at = self.state.global_step
+            self.run_record.begin_updates(self)
         is_resumed = epoch == epochs_trained and resume_from_checkpoint is not None
         trained = steps_trained_in_current_epoch if is_resumed and not self.args.ignore_data_skip else 0
         if trained and not self._loader_has_position:
@@ -295,10 +307,12 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             restore_rng_from = None
         if hasattr(train_dataloader, "set_epoch"):
             train_dataloader.set_epoch(epoch)
-        reader = WindowReader(train_dataloader, self.accelerator.process)
+        clock = self.run_record.clock
+        reader = WindowReader(train_dataloader, self.accelerator.process, clock)
         run = EpochRun(
             trainer=self,
             reader=reader,
+            clock=clock,
             model=model,
             epoch=epoch,
             steps_in_epoch=steps_in_epoch,
@@ -376,13 +390,19 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         if known is None or known[0] != id(self.model):
             # Counted once for a model: num_parameters() walks through all of them, and upstream calls it in every step.
             known = self._num_flops_parameters = (id(self.model), self.model.num_parameters(exclude_embeddings=True))
-        return 6 * inputs[name].numel() * known[1]
+        size = inputs[name].numel()
+        if name == "input_ids":
+            self.run_record.num_tokens += size
+        return 6 * size * known[1]
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
         # Losses since the last log are this rank's own; transformers 5.23 (trainer.py:1998) takes them for the job's.
         self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
+        record = self.run_record.finish(self)
         with keeping_best(self):
-            return super()._finalize_training(trial, num_train_samples, start_time)
+            output: TrainOutput = super()._finalize_training(trial, num_train_samples, start_time)
+        self.run_record.tell_end(self, record, Path(self._get_output_dir(trial)))
+        return output
 
     # --- evaluation ------------------------------------------------------------------------------------------------
 
@@ -395,10 +415,12 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Evaluate or predict: every sample once, in order, with the exact mean loss. Collective."""
+        begin = time.perf_counter()
         model, preparation_seconds = self._preparation.prepare_for_evaluation(self)
         output = run_evaluation(
             self, model, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
+        self.run_record.clock.evaluation_seconds += time.perf_counter() - begin
         if preparation_seconds is not None:
             # Only in the evaluation that spent them: transformers 5.23 repeats the number in every later one, and takes
             # it off their runtime (trainer.py:3095, :2875).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +15,10 @@ from torch.utils.hooks import RemovableHandle
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.checkpoint_io import DeepSpeedCheckpointIO
-from accel_trainer.integrations.deepspeed.partitions import flat_partitions
+from accel_trainer.integrations.deepspeed.partitions import flat_partitions, unsharded_shape
 from accel_trainer.integrations.deepspeed.runtime import forget_module
 from accel_trainer.runtime.torch_private import foreach_add_, foreach_zero_
-from accel_trainer.strategies.api import CheckpointIO, StepOutcome, TrainUnit
+from accel_trainer.strategies.api import CheckpointIO, Layout, StepOutcome, TrainUnit
 from accel_trainer.strategies.parameter_state.matching import uncompiled_name
 from accel_trainer.strategies.single import NativeUnit
 
@@ -321,3 +322,13 @@ class DeepSpeedUnit(TrainUnit):
     def local_bytes(self, *, in_window: bool = False) -> int:
         """Return how many bytes this rank writes for the unit; the gradients of a window are not among them."""
         return self.checkpoint_io().local_bytes()
+
+    def layout(self) -> Layout:
+        """Return how many parameters the model has, and how many of them ZeRO leaves on this rank."""
+        sizes: list[tuple[Any, int]] = [(each, math.prod(unsharded_shape(each))) for each in self.module.parameters()]
+        return Layout(
+            num_parameters=sum(size for _, size in sizes),
+            num_trainable=sum(size for each, size in sizes if id(each) in self._trained),
+            num_local=sum(each.partition_numel() if hasattr(each, "ds_tensor") else size for each, size in sizes),
+            note=f"ZeRO stage {self._engine.zero_optimization_stage()}",
+        )

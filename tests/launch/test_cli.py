@@ -33,6 +33,7 @@ def test_the_overview_names_every_command(words: list[str], capsys: pytest.Captu
         "convert-config",
         "ckpt",
         "merge-weights",
+        "report",
         "explain",
         "env",
     ]
@@ -65,8 +66,8 @@ def test_an_unknown_command_gets_the_nearest_name(capsys: pytest.CaptureFixture[
     assert "unknown command 'lauch'; did you mean 'launch'?" in capsys.readouterr().err
     assert main(["xyz"]) == 2
     assert (
-        "unknown command 'xyz'; expected one of launch, test, config, convert-config, ckpt, merge-weights, explain, env"
-        in capsys.readouterr().err
+        "unknown command 'xyz'; expected one of launch, test, config, convert-config, ckpt, merge-weights, report, "
+        "explain, env" in capsys.readouterr().err
     )
 
 

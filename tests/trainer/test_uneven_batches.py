@@ -17,6 +17,7 @@ from accel_trainer.data.plan import BatchRows
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.trainer.epoch import WindowReader
+from accel_trainer.trainer.run_clock import RunClock
 from tests.ranks import preload, run_ranks
 from tests.trainer_jobs import TokenDataset, build_trainer, on_ranks, summary
 
@@ -165,7 +166,7 @@ class LoaderOfTwo(list):
 
 def test_batches_that_the_loader_did_not_give_are_refused_where_they_would_weigh_unequally():
     process = ProcessContext(0, 0, 2, 2, torch.device("cpu"), "gloo")
-    reader = WindowReader(LoaderOfTwo(["a"]), process)
+    reader = WindowReader(LoaderOfTwo(["a"]), process, RunClock(process))
     batches = list(reader)
 
     reader.begin(batches)

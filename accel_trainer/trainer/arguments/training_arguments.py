@@ -7,7 +7,7 @@ import copy
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +29,7 @@ from accel_trainer.trainer.accelerate_states import share_process
 from accel_trainer.trainer.arguments.deepspeed_arguments import deepspeed_options, start_engine, unsharded_models
 from accel_trainer.trainer.arguments.fsdp_arguments import fill_fsdp_fields, resolve_arguments
 
-__all__ = ["Seq2SeqTrainingArguments", "TrainingArguments"]
+__all__ = ["MIRRORED_FIELDS", "Seq2SeqTrainingArguments", "TrainingArguments"]
 
 logger = logging.get_logger(__name__)
 
@@ -43,6 +43,11 @@ _OPTIONS = {
     "ddp_timeout": "timeout_seconds",
     "use_cpu": "use_cpu",
 }
+MIRRORED_FIELDS = frozenset(_OPTIONS) | {
+    "accelerator_config", "bf16", "deepspeed", "fp16", "fsdp", "fsdp_config", "torch_compile", "torch_compile_backend",
+    "torch_compile_mode",
+}  # fmt: skip
+"""Fields whose values, with their sources, are those of the resolved configuration."""
 _DATA_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
 """Of `accelerator_config`."""
 
@@ -93,6 +98,13 @@ class TrainingArguments(transformers.TrainingArguments):
     max_pause_s: float = field(
         default=3600.0, metadata={"help": "With on_save_error='pause': seconds after which the error is raised."}
     )
+    report_html: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to write report.html into output_dir at the end of training: curves, the time split and "
+            "the configuration, in one page."
+        },
+    )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse a dataclass in which defaults here would replace those of another library's arguments."""
@@ -113,6 +125,7 @@ class TrainingArguments(transformers.TrainingArguments):
 
     def __post_init__(self) -> None:
         """Resolve the configuration, then let upstream derive and check the rest."""
+        untouched = [item.name for item in fields(self) if getattr(self, item.name) == _default(item)]
         self._check_batch_sizes()
         self.accelerator_config, given_options = _read_accelerator_config(self.accelerator_config)
         if self.eval_loss_weighting not in ("token", "batch"):
@@ -143,6 +156,12 @@ class TrainingArguments(transformers.TrainingArguments):
         self.mixed_precision = str(self.resolved.config.mixed_precision)
         self._apply_tf32_default()
         check_num_processes(self.resolved, self.world_size)
+        self._derived = {name: getattr(self, name) for name in untouched}
+
+    def is_given(self, name: str) -> bool:
+        """Whether a field has a value that was given, or assigned since: no default, and not derived."""
+        own = {item.name: _default(item) for item in fields(self)} | getattr(self, "_derived", {})
+        return bool(getattr(self, name) != own[name])
 
     @property
     def save_policy(self) -> SavePolicy:
@@ -298,6 +317,10 @@ def _options_of_state(resolved: Resolved) -> dict[str, Any]:
                 f"and {resolved.describe(path)} asks for another; give both the same, or leave use_configured_state out"
             )
     return options
+
+
+def _default(item: Field[Any]) -> Any:
+    return item.default if item.default_factory is MISSING else item.default_factory()
 
 
 def _read_accelerator_config(given: Any) -> tuple[AcceleratorConfig, dict[str, Any]]:

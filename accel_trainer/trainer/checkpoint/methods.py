@@ -28,11 +28,14 @@ from accel_trainer.checkpoint.weights.adapters import (
     trained_beside,
 )
 from accel_trainer.errors import AccelTrainerError
+from accel_trainer.report.recorded_run import RECORD_KEY
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.best_model import verify_best
 from accel_trainer.trainer.checkpoint.resuming import PREFIX, TRAINER_STATE_NAME
 from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
+from accel_trainer.trainer.run_record import RunRecord
+from accel_trainer.trainer.run_setup import RunLengths
 from accel_trainer.trainer.running_trainer import CheckpointingTrainer
 
 __all__ = ["CheckpointMethods"]
@@ -68,6 +71,8 @@ class CheckpointMethods(_Upstream):
 
     run_checkpoints: RunCheckpoints
     """Of the present train(), or of the last one."""
+    run_record: RunRecord
+    """Of the same."""
 
     @contextmanager
     def _resuming(self, given: Any) -> Iterator[str | None]:
@@ -101,6 +106,7 @@ class CheckpointMethods(_Upstream):
         metrics: dict[str, float] = {}
         if "loss" in logs:
             metrics = self.run_checkpoints.metrics.take()
+            self.run_record.add_point(self)
         elif "train_runtime" in logs:
             metrics = self.run_checkpoints.metrics.finish(self.state.global_step)
         logs.update(metrics)
@@ -123,9 +129,11 @@ class CheckpointMethods(_Upstream):
             IncompatibleCheckpointError: the data is other than that of the checkpoint.
         """
         values: Any = super().set_initial_training_values(args, dataloader)
+        self.run_record.lengths = RunLengths(*values)
         if self.run_checkpoints.resumption is not None:
             self._steps_in_epoch = values[5]
             values = self.run_checkpoints.resumption.take_position(self.args, dataloader, values)
+            self.run_record.lengths = RunLengths(*values)
         return values
 
     def _init_training_state(
@@ -296,6 +304,7 @@ def _write(trainer: CheckpointingTrainer, target: Path, staged: StagedDirectory)
     if args.should_save:
         _save_state(trainer, os.path.join(directory, TRAINER_STATE_NAME))
     staged.metadata |= {"trainer": _describe_progress(trainer), "reserved_names": _reserved_names(trainer.model)}
+    staged.metadata[RECORD_KEY] = trainer.run_record.to_plain(trainer)
     staged.metadata["tied"] = _tied_names(trainer.model)
 
 
