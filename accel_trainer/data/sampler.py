@@ -27,6 +27,8 @@ from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 __all__ = ["Clock", "SeedableRandomSampler", "ShardedBatchSampler", "find_generator", "find_replicated"]
 
 _NESTED = ("batch_sampler", "sampler")
+_NESTED_LIST = "batch_samplers"
+"""Of sentence-transformers' samplers over several datasets."""
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -336,24 +338,35 @@ def find_replicated(sampler: Any) -> Any:
     return next((node for node, count in replicas if isinstance(count, int) and count > 1), None)
 
 
-def _seeded(sampler: Any, seed: int) -> tuple[Any, bool]:
-    """Return a copy of a sampler with its generator seeded with `seed`, and whether that fixes its order."""
+def _seeded(sampler: Any, seed: int, fresh: dict[int, torch.Generator] | None = None) -> tuple[Any, bool]:
+    """Return a copy of a sampler with its generators seeded with `seed`, and whether that fixes its order.
+
+    Samplers that share a generator, of which one wraps others for instance, share one in the copy, too.
+
+    Args:
+        fresh: the new generators, by the id of those that they replace.
+    """
+    fresh = {} if fresh is None else fresh
+    changed: dict[str, Any] = {}
     if hasattr(sampler, "generator"):
-        fresh = copy.copy(sampler)
-        fresh.generator = torch.Generator().manual_seed(seed)
-        return fresh, True
-    if isinstance(sampler, (SequentialSampler, SeedableRandomSampler, list, tuple, range)):
+        changed["generator"] = fresh.setdefault(id(sampler.generator), torch.Generator().manual_seed(seed))
+    elif isinstance(sampler, (SequentialSampler, SeedableRandomSampler, list, tuple, range)):
         return sampler, True
-    for name in _NESTED:
+    is_fixed = bool(changed) or type(sampler) is BatchSampler
+    for name in (*_NESTED, _NESTED_LIST):
         inner = getattr(sampler, name, None)
         if inner is None or inner is sampler:
             continue
-        seeded, is_fixed = _seeded(inner, seed)
-        if seeded is not inner:
-            sampler = copy.copy(sampler)
-            setattr(sampler, name, seeded)
-        return sampler, is_fixed and type(sampler) is BatchSampler
-    return sampler, False
+        parts = [_seeded(part, seed, fresh) for part in (inner if name == _NESTED_LIST else [inner])]
+        changed[name] = [part for part, _ in parts] if name == _NESTED_LIST else parts[0][0]
+        # Some keep their dataset under this name.
+        is_fixed = is_fixed and all(fixed or not isinstance(part, Sampler) for part, fixed in parts)
+        break
+    if changed:
+        sampler = copy.copy(sampler)
+        for name, value in changed.items():
+            setattr(sampler, name, value)
+    return sampler, is_fixed
 
 
 def _chain(node: Any) -> Iterator[Any]:

@@ -208,6 +208,33 @@ class WrappingBatches:
         return len(self.sampler)
 
 
+class SharedGenerator(BatchSampler):
+    """A batch sampler with the generator of the sampler that it wraps, as that of sentence-transformers."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.generator = generator or torch.Generator().manual_seed(3)
+        super().__init__(RandomSampler(range(9), generator=self.generator), 2, False)
+
+
+class OneAfterTheOther(BatchSampler):
+    """Batches of several batch samplers, drawn in a random order from the generator that they share."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+        self.batch_samplers = [SharedGenerator(self.generator), SharedGenerator(self.generator)]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        turns = torch.randint(0, 2, (len(self),), generator=self.generator).tolist()
+        own = [iter(sampler) for sampler in self.batch_samplers]
+        for turn in turns:
+            batch = next(own[turn], None)
+            if batch is not None:
+                yield batch
+
+    def __len__(self) -> int:
+        return sum(map(len, self.batch_samplers))
+
+
 RANDOM_SAMPLERS = [
     lambda: RandomSampler(range(9)),
     lambda: RandomSampler(range(9), replacement=True, num_samples=70),
@@ -245,6 +272,22 @@ def test_any_random_sampler_has_one_order_for_all_ranks_that_moves_on_with_the_e
     assert orders[0] == orders[1]
     assert orders[0][0] == orders[0][2]
     assert orders[0][0] != orders[0][1]
+
+
+@pytest.mark.parametrize("build", [SharedGenerator, OneAfterTheOther])
+def test_samplers_that_share_a_generator_resume_within_their_epoch(build: Any) -> None:
+    sampler = ShardedBatchSampler(build(), seed=3)
+    first_of_torch = list(build()) if build is SharedGenerator else None
+    for epoch in (0, 1):
+        sampler.set_epoch(epoch)
+        whole = list(sampler)
+        resumed = ShardedBatchSampler(build(), seed=3)
+        resumed.set_epoch(epoch)
+        resumed.begin_at(0, (epoch, resumed.origin_of(sum(map(len, whole[:3])))))
+        assert list(resumed) == whole[3:]
+        assert list(sampler) == whole
+        assert first_of_torch in (None, whole)
+        first_of_torch = None
 
 
 @pytest.mark.parametrize("build", RANDOM_SAMPLERS)
