@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,9 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_STATE_NAMES = ("process", "distributed_type", "mixed_precision", "fsdp_plugin", "is_fsdp2", "parallelism_config")
+"""What a state has from its construction on."""
+
 
 class DistributedType(str, Enum):  # noqa: UP042  # str() must give 'DistributedType.FSDP', as users compare it
     """Kind of distributed setup. A str, so that it compares equal to the names that other libraries use."""
@@ -52,6 +55,7 @@ class DistributedType(str, Enum):  # noqa: UP042  # str() must give 'Distributed
     MULTI_MUSA = "MULTI_MUSA"
     MULTI_XPU = "MULTI_XPU"
     MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
     DEEPSPEED = "DEEPSPEED"
     FSDP = "FSDP"
     XLA = "XLA"
@@ -207,8 +211,12 @@ def stated_timeout(resolved: Resolved) -> float | None:
 class PartialState(ProcessView):
     """This process's rank and device, and the calls that only need those.
 
-    Joins the job when it is made, unless a context is given. Picklable: holds values only.
+    Joins the job when it is made, unless a context is given. All of one job are one: an attribute that is set on one is
+    set on each. Picklable: holds values only.
     """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+    """The attributes of the state made last; empty where there is none."""
 
     def __init__(
         self,
@@ -225,15 +233,32 @@ class PartialState(ProcessView):
             timeout_seconds: how long a collective may wait; when None, the launcher's options decide.
         """
         if process is None:
-            environ = read_environment()
-            given = {"use_cpu": cpu, "timeout_seconds": timeout_seconds}
-            explicit = {path: value for path, value in given.items() if value is not None}
-            resolved = resolve(explicit=explicit, environ=environ, explicit_name="PartialState")
-            process = init_process(environ, use_cpu=resolved.config.use_cpu, timeout_seconds=stated_timeout(resolved))
+            resolved = _resolve("PartialState", {"use_cpu": cpu, "timeout_seconds": timeout_seconds})
+            process = _join(resolved)
+        if self._is_shown(process):
+            self.__dict__ = self._shared_state
+            return
+        self._set_process(process, distributed_type)
+        type(self)._shared_state = self.__dict__
+
+    def _is_shown(self, process: ProcessContext) -> bool:
+        """Whether the state made last is of the same place in the same job."""
+        return type(self) is PartialState and self._shared_state.get("process") == process
+
+    def _set_process(self, process: ProcessContext, distributed_type: DistributedType | None) -> None:
         self.process = process
         if distributed_type is None:
             distributed_type = DistributedType.of("MULTI" if process.is_distributed else "NO", process.device)
         self.distributed_type = distributed_type
+
+    def __getattr__(self, name: str) -> Any:
+        kind = type(self).__name__
+        if name != "__setstate__" and not self.__dict__ and name in {*dir(type(self)), *_STATE_NAMES}:
+            raise AttributeError(
+                f"`{kind}` object has no attribute `{name}`. This happens if `{kind}._reset_state()` was called and an "
+                "`Accelerator` or `PartialState` was not reinitialized"
+            )
+        raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         context = self.process
@@ -246,8 +271,8 @@ class PartialState(ProcessView):
 
     @property
     def initialized(self) -> bool:
-        """True: a state exists only once it is known."""
-        return True
+        """Whether the state tells of a job; false after `_reset_state`."""
+        return bool(self.__dict__)
 
     def destroy_process_group(self) -> None:
         """Leave the process group."""
@@ -257,65 +282,98 @@ class PartialState(ProcessView):
     @staticmethod
     def _reset_state() -> None:
         """Forget that this process has a state; tests of other libraries begin with it. A process group stays."""
+        PartialState._shared_state.clear()
+        PartialState._shared_state = {}
         forget_process()
 
 
-# The states of the Accelerator made last in this process, for `AcceleratorState()` and `GradientState()` of scripts.
-_made_last: weakref.WeakValueDictionary[type, Any] = weakref.WeakValueDictionary()
+def _resolve(name: str, given: dict[str, Any]) -> Resolved:
+    """Return the options of a state that is made on its own; those that are None come from launcher and variables."""
+    explicit = {path: value for path, value in given.items() if value is not None}
+    return resolve(explicit=explicit, environ=read_environment(), explicit_name=name)
 
 
-def _share_last(state: Any) -> None:
-    """Make `state` a view of its class's state in the Accelerator made last: a change there is one here."""
-    found = _made_last.get(type(state))
-    if found is None:
-        raise ConfigError(
-            f"{type(state).__name__}() was asked for, and this process has no Accelerator that could tell; make one "
-            "first, and keep it"
-        )
-    state.__dict__ = found.__dict__
+def _join(resolved: Resolved) -> ProcessContext:
+    return init_process(read_environment(), use_cpu=resolved.config.use_cpu, timeout_seconds=stated_timeout(resolved))
 
 
 def is_initialized() -> bool:
-    """Return whether there is an Accelerator, for `AcceleratorState()` to show."""
-    return AcceleratorState in _made_last
+    """Return whether an `AcceleratorState` exists, of an Accelerator or on its own."""
+    return bool(AcceleratorState._shared_state)
 
 
 class AcceleratorState(PartialState):
     """A PartialState with the settings of an Accelerator. One per Accelerator; nothing is shared.
 
-    `AcceleratorState()`, without arguments, shows the one of the Accelerator made last in this process.
+    `AcceleratorState()` shows the one of the Accelerator made last in this process, also when that is gone. Where there
+    is none it makes a state of its own, from its arguments, the launcher's options and the variables.
     """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
+        mixed_precision: str | None = None,
+        cpu: bool | None = None,
         *,
         process: ProcessContext | None = None,
         distributed_type: DistributedType | None = None,
-        mixed_precision: str = "no",
         fsdp_plugin: Any = None,
         engine_plugins: DeepSpeedPlugins | None = None,
         take_plugin: Callable[[str], None] | None = None,
         parallelism_config: Any = None,
     ) -> None:
-        if process is None:
-            _share_last(self)
+        """Show the state made last, or make one.
+
+        Args:
+            mixed_precision: "no", "bf16" or "fp16".
+            cpu: run on the CPU.
+            process: with those behind it, given by the Accelerator.
+
+        Raises:
+            ConfigError: the state made last has another precision or device than is asked for.
+        """
+        if process is None and self._shared_state:
+            self.__dict__ = self._shared_state
+            self._require(mixed_precision, cpu)
             return
-        super().__init__(process=process, distributed_type=distributed_type)
-        _made_last[type(self)] = self
-        self.mixed_precision = mixed_precision
+        if process is None:
+            resolved = _resolve("AcceleratorState", {"mixed_precision": mixed_precision, "use_cpu": cpu})
+            process, mixed_precision = _join(resolved), str(resolved.config.mixed_precision)
+        self._set_process(process, distributed_type)
+        self.mixed_precision = mixed_precision or "no"
         self.fsdp_plugin = fsdp_plugin
         self.is_fsdp2 = self.distributed_type == DistributedType.FSDP  # FSDP1 is not offered
         self._engine_plugins = engine_plugins or DeepSpeedPlugins()
-        self._take_plugin = take_plugin
+        # A state outlives its Accelerator, which holds models.
+        self._take_plugin: Callable[[], Any] | None = take_plugin and weakref.WeakMethod(take_plugin)
         self.parallelism_config = parallelism_config
+        type(self)._shared_state = self.__dict__
+
+    def _require(self, mixed_precision: str | None, cpu: bool | None) -> None:
+        if mixed_precision is not None and mixed_precision != self.mixed_precision:
+            raise ConfigError(
+                f"AcceleratorState already initialized with mixed_precision={self.mixed_precision!r}, and "
+                f"{mixed_precision!r} is asked for; pass it to the Accelerator, or where the state is made first"
+            )
+        if cpu and self.device.type != "cpu":
+            raise ConfigError(
+                f"AcceleratorState already initialized on {self.device}, and cpu=True is asked for; pass it to the "
+                "Accelerator, or where the state is made first"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_take_plugin": None}  # a method of the Accelerator, which does not come along
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Forget the Accelerator made last; see `PartialState._reset_state`."""
-        _made_last.pop(AcceleratorState, None)
+        """Forget the state made last: its attributes are gone, also for those who hold it.
+
+        Args:
+            reset_partial_state: forget this process's PartialState, too.
+        """
+        AcceleratorState._shared_state.clear()
+        AcceleratorState._shared_state = {}
         if reset_partial_state:
             PartialState._reset_state()
 
@@ -336,28 +394,46 @@ class AcceleratorState(PartialState):
     def select_deepspeed_plugin(self, name: str) -> None:
         """Build and prepare models with another of the plugins from now on; see `get_deepspeed_plugin`."""
         self._engine_plugins.require(name)
-        assert self._take_plugin is not None
-        self._take_plugin(name)
+        take_plugin = self._take_plugin and self._take_plugin()
+        if take_plugin is None:
+            raise ConfigError(
+                f"select_deepspeed_plugin({name!r}) was called on the state of an Accelerator that is gone; keep the "
+                "Accelerator that has the plugins"
+            )
+        take_plugin(name)
 
 
 class GradientState:
     """The step that an Accelerator is in: whether gradients are exchanged, and the position of its loaders.
 
-    `GradientState()`, without arguments, shows the one of the Accelerator made last in this process.
+    `GradientState()`, without arguments, shows the one of the Accelerator made last in this process, also when that is
+    gone; in a process without any, a state of its own that exchanges with each micro-batch.
     """
 
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
     def __init__(self, plugin_kwargs: dict[str, Any] | None = None, num_steps: int = 1) -> None:
-        if plugin_kwargs is None:
-            _share_last(self)
+        if plugin_kwargs is None and self._shared_state:
+            self.__dict__ = self._shared_state
             return
-        _made_last[type(self)] = self
-        self.plugin_kwargs = plugin_kwargs
+        type(self)._shared_state = self.__dict__
+        self.plugin_kwargs = plugin_kwargs or {}
         """Options that the user set of the accumulation plugin, by its field names."""
         self.num_steps = num_steps
         """Micro-batches of a full accumulation window."""
         self.sync_gradients = True
         self.loaders: list[PreparedDataLoader] = []
         """Prepared loaders that are being iterated, the innermost last."""
+
+    @property
+    def initialized(self) -> bool:
+        """True: a state of its own is made where there is none."""
+        return True
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Let the next `GradientState()` be a new one. That of an Accelerator goes on: its loop reads it."""
+        GradientState._shared_state = {}
 
     @property
     def active_dataloader(self) -> PreparedDataLoader | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel_trainer import Accelerator, AcceleratorState, DistributedType, GradientState, ProjectConfiguration
+from accel_trainer import (
+    Accelerator,
+    AcceleratorState,
+    DistributedType,
+    GradientState,
+    PartialState,
+    ProjectConfiguration,
+)
 from accel_trainer.errors import ConfigError
 from accel_trainer.state import is_initialized
 from tests.ranks import preload, run_ranks
@@ -44,20 +53,65 @@ def test_a_gradient_state_follows_the_step_that_its_accelerator_is_in():
     assert synced == [(False, False), (True, False), (False, False), (True, True)]
 
 
-def ask_before() -> list[str]:
-    """Ask for states in a process that never had an Accelerator."""
+def states_alone() -> None:
+    """States in a process that never had an Accelerator."""
     assert not is_initialized()
-    messages = []
-    for kind in (AcceleratorState, GradientState):
-        with pytest.raises(ConfigError) as error:
-            kind()
-        messages.append(str(error.value))
-    return messages
+    assert PartialState._shared_state == AcceleratorState._shared_state == GradientState._shared_state == {}
+    gradients = GradientState()
+    assert (gradients.sync_gradients, gradients.num_steps, gradients.in_dataloader) == (True, 1, False)
+    assert GradientState().__dict__ is gradients.__dict__
+    state = AcceleratorState(mixed_precision="bf16", cpu=True)
+    assert is_initialized()
+    assert (state.initialized, state.mixed_precision, state.num_processes) == (True, "bf16", 1)
+    assert AcceleratorState().mixed_precision == "bf16"
+    with pytest.raises(ConfigError, match="already initialized with mixed_precision='bf16', and 'no' is asked for"):
+        AcceleratorState(mixed_precision="no")
 
 
-def test_without_an_accelerator_there_is_no_state_to_show():
-    for message, name in zip(run_ranks(ask_before, 1)[0], ("AcceleratorState", "GradientState"), strict=True):
-        assert message.startswith(f"{name}() was asked for, and this process has no Accelerator that could tell; make")
+def test_states_stand_alone():
+    run_ranks(states_alone, 1)
+
+
+def test_states_outlive_their_accelerator_and_do_not_keep_it():
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=3)
+    gone = weakref.ref(accelerator)
+    del accelerator
+    gc.collect()
+    assert gone() is None
+    assert (AcceleratorState().mixed_precision, GradientState().num_steps) == ("bf16", 3)
+
+
+def test_all_partial_states_of_a_job_are_one():
+    first = PartialState(cpu=True)
+    first.note = "written on one"
+    assert PartialState(cpu=True).note == "written on one"
+    del first.note
+
+
+def reset_states() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    partial, state, gradients = PartialState(), AcceleratorState(), GradientState()
+    for kind, shown in ((AcceleratorState, state), (PartialState, partial)):
+        with pytest.raises(AttributeError, match=f"'{kind.__name__}' object has no attribute 'colour'"):
+            _ = shown.colour
+        kind._reset_state()
+        assert not shown.initialized
+        assert kind._shared_state == {}
+        for name in ("num_processes", "device", "distributed_type"):
+            with pytest.raises(AttributeError, match=f"if `{kind.__name__}._reset_state\\(\\)` was called"):
+                getattr(shown, name)
+        shown.colour = "green"
+        assert shown.colour == "green"
+    GradientState._reset_state()
+    assert (gradients.num_steps, GradientState().num_steps) == (2, 1)
+    assert (accelerator.num_processes, accelerator.gradient_accumulation_steps) == (1, 2)
+    assert Accelerator(cpu=True).state.initialized
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert PartialState._shared_state == {}
+
+
+def test_a_reset_takes_the_attributes_of_states_and_leaves_accelerators():
+    run_ranks(reset_states, 1)
 
 
 def test_the_project_directory_reaches_a_configuration_without_one():
