@@ -216,6 +216,8 @@ class EpochRun:
             self._update()
         else:
             trainer.control = handler.on_substep_end(trainer.args, trainer.state, trainer.control)
+            if trainer.decisions is not None:
+                trainer.decisions.end_micro_batch(trainer.control)
 
     def _add_loss(self, loss: Tensor) -> None:
         """Add to the running loss; a NaN or infinite one counts as the mean since the last log. Waits for no device."""
@@ -252,6 +254,8 @@ class EpochRun:
         trainer.run_checkpoints.end_update(trainer.state.global_step)
         trainer.state.epoch = self.epoch + (self.step + 1) / self.steps_in_epoch
         trainer.control = handler.on_step_end(args, trainer.state, trainer.control)
+        if trainer.decisions is not None:
+            trainer.decisions.end_update(trainer)
         self._log_save_evaluate()
 
     def _log_save_evaluate(self) -> None:
@@ -278,6 +282,8 @@ class EpochRun:
             )
             trainer.control.should_training_stop = True
         trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
+        if trainer.decisions is not None:
+            trainer.decisions.end_epoch(trainer.control)
         self._log_save_evaluate()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 from transformers import TrainerControl, TrainerState
@@ -18,6 +18,9 @@ from accel_trainer.accelerator.accelerator import Accelerator
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
 from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
 from accel_trainer.trainer.run_record import RunRecord
+
+if TYPE_CHECKING:
+    from accel_trainer.trainer.decisions import Decisions
 
 __all__ = ["CheckpointingTrainer", "EvaluatingTrainer", "PreparingTrainer", "RunningTrainer", "SteppingTrainer"]
 
@@ -52,6 +55,8 @@ class SteppingTrainer(RunningTrainer, Protocol):
     """Whether the model's loss is divided by the number of items."""
     run_checkpoints: RunCheckpoints
     """Ours: of the present train()."""
+    decisions: Decisions | None
+    """Ours: of the present train() on several ranks."""
     get_batch_samples: Callable[..., tuple[list[Any], Any]]
     """The next micro-batches, and the number of items to divide their losses by; None without labels."""
     training_step: Callable[..., Tensor]

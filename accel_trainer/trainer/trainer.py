@@ -11,6 +11,8 @@ import functools
 import operator
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from transformers.trainer_utils import EvalLoopOutput, RemoveColumnsCollator, TrainOutput
+from transformers.trainer_utils import EvalLoopOutput, RemoveColumnsCollator, SaveStrategy, TrainOutput
 from transformers.training_args import OptimizerNames
 
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
@@ -30,8 +32,9 @@ from accel_trainer.runtime.memory import clear_device_cache, find_executable_bat
 from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.best_model import keeping_best
-from accel_trainer.trainer.checkpoint.methods import CheckpointMethods
+from accel_trainer.trainer.checkpoint.methods import CheckpointMethods, SaveSkippedError
 from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
+from accel_trainer.trainer.decisions import Decisions, flags_of, share_metrics
 from accel_trainer.trainer.epoch import EpochRun, LossNormalization, WindowReader
 from accel_trainer.trainer.evaluation import run_evaluation
 from accel_trainer.trainer.inputs import (
@@ -78,6 +81,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         model_accepts_loss_kwargs: bool
         label_smoother: Any
         _tr_loss: Tensor
+        _globalstep_last_logged: int
         args: TrainingArguments
         model: Any
         model_wrapped: Any
@@ -85,6 +89,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         accelerator: Accelerator
 
     arguments_class: type[TrainingArguments] = TrainingArguments
+    decisions: Decisions | None = None
     _reader: WindowReader | None = None
     _schedule_of_both: Any = None
     _num_flops_parameters: tuple[int, int] | None = None
@@ -220,13 +225,18 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         ignore_keys_for_eval: Any = None,
     ) -> TrainOutput:
         self._preparation.release()  # before upstream frees the Accelerator's memory, the optimizer's state with it
-        run = functools.partial(
+        loop = functools.partial(
             super()._inner_training_loop,
             args=args,
             resume_from_checkpoint=resume_from_checkpoint,
             trial=trial,
             ignore_keys_for_eval=ignore_keys_for_eval,
         )
+
+        def run(batch_size: int | None) -> TrainOutput:
+            with self._deciding():
+                return loop(batch_size)
+
         if not self._searches_batch_size:
             return run(batch_size)
         args.auto_find_batch_size = True
@@ -239,6 +249,18 @@ class Trainer(CheckpointMethods, transformers.Trainer):
 
         output: TrainOutput = find_executable_batch_size(auto_find_batch_size, start)()
         return output
+
+    @contextmanager
+    def _deciding(self) -> Iterator[None]:
+        """End what the ranks of a run decide together with the run; it begins with the first epoch."""
+        is_failed = True
+        try:
+            yield
+            is_failed = False
+        finally:
+            decisions, self.decisions = self.decisions, None
+            if decisions is not None:
+                decisions.close(is_failed=is_failed)
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
         """Begin an attempt of the batch-size search, with nothing of the one before in memory."""
@@ -297,6 +319,8 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         if self.run_checkpoints.metrics.begun_at is None:
             self.run_checkpoints.metrics.begun_at = self.state.global_step
             self.run_record.begin_updates(self)
+        if self.decisions is None and self.accelerator.num_processes > 1:
+            self.decisions = Decisions(self)
         is_resumed = epoch == epochs_trained and resume_from_checkpoint is not None
         trained = steps_trained_in_current_epoch if is_resumed and not self.args.ignore_data_skip else 0
         if trained and not self._loader_has_position:
@@ -395,6 +419,56 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             self.run_record.num_tokens += size
         return 6 * size * known[1]
 
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: Tensor,
+        grad_norm: Tensor | float | None,
+        model: nn.Module,
+        trial: Any,
+        epoch: float,
+        ignore_keys_for_eval: Any,
+        start_time: float,
+        learning_rate: float | None = None,
+    ) -> None:
+        # Not upstream's: callbacks of one rank may set flags in each of the three parts, and the next is collective.
+        decisions = self.decisions
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            flags = flags_of(self.control)
+            self._log_update(tr_loss, grad_norm, learning_rate, start_time)
+            if decisions is not None:
+                decisions.end_log(self.control, flags)
+        if self.control.should_evaluate:
+            metrics = self._evaluate(trial, ignore_keys_for_eval)
+            is_new_best = self._determine_best_metric(metrics=metrics, trial=trial)
+            if self.args.save_strategy == SaveStrategy.BEST:
+                self.control.should_save = is_new_best
+            if decisions is not None:
+                decisions.end_evaluation(self.control)
+        if self.control.should_save:
+            try:
+                self._save_checkpoint(model, trial)
+            except SaveSkippedError:
+                self.control.should_save = False  # and no on_save, whose callbacks look for the checkpoint
+            else:
+                self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+            if decisions is not None:
+                decisions.end_save(self.control)
+
+    def _log_update(
+        self, tr_loss: Tensor, grad_norm: Tensor | float | None, learning_rate: float | None, start_time: float
+    ) -> None:
+        """Log the mean loss since the last log, over all ranks, and begin to add anew. Collective."""
+        loss = self.accelerator.gather(tr_loss).mean().item()
+        tr_loss.zero_()
+        logs = {"loss": loss / (self.state.global_step - self._globalstep_last_logged)}
+        if grad_norm is not None:
+            logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, Tensor) else grad_norm
+        logs["learning_rate"] = self._get_learning_rate() if learning_rate is None else learning_rate
+        self._total_loss_scalar += loss
+        self._globalstep_last_logged = self.state.global_step
+        self.store_flos()
+        self.log(logs, start_time)
+
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
         # Losses since the last log are this rank's own; transformers 5.23 (trainer.py:1998) takes them for the job's.
         self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
@@ -425,7 +499,14 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             # Only in the evaluation that spent them: transformers 5.23 repeats the number in every later one, and takes
             # it off their runtime (trainer.py:3095, :2875).
             output.metrics[f"{metric_key_prefix}_model_preparation_time"] = preparation_seconds
+        if self.compute_metrics is not None:
+            share_metrics(output.metrics, self.accelerator.process)
         return output
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
+        # It stands between an evaluation in training, which a subclass may extend, and all decisions on its metrics.
+        share_metrics(metrics, self.accelerator.process)
+        super()._report_to_hp_search(trial, step, metrics)
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
         searches, self.args.auto_find_batch_size = self.args.auto_find_batch_size, False

@@ -38,7 +38,7 @@ from accel_trainer.trainer.run_record import RunRecord
 from accel_trainer.trainer.run_setup import RunLengths
 from accel_trainer.trainer.running_trainer import CheckpointingTrainer
 
-__all__ = ["CheckpointMethods"]
+__all__ = ["CheckpointMethods", "SaveSkippedError"]
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Upstream
@@ -213,13 +213,6 @@ class CheckpointMethods(_Upstream):
                 upstream_files.load_scheduler(self, Path(checkpoint))
 
     # --- saving ----------------------------------------------------------------------------------------------------
-
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        try:
-            super()._maybe_log_save_evaluate(*args, **kwargs)
-        except SaveSkippedError:
-            # It comes last but for on_save, whose callbacks look for the checkpoint.
-            self.control.should_save = False
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # Contents and order are those of upstream's own. Where on_save_error="warn" goes on without: SaveSkippedError.

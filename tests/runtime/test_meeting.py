@@ -1,0 +1,111 @@
+"""A meeting that any rank calls: at one position of all ranks, however far apart they are, and without a hang."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+
+from accel_trainer.errors import ProcessGroupError
+from accel_trainer.runtime import collectives, meeting
+from accel_trainer.runtime.meeting import Meeting
+from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
+from tests.ranks import RankFailure, preload, run_ranks
+
+preload("accel_trainer.runtime.meeting", "accel_trainer.runtime.collectives")
+
+
+def join() -> ProcessContext:
+    return init_process(read_environment(), use_cpu=True, timeout_seconds=30)
+
+
+def walk(num_positions: int, called: dict[int, list[int]], in_step: bool, seed: int) -> list[int]:
+    """Pass positions at a pace of this rank's own; return those at which the ranks met.
+
+    Args:
+        called: by rank, the positions at which it calls a meeting.
+        in_step: the ranks wait for each other between two positions, as updates on the CPU do.
+    """
+    process = join()
+    pace = random.Random(seed * 100 + process.rank)
+    one = Meeting(process)
+    met = []
+    for position in range(1, num_positions + 1):
+        if in_step:
+            collectives.all_gather_integers([position], process)()
+        time.sleep(pace.choice((0.0, 0.001, 0.01)))
+        if position in called.get(process.rank, ()):
+            one.call(position)
+        else:
+            one.passed = position
+        if one.is_called and one.is_at(position):
+            places = collectives.all_gather_integers([position], process)()
+            assert places == [[position]] * process.world_size
+            met.append(position)
+            one.adjourn(position)
+    collectives.all_gather_integers([0], process)()
+    one.close(is_failed=False)
+    return met
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_ranks_that_run_apart_meet_at_the_same_positions(seed: int):
+    called = {0: [40], 1: [10, 11, 30], 2: [30, 60]}
+    places = run_ranks(walk, 3, 200, called, False, seed)
+    assert places[0] == places[1] == places[2]
+    assert 3 <= len(places[0]) <= 6  # one may answer several calls
+    assert places[0][0] >= 10
+
+
+def test_ranks_that_run_in_step_meet_at_once_or_at_the_next_position():
+    (places, *others) = run_ranks(walk, 3, 60, {1: [10, 30], 2: [50]}, True, 1)
+    assert others == [places, places]
+    assert [place - call for place, call in zip(places, (10, 30, 50), strict=True)] in _zeros_and_ones(3)
+
+
+def _zeros_and_ones(length: int) -> list[list[int]]:
+    return [[number >> bit & 1 for bit in range(length)] for number in range(2**length)]
+
+
+def test_a_position_that_all_ranks_call_is_the_place():
+    called = {rank: [10, 30, 31] for rank in range(3)}
+    assert run_ranks(walk, 3, 60, called, True, 1) == [[10, 30, 31]] * 3
+
+
+def test_nobody_meets_without_a_call():
+    assert run_ranks(walk, 2, 50, {}, False, 1) == [[], []]
+
+
+def leave_with_an_error() -> Any:
+    process = join()
+    one = Meeting(process)
+    collectives.all_gather_integers([0], process)()
+    if process.rank:
+        one.close(is_failed=True)
+        return None
+    one.call(1)
+    with pytest.raises(ProcessGroupError, match=r"rank 1 left the training with an error, and rank 0 had something"):
+        one.is_at(1)
+    one.close(is_failed=True)
+    return None
+
+
+def test_a_rank_that_left_with_an_error_is_named_to_those_that_wait_for_it():
+    run_ranks(leave_with_an_error, 2)
+
+
+def never_answer() -> Any:
+    meeting._POLL_SECONDS = 1000.0
+    process = init_process(read_environment(), use_cpu=True, timeout_seconds=1)
+    one = Meeting(process)
+    if process.rank == 0:
+        one.call(1)
+        one.is_at(1)
+    time.sleep(3)
+
+
+def test_a_rank_that_does_not_answer_is_an_error_after_the_timeout():
+    with pytest.raises(RankFailure, match=r"not every rank answered within 1 s when rank 0 had something to decide"):
+        run_ranks(never_answer, 2)
