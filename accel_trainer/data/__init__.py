@@ -1,7 +1,7 @@
 """Reading data: the samples of each rank, and the rows of each step."""
 
 from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
-from accel_trainer.data.metrics import drop_padding, trim_gathered
+from accel_trainer.data.metrics import trim_gathered
 from accel_trainer.data.plan import BatchRows
 from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler
 
@@ -10,7 +10,6 @@ __all__ = [
     "PreparedDataLoader",
     "SeedableRandomSampler",
     "ShardedBatchSampler",
-    "drop_padding",
     "prepare_data_loader",
     "skip_first_batches",
     "trim_gathered",

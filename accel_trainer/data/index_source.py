@@ -141,6 +141,11 @@ class IndexSource:
         self.sampler.set_epoch(epoch)
         set_dataset_epoch(self._dataset, epoch)
 
+    def fill(self, even: bool) -> bool:
+        """Choose whether passes that begin from now on fill a short last step up; return what held before."""
+        before, self.sampler.even_batches = self.sampler.even_batches, even
+        return before
+
     def num_steps(self) -> int:
         """Steps of a full pass."""
         return len(self.sampler.starting_at(0))

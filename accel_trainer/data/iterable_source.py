@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -150,6 +151,14 @@ class _StreamSource:
         """Choose the epoch of the next pass, in the dataset and in those it wraps."""
         self._clock.epoch = epoch
         set_dataset_epoch(self._stream.dataset, epoch)
+
+    def fill(self, even: bool) -> bool:
+        """Choose whether passes that begin from now on fill short steps up; return what held before."""
+        before = self._stream.rule
+        if even != before.even:
+            self._stream.rule = replace(before, even=even)
+            self._reader.__dict__.update(LOADER_AT_REST)  # workers that live on hold a copy of the stream as it was
+        return before.even
 
     def num_steps(self) -> int:
         """Steps of a full pass, from the length of the dataset."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -243,6 +244,18 @@ class PreparedDataLoader(DataLoader[Any]):
             self._on_begin += (on_begin,)
         if on_end is not None and on_end not in self._on_end:
             self._on_end += (on_end,)
+
+    @contextmanager
+    def without_filling(self) -> Iterator[None]:
+        """Context in which passes begin that fill nothing up, whatever `even_batches` says.
+
+        Every batch then holds samples that count, or is lent to a shard that has none and counts nothing.
+        """
+        before = self._source.fill(False)
+        try:
+            yield
+        finally:
+            self._source.fill(before)
 
     def skipping(self, num_batches: int) -> PreparedDataLoader:
         """Return a loader with all settings of this one whose next pass begins `num_batches` steps later.

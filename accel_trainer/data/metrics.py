@@ -16,17 +16,7 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.uneven_gather import check_uneven_options, gather_known_rows, gather_unknown_rows
 from accel_trainer.tree import leaves, map_leaves
 
-__all__ = ["drop_padding", "trim_gathered"]
-
-
-def drop_padding(data: Any, rows: BatchRows, shard: int) -> Any:
-    """Keep the valid rows of this shard's batch, or of anything that has one row (or k rows) for each of its samples.
-
-    Tensors without a row for each sample, 0-d ones for instance, are kept as they are.
-    """
-    if rows.rows[shard] == rows.sizes[shard]:
-        return data
-    return map_leaves(lambda leaf: _keep_own(leaf, rows, shard), data, is_leaf=_is_column)
+__all__ = ["trim_gathered"]
 
 
 def trim_gathered(
@@ -46,8 +36,8 @@ def trim_gathered(
 
     Args:
         data: tensors of equal shapes but for their first dimension, arrays, lists of other values or tuples of strings
-            with one entry for each sample, or nestings of them. `pad_index` or `as_samples` let other dimensions of
-            tensors differ between ranks.
+            with one entry (or the same number of entries, in any order) for each sample, or nestings of them.
+            `pad_index` or `as_samples` let all dimensions of tensors differ between ranks.
         rows: those of the loader's present batch; None gathers everything.
         use_objects: take `data` as picklable objects: a list with one entry for each sample gives one list over all
             ranks, a mapping of such lists one mapping for each rank.
@@ -56,8 +46,8 @@ def trim_gathered(
             rows. One exchange of shapes more.
 
     Raises:
-        ConfigError: `pad_index` or `as_samples` is given with the other one or with `use_objects`, or a tensor has not
-            the rows of an uneven step.
+        ConfigError: `pad_index` or `as_samples` is given with the other one or with `use_objects`, a tensor has not the
+            rows of an uneven step, or in a step that was filled up something has other than one row for each sample.
         ProcessGroupError: with `debug`, the ranks' tensors do not fit together.
     """
     if check_uneven_options(pad_index, as_samples) and use_objects:
@@ -68,7 +58,7 @@ def trim_gathered(
     if rows is not None and len(rows.rows) != process.world_size:
         rows = None  # the sampler shards by rank itself: which rows are padding is not known
     if use_objects:
-        return gather_object(data if rows is None else _keep_own(data, rows, process.rank), process)
+        return _gather_objects(data, rows, process)
     own_size = None if rows is None else rows.sizes[process.rank]
 
     def is_column(node: Any) -> bool:
@@ -85,6 +75,15 @@ def trim_gathered(
     return map_leaves(lambda _: next(merged), data, is_leaf=is_column)
 
 
+def _gather_objects(data: Any, rows: BatchRows | None, process: ProcessContext) -> list[Any]:
+    by_rank = gather_object([data], process)
+    if rows is not None:
+        by_rank = [_keep_own(item, rows, rank) for rank, item in enumerate(by_rank)]
+    if all(type(item) in (list, tuple) for item in by_rank):
+        return list(chain.from_iterable(by_rank))
+    return by_rank
+
+
 def _gather_tensors(
     tensors: list[Tensor],
     rows: BatchRows | None,
@@ -96,18 +95,31 @@ def _gather_tensors(
 ) -> Any:
     """Gather the valid rows of tensors that have one (or k) for each sample of a rank's batch. Collective."""
     is_uneven = check_uneven_options(**uneven)
-    if has_items and rows is not None and max(rows.sizes) == 1:
-        if not rows.rows[process.rank]:
-            # This rank was lent another's item, and has no rows of its own.
-            tensors = [atleast_1d(tensor)[:0] for tensor in tensors]
-        return gather(tensors, process, **uneven) if is_uneven else gather_unknown_rows(tensors, process)
+    if rows is not None and (is_uneven or (has_items and max(rows.sizes) == 1)):
+        # Nobody knows another rank's rows, so each drops its own padding: all of a batch that was lent to it.
+        own = _keep_alike(list(map(atleast_1d, tensors)), rows, process)
+        return gather(own, process, **uneven) if is_uneven else gather_unknown_rows(own, process)
     if is_uneven:
-        gathered = gather(tensors, process, **uneven)
-    elif rows is None or rows.is_even:
+        return gather(tensors, process, **uneven)
+    if rows is None or rows.is_even:
         gathered = gather(tensors, process, debug=debug)
     else:
         gathered = gather_known_rows(tensors, rows.sizes, process, debug=debug)
     return gathered if rows is None else [_keep(column, rows.rows, rows.sizes) for column in gathered]
+
+
+def _keep_alike(tensors: list[Tensor], rows: BatchRows, process: ProcessContext) -> list[Tensor]:
+    """Keep this rank's valid rows; raise on every rank if one cannot. Collective in a step that was filled up."""
+    kept, refused = tensors, None
+    try:
+        kept = [_keep_own(tensor, rows, process.rank) for tensor in tensors]
+    except ConfigError as error:
+        refused = str(error)
+    if _is_filled_up(rows.rows, rows.sizes):
+        refused = next(filter(None, gather_object([refused], process)), None)
+    if refused is not None:
+        raise ConfigError(refused)
+    return kept
 
 
 def _alone(leaf: Any, process: ProcessContext, as_samples: bool) -> Any:
@@ -123,9 +135,10 @@ def _merge_columns(
 ) -> list[Any]:
     """Return every column over all ranks: the gathered tensors, and the others, which travel as objects. Collective."""
     others = [column for column in columns if not isinstance(column, Tensor) and column is not None]
-    if rows is not None:
-        others = [_keep_own(column, rows, process.rank) for column in others]
     by_rank = gather_object([others], process) if others else []
+    if rows is not None:
+        # After they were exchanged: what cannot be kept is then an error on every rank.
+        by_rank = [[_keep_own(column, rows, rank) for column in own] for rank, own in enumerate(by_rank)]
     joined = (_join(pieces, as_samples) for pieces in zip(*by_rank, strict=True))
     tensors = iter(gathered)
     return [
@@ -162,7 +175,7 @@ def _is_texts(node: Any, num_samples: int | None) -> bool:
 def _keep_own(data: Any, rows: BatchRows, shard: int) -> Any:
     """Keep the valid rows of one shard's own column, or of a mapping of columns."""
     if isinstance(data, Mapping):
-        return drop_padding(data, rows, shard)
+        return map_leaves(lambda leaf: _keep_own(leaf, rows, shard), data, is_leaf=_is_column)
     return _keep(data, rows.rows[shard : shard + 1], rows.sizes[shard : shard + 1])
 
 
@@ -182,15 +195,32 @@ def _keep(column: Any, rows: Sequence[int], sizes: Sequence[int]) -> Any:
 
 
 def _valid_slices(length: int, rows: Sequence[int], sizes: Sequence[int]) -> list[slice] | None:
-    """Return the valid rows of each shard; None where the length is no multiple of samples or of shards."""
-    if length and length % sum(sizes) == 0:
-        per_row = length // sum(sizes)
-    elif length and length % len(sizes) == 0:
+    """Return the valid rows of each shard; None where the length is no multiple of samples or of shards.
+
+    Raises:
+        ConfigError: batches were filled up, and there is neither one row for each sample nor one for each shard.
+    """
+    num_samples, num_shards = sum(sizes), len(sizes)
+    if length not in (0, num_samples, num_shards) and _is_filled_up(rows, sizes):
+        # Of several rows for each sample, nobody knows in which order they are: by sample, or all first ones first.
+        raise ConfigError(
+            f"{length} rows come from batches of {', '.join(map(str, sizes))} samples, of which {sum(rows)} count and "
+            "even_batches=True has repeated the others: which rows are theirs is known where there is one for each "
+            "sample. Leave even_batches off, its default, or gather something with one row for each sample"
+        )
+    if length and length % num_samples == 0:
+        per_row = length // num_samples
+    elif length and length % num_shards == 0:
         # One block for each shard that has nothing to do with its samples: a block stays or goes.
-        per_row = length // len(sizes)
-        rows, sizes = [min(1, count) for count in rows], [1] * len(sizes)
+        per_row = length // num_shards
+        rows, sizes = [min(1, count) for count in rows], [1] * num_shards
     else:
         return None
     begins = accumulate(sizes, initial=0)
     spans = zip(begins, rows, strict=False)  # one more begin than rows
     return [slice(begin * per_row, (begin + valid) * per_row) for begin, valid in spans if valid]
+
+
+def _is_filled_up(rows: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether a shard's batch holds samples that count and others that do not."""
+    return any(0 < valid < size for valid, size in zip(rows, sizes, strict=True))

@@ -8,9 +8,10 @@ quadratic time (EvalLoopContainer.add, trainer_pt_utils.py:376).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.trainer.running_trainer import EvaluatingTrainer
 from accel_trainer.tree import leaves, map_leaves
 
-__all__ = ["PAD_INDEX", "concat_steps", "gather_steps", "run_evaluation", "to_numpy", "trim_rows"]
+__all__ = ["PAD_INDEX", "concat_steps", "gather_steps", "run_evaluation", "to_numpy"]
 
 # Upstream's name: users set the verbosity of these lines through transformers' own switch.
 logger = logging.get_logger("transformers.trainer")
@@ -37,22 +38,20 @@ logger = logging.get_logger("transformers.trainer")
 class _Results:
     """Results of one kind (losses, predictions, labels, inputs) on this rank, one entry for each step."""
 
+    lists_are_columns: bool = True
+    """Whether a list has one entry for each sample; else one of tensors is a structure of several results."""
     steps: list[Any] = field(default_factory=list)
     num_offloaded: int = 0
 
     def add(self, step: Any) -> None:
         """Keep a step's result; None means that there is none of this kind."""
         if step is not None:
-            self.steps.append(step)
+            self.steps.append(_mark_columns(step, self.lists_are_columns))
 
     def offload(self) -> None:
         """Move the steps that came since the last call to the CPU."""
         for index in range(self.num_offloaded, len(self.steps)):
-            self.steps[index] = map_leaves(
-                lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf,
-                self.steps[index],
-                is_leaf=lambda node: isinstance(node, Tensor),
-            )
+            self.steps[index] = _to_cpu(self.steps[index])
         self.num_offloaded = len(self.steps)
 
 
@@ -71,7 +70,7 @@ class _MeanLoss:
     def value(self, accelerator: Any, skip_non_finite: bool) -> float | None:
         """Return the mean over all ranks, of finite losses alone if asked, or None without a loss. Collective."""
         losses, weights = _to_vector(self.losses), _to_vector(self.weights)
-        # A batch of padding rows, or without labels, has weight 0 and may have the loss 0/0.
+        # A batch without labels has weight 0 and may have the loss 0/0.
         used = weights > 0
         finite = used & losses.isfinite()
         sums = torch.stack(
@@ -120,37 +119,32 @@ def _local_counts(args: Any) -> Iterator[None]:
         args.average_tokens_across_devices = average
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """One batch of the loader, and its rows that are no padding."""
+_Batch = tuple[Any, int | None, bool]
+"""The inputs, this rank's samples in them, and whether it is the last step.
 
-    inputs: Any
-    rows: int | None
-    """Valid rows, the first ones; None when the number of rows is not known."""
-    is_last: bool
-
-    def drop_filler(self, data: Any) -> Any:
-        """Return data of this batch, without its rows where all of them are padding."""
-        size = find_batch_size(self.inputs) if self.rows == 0 else None
-        return data if size is None else trim_rows(data, size, 0)
+None samples: not known. 0: the batch was lent to a rank that has none, so that it takes part in collective forwards.
+"""
 
 
-def _batches(dataloader: DataLoader, rank: int) -> Iterator[_Batch]:
-    """Yield the batches of this rank without the rows that are padding, by the loader's plan.
-
-    A batch of padding only keeps its rows, of which 0 are valid: a sharded model's forward is collective, so that every
-    rank runs one at every step.
-    """
-    if not hasattr(dataloader, "rows"):
+def _batches(dataloader: Any, rank: int, num_ranks: int) -> Iterator[_Batch]:
+    """Yield this rank's batches. No row of a batch with samples is padding: the loader fills nothing up."""
+    if not hasattr(dataloader, "without_filling"):
         yield from _unplanned_batches(dataloader)
         return
-    for inputs in dataloader:
-        size, plan = find_batch_size(inputs), dataloader.rows
-        if plan is None or size is None:
-            yield _Batch(inputs, size, plan is not None and plan.is_last)
-            continue
-        valid = min(plan.rows[rank], size)
-        yield _Batch(trim_rows(inputs, size, valid) if valid else inputs, valid, plan.is_last)
+    plan, samples, is_last = None, None, False
+    with dataloader.without_filling():
+        for inputs in dataloader:
+            if plan is None or plan is not dataloader.rows:  # nearly all steps share one plan
+                plan = dataloader.rows
+                is_last = plan is not None and plan.is_last
+                samples = None
+                if plan is not None:
+                    # A sampler of one's own may know its rank: the plan is then this rank's alone.
+                    samples = plan.rows[rank] if len(plan.rows) == num_ranks else plan.num_samples
+            if samples is None or (samples and dataloader.yields_items):
+                yield inputs, find_batch_size(inputs), is_last
+            else:
+                yield inputs, samples, is_last
 
 
 def _unplanned_batches(dataloader: DataLoader) -> Iterator[_Batch]:
@@ -159,7 +153,7 @@ def _unplanned_batches(dataloader: DataLoader) -> Iterator[_Batch]:
     upcoming = next(iterator, None)
     while upcoming is not None:
         current, upcoming = upcoming, next(iterator, None)
-        yield _Batch(current, find_batch_size(current), upcoming is None)
+        yield current, find_batch_size(current), upcoming is None
 
 
 class _Pass:
@@ -171,67 +165,78 @@ class _Pass:
         self.keeps_predictions = not self.args.batch_eval_metrics or description == "Prediction"
         self.wants_losses = "loss" in self.args.include_for_metrics
         self.wants_inputs = "inputs" in self.args.include_for_metrics
-        self.losses, self.predictions, self.labels, self.inputs = _Results(), _Results(), _Results(), _Results()
+        # What a collator makes a list of has one entry for each sample; a model's list is a structure, unless said.
+        self.losses, self.labels, self.inputs = _Results(), _Results(), _Results()
+        self.predictions = _Results(lists_are_columns=self.args.eval_use_gather_object)
         self.mean_loss = _MeanLoss()
-        self.num_rows = 0
+        self.num_samples = 0
         self.metrics: dict[str, Any] | None = None
 
     def step(self, model: nn.Module, batch: _Batch, loss_only: bool, ignore_keys: list[str] | None) -> None:
-        """Predict one batch and keep the results of its valid rows. Collective with `batch_eval_metrics`."""
+        """Predict one batch and keep the results, unless it was lent. Collective with `batch_eval_metrics`."""
         trainer, args = self.trainer, self.args
-        weight = self._weight(batch)
-        loss, logits, labels = trainer.prediction_step(model, batch.inputs, loss_only, ignore_keys=ignore_keys)
-        rows = batch.rows if batch.rows is not None else find_batch_size(logits) or 1
-        logits, labels = batch.drop_filler(logits), batch.drop_filler(labels)
-        self.num_rows += rows
-        if logits is not None and trainer.preprocess_logits_for_metrics is not None:
+        inputs, samples, is_last = batch
+        targets = self._targets(inputs)
+        loss, logits, labels = trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
+        if samples is None:
+            samples = find_batch_size(logits) or 1
+        self.num_samples += samples
+        if samples and logits is not None and trainer.preprocess_logits_for_metrics is not None:
             logits = trainer.preprocess_logits_for_metrics(logits, labels)
         losses = None
-        if loss is not None:
-            self.mean_loss.add(loss, weight)
-            losses = loss.detach().mean().expand(rows) if self.wants_losses else None
+        if samples and loss is not None:
+            self.mean_loss.add(loss, self._weight(targets, samples))
+        if loss is not None and self.wants_losses:
+            losses = loss.detach().mean().expand(samples)
         if args.batch_eval_metrics:
-            self._batch_metrics(batch, losses, logits, labels)
-        if self.keeps_predictions:
+            self._batch_metrics(inputs if samples else None, losses, logits, labels, is_last)
+        if samples and self.keeps_predictions:
             self.losses.add(losses)
             self.predictions.add(logits)
             self.labels.add(labels)
             if self.wants_inputs:
                 name = getattr(trainer.model, "main_input_name", "input_ids")
-                self.inputs.add(batch.drop_filler(trainer._prepare_input(batch.inputs[name])))
+                self.inputs.add(trainer._prepare_input(inputs[name]))
 
-    def _weight(self, batch: _Batch) -> Tensor | float:
-        """Return the label tokens of the batch if its loss is a mean over them, else its rows; 0 for one of padding."""
-        if batch.rows == 0:
-            return 0.0
-        rows = float(batch.rows if batch.rows is not None else 1)
-        if self.args.eval_loss_weighting == "batch":
-            return rows
-        labels = batch.inputs.get("labels") if isinstance(batch.inputs, Mapping) else None
-        if not isinstance(labels, Tensor) or labels.is_floating_point():
-            return rows
-        if self.trainer._loss_shifts_labels:
-            labels = batch.inputs.get("shift_labels", labels[..., 1:])
-        return labels.ne(-100).sum()
+    def _targets(self, inputs: Any) -> Any:
+        """Return the labels over which the loss of a batch is a mean, as far as the batch tells."""
+        if not isinstance(inputs, Mapping):
+            return None
+        if "shift_labels" in inputs:
+            return inputs["shift_labels"]
+        labels = inputs.get("labels")
+        if labels is None:
+            return next((inputs[name] for name in self.trainer.label_names if name in inputs), None)
+        return labels[..., 1:] if self.trainer._loss_shifts_labels and isinstance(labels, Tensor) else labels
 
-    def _batch_metrics(self, batch: _Batch, losses: Any, logits: Any, labels: Any) -> None:
-        """Hand the global batch to `compute_metrics`. Collective."""
-        trainer, device = self.trainer, self.args.device
+    def _weight(self, targets: Any, samples: int) -> Tensor | float:
+        """Return how often the mean loss of a batch counts: label tokens, or rows with a label, or samples."""
+        if self.args.eval_loss_weighting == "batch" or not isinstance(targets, Tensor) or not targets.ndim:
+            return float(samples)
+        return float(len(targets)) if targets.is_floating_point() else targets.ne(-100).sum()
+
+    def _batch_metrics(self, inputs: Any, losses: Any, logits: Any, labels: Any, is_last: bool) -> None:
+        """Hand the global batch to `compute_metrics`. Collective; `inputs` is None where this rank's batch was lent."""
+        trainer = self.trainer
         if trainer.compute_metrics is None or logits is None or labels is None:
             return
+
+        def gather(step: Any, *, lists_are_columns: bool = True) -> Any:
+            own = [] if inputs is None else [_mark_columns(step, lists_are_columns)]
+            return gather_steps(own, trainer.accelerator, self.args.device)
+
         extra: dict[str, Any] = {"losses": None, "inputs": None}
-        if self.wants_losses and losses is not None:
-            extra["losses"] = gather_steps([losses], trainer.accelerator, device)
+        if losses is not None:
+            extra["losses"] = gather(losses)
         if self.wants_inputs:
-            inputs = trainer._prepare_inputs(batch.drop_filler(batch.inputs))
-            extra["inputs"] = gather_steps([inputs], trainer.accelerator, device)
+            extra["inputs"] = gather(None if inputs is None else trainer._prepare_inputs(inputs))
         self.metrics = trainer.compute_metrics(
             EvalPrediction(
-                predictions=gather_steps([logits], trainer.accelerator, device),
-                label_ids=gather_steps([labels], trainer.accelerator, device),
+                predictions=gather(logits, lists_are_columns=self.args.eval_use_gather_object),
+                label_ids=gather(labels),
                 **extra,
             ),
-            compute_result=batch.is_last,
+            compute_result=is_last,
         )
 
     def offload(self) -> None:
@@ -251,10 +256,10 @@ class _Pass:
             return to_numpy(gather_steps(results.steps, accelerator))
         return [to_numpy(gather_steps(results.steps[index : index + 1], accelerator)) for index in range(num_steps)]
 
-    def count_rows(self) -> int:
+    def count_samples(self) -> int:
         """Return the number of samples over all ranks. Collective."""
         accelerator = self.trainer.accelerator
-        return sum(accelerator.gather_object([self.num_rows])) if accelerator.num_processes > 1 else self.num_rows
+        return sum(accelerator.gather_object([self.num_samples])) if accelerator.num_processes > 1 else self.num_samples
 
 
 def run_evaluation(
@@ -280,7 +285,8 @@ def run_evaluation(
     trainer.callback_handler.eval_dataloader = dataloader
     evaluation = _Pass(trainer, description)
     with _local_counts(args):
-        for step, batch in enumerate(_batches(dataloader, trainer.accelerator.process_index), start=1):
+        process = trainer.accelerator.process
+        for step, batch in enumerate(_batches(dataloader, process.rank, process.world_size), start=1):
             evaluation.step(model, batch, loss_only, ignore_keys)
             trainer.control = trainer.callback_handler.on_prediction_step(args, trainer.state, trainer.control)
             if args.eval_accumulation_steps is not None and step % args.eval_accumulation_steps == 0:
@@ -305,7 +311,7 @@ def _finish(trainer: EvaluatingTrainer, evaluation: _Pass, prefix: str) -> EvalL
     for key, value in denumpify_detensorize(dict(metrics or {})).items():
         results[key if key.startswith(f"{prefix}_") else f"{prefix}_{key}"] = value
     return EvalLoopOutput(
-        predictions=predictions, label_ids=labels, metrics=results, num_samples=evaluation.count_rows()
+        predictions=predictions, label_ids=labels, metrics=results, num_samples=evaluation.count_samples()
     )
 
 
@@ -320,15 +326,8 @@ def _is_tensor(node: Any) -> bool:
     return isinstance(node, Tensor)
 
 
-def trim_rows(data: Any, size: int, keep: int) -> Any:
-    """Return `data` with tensors of `size` rows trimmed to the first `keep`; other leaves stay as they are."""
-    if keep == size:
-        return data
-
-    def trim(leaf: Any) -> Any:
-        return leaf[:keep] if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size else leaf
-
-    return map_leaves(trim, data, is_leaf=_is_tensor)
+def _to_cpu(data: Any) -> Any:
+    return map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, data, is_leaf=_is_tensor)
 
 
 def to_numpy(data: Any) -> Any:
@@ -355,20 +354,14 @@ class _LeafSpec:
 
 
 def _spec_of(steps: Sequence[Tensor]) -> _LeafSpec:
-    ndim = max(step.ndim for step in steps)
-    if any(step.ndim != ndim for step in steps):
-        raise ConfigError(
-            f"predictions have {sorted({step.ndim for step in steps})} dimensions in different batches, and they are "
-            "joined along the first; return the same number for each from the model or preprocess_logits_for_metrics"
-        )
-    tail = tuple(max(step.shape[dim] for step in steps) for dim in range(1, ndim))
+    tail = tuple(max(step.shape[dim] for step in steps) for dim in range(1, steps[0].ndim))
     return _LeafSpec(steps[0].dtype, tail, tuple(step.shape[0] for step in steps))
 
 
 def _merge(specs: Sequence[_LeafSpec]) -> _LeafSpec:
     """Return the spec of the joined rows of all ranks; its `rows` has the sum over steps of each rank."""
-    ndim = max(len(spec.tail) for spec in specs)
-    tail = tuple(max(spec.tail[dim] for spec in specs if len(spec.tail) > dim) for dim in range(ndim))
+    known = [spec.tail for spec in specs if spec.rows]
+    tail = tuple(map(max, zip(*known, strict=True)))
     return _LeafSpec(specs[0].dtype, tail, tuple(sum(spec.rows) for spec in specs))
 
 
@@ -395,33 +388,112 @@ def _join(steps: Sequence[Tensor], spec: _LeafSpec, device: torch.device | str) 
     return joined
 
 
-def _rows_of(leaf: Any) -> Tensor:
-    """Return a leaf as a tensor with a row dimension: a model's scalar output is one row."""
-    if not isinstance(leaf, Tensor):
-        raise ConfigError(
-            f"the model returned a {type(leaf).__name__} among its predictions, and only tensors can be gathered; "
-            "name its key in ignore_keys, or in config.keys_to_ignore_at_inference"
-        )
-    return leaf.reshape(1) if leaf.ndim == 0 else leaf
+class _Column(list[Any]):
+    """A list with one entry for each sample, joined end to end with those of other steps: dicts of boxes, strings."""
 
 
-def _columns(steps: Sequence[Any]) -> list[list[Tensor]]:
-    """Return the tensors of all steps, for each leaf of the structure."""
-    if all(isinstance(step, Tensor) for step in steps):
-        return [[_rows_of(step) for step in steps]] if steps else []
-    rows = [[_rows_of(leaf) for leaf in leaves(step, is_leaf=_is_tensor)] for step in steps]
-    return [list(column) for column in zip(*rows, strict=True)]
+def _mark_columns(step: Any, lists_are_columns: bool) -> Any:
+    """Return a step's results with its lists as columns. Without `lists_are_columns`, one of tensors is a structure."""
+
+    def mark(node: Any) -> Any:
+        is_column = type(node) is list and (lists_are_columns or not _holds_tensors(node))
+        return _Column(node) if is_column else node
+
+    return map_leaves(mark, step, is_leaf=lambda node: isinstance(node, Tensor) or type(node) is list)
+
+
+def _holds_tensors(node: Any) -> bool:
+    """Whether nested lists and tuples end in tensors."""
+    return isinstance(node, Tensor) or (
+        isinstance(node, (list, tuple)) and bool(node) and all(map(_holds_tensors, node))
+    )
+
+
+def _is_leaf(node: Any) -> bool:
+    return isinstance(node, (Tensor, _Column))
+
+
+def _as_leaf(leaf: Any) -> Tensor | _Column:
+    """Return a leaf as a column, or as a tensor with a row dimension: a model's scalar output is one row."""
+    if isinstance(leaf, Tensor):
+        return leaf.reshape(1) if leaf.ndim == 0 else leaf
+    if isinstance(leaf, _Column):
+        return leaf
+    raise ConfigError(
+        f"the model returned a {type(leaf).__name__} among its predictions, and only tensors, and lists with one entry "
+        "for each sample, can be gathered; name its key in ignore_keys, or in config.keys_to_ignore_at_inference"
+    )
+
+
+def _leaves(step: Any) -> list[Tensor | _Column]:
+    return [_as_leaf(leaf) for leaf in leaves(step, is_leaf=_is_leaf)]
 
 
 def _rebuild(structure: Any, values: Sequence[Any]) -> Any:
     iterator = iter(values)
-    return map_leaves(lambda leaf: next(iterator), structure, is_leaf=_is_tensor)
+    return map_leaves(lambda leaf: next(iterator), structure, is_leaf=_is_leaf)
+
+
+def _unequal_rows(node: Any) -> tuple[int, ...] | None:
+    """Return the rows of the tensors in a list that is a structure, where they differ: it may be meant as a column."""
+    if isinstance(node, Mapping):
+        node = tuple(node.values())
+    if not isinstance(node, (list, tuple)) or isinstance(node, _Column):
+        return None
+    rows = tuple(len(entry) for entry in node if isinstance(entry, Tensor) and entry.ndim)
+    if type(node) is list and len(set(rows)) > 1:
+        return rows
+    return next(filter(None, map(_unequal_rows, node)), None)
+
+
+def _find_misfit(steps: Sequence[Any], by_step: Sequence[Sequence[Tensor | _Column]]) -> str | None:
+    """Return why steps with these leaves cannot be joined, or None."""
+    unequal = next(filter(None, map(_unequal_rows, steps)), None)
+    if unequal is not None:
+        return _NO_STRUCTURE.format(f"a list of tensors with {', '.join(map(str, unequal))} rows in one step")
+    return _compare([[leaf.ndim if isinstance(leaf, Tensor) else 0 for leaf in step] for step in by_step])
+
+
+def _compare(num_dims: Sequence[Sequence[int]]) -> str | None:
+    """Return how steps, or ranks, differ in their leaves, of which each has these numbers of dimensions; or None."""
+    counts = sorted(set(map(len, num_dims)))
+    if len(counts) > 1:
+        return _NO_STRUCTURE.format(f"{', '.join(map(str, counts))} tensors in different steps")
+    different = next((sorted(set(column)) for column in zip(*num_dims, strict=True) if len(set(column)) > 1), None)
+    if different is None:
+        return None
+    return (
+        f"predictions have {different} dimensions in different batches, and they are joined along the first; return "
+        "the same number for each from the model or preprocess_logits_for_metrics"
+    )
+
+
+_NO_STRUCTURE = (
+    "predictions hold {}. Each step has to give the same tensors, in a list, too, with one row for each sample; set "
+    "eval_use_gather_object=True if the list has one entry for each sample"
+)
+
+
+def _refuse(misfits: Iterable[str | None]) -> None:
+    misfit = next(filter(None, misfits), None)
+    if misfit is not None:
+        raise ConfigError(misfit)
 
 
 def concat_steps(steps: Sequence[Any], device: torch.device | str = "cpu") -> Any:
-    """Join this rank's steps: tensors with the rows of all steps, padded with -100 where sizes differ."""
-    columns = _columns(steps)
-    return _rebuild(steps[0], [_join(column, _spec_of(column), device) for column in columns])
+    """Join this rank's steps: tensors with the rows of all steps, padded with -100 where sizes differ; columns.
+
+    Raises:
+        ConfigError: steps do not fit together; see `gather_steps`.
+    """
+    by_step = list(map(_leaves, steps))
+    if len(steps) > 1:
+        _refuse([_find_misfit(steps, by_step)])
+    joined = [
+        list(chain.from_iterable(values)) if isinstance(values[0], _Column) else _join(values, _spec_of(values), device)
+        for values in zip(*by_step, strict=True)
+    ]
+    return _rebuild(steps[0], joined)
 
 
 def gather_steps(steps: Sequence[Any], accelerator: Accelerator, device: torch.device | str = "cpu") -> Any:
@@ -430,30 +502,48 @@ def gather_steps(steps: Sequence[Any], accelerator: Accelerator, device: torch.d
     Collective; every rank gets the result. A rank may come with fewer steps than others, or with none.
 
     Args:
-        steps: this rank's structures of tensors, one for each step, already without padding.
-        device: where the result is built.
+        steps: this rank's structures of tensors and columns, one for each step, already without padding.
+        device: where tensors with rows are built; those in columns come on the CPU.
+
+    Raises:
+        ConfigError: a leaf is neither, tensors differ in their number of dimensions, or steps in their tensors: a list
+            of tensors is meant as a column, perhaps.
     """
     fault_point("eval.gather")
     if accelerator.num_processes == 1:
         return concat_steps(steps, device)
-    columns = _columns(steps)
-    own_specs = [_spec_of(column) for column in columns]
-    structure = map_leaves(lambda leaf: None, steps[0], is_leaf=_is_tensor) if steps else None
-    offers = accelerator.gather_object([(bool(steps), structure, own_specs)])
-    _, structure, known = next((offer for offer in offers if offer[0]), offers[0])
-    gathered = []
+    by_step = list(map(_leaves, steps))
+    misfit = _find_misfit(steps, by_step)
+    own = list(zip(*by_step, strict=True)) if misfit is None else []
+    own_specs = [None if isinstance(values[0], _Column) else _spec_of(values) for values in own]
+    structure = map_leaves(lambda leaf: None, steps[0], is_leaf=_is_leaf) if steps else None
+    offers = accelerator.gather_object([(bool(steps), structure, own_specs, misfit)])
+    _refuse(offer[3] for offer in offers)
+    _refuse([_compare([[len(spec.tail) + 1 if spec else 0 for spec in offer[2]] for offer in offers if offer[0]])])
+    _, structure, known, _ = next((offer for offer in offers if offer[0]), offers[0])
+    gathered: list[Any] = []
     for index, example in enumerate(known):
-        by_rank = [specs[index] if has_steps else _LeafSpec(example.dtype, ()) for has_steps, _, specs in offers]
-        merged = _merge(by_rank)
-        own = _join(columns[index], own_specs[index], "cpu") if columns else _new_full(0, merged, "cpu")
-        gathered.append(_gather_rows(own, by_rank, merged, accelerator, device))
+        values = own[index] if own else []
+        if example is None:
+            gathered.append(_gather_columns(values, accelerator))
+        else:
+            by_rank = [specs[index] if has_steps else _LeafSpec(example.dtype, ()) for has_steps, _, specs, _ in offers]
+            gathered.append(_gather_rows(values, by_rank, accelerator, device))
     return _rebuild(structure, gathered)
 
 
+def _gather_columns(own: Sequence[_Column], accelerator: Accelerator) -> list[Any]:
+    """Return one column's entries of every rank. Collective."""
+    by_rank = accelerator.gather_object([_to_cpu(list(own))])
+    return [entry for step in zip_longest(*by_rank, fillvalue=()) for column in step for entry in column]
+
+
 def _gather_rows(
-    own: Tensor, by_rank: Sequence[_LeafSpec], merged: _LeafSpec, accelerator: Accelerator, device: torch.device | str
+    steps: Sequence[Tensor], by_rank: Sequence[_LeafSpec], accelerator: Accelerator, device: torch.device | str
 ) -> Tensor:
-    """Return one leaf's rows of every rank. Collective."""
+    """Return one tensor's rows of every rank. Collective."""
+    merged = _merge(by_rank)
+    own = _join(steps, by_rank[accelerator.process_index], "cpu") if steps else _new_full(0, merged, "cpu")
     positions = _positions([spec.rows for spec in by_rank])
     result = _new_full(sum(merged.rows), merged, device)
     piece = max(1, _PIECE_BYTES // max(1, math.prod(merged.tail) * result.element_size()))

@@ -97,6 +97,7 @@ class EvaluatingTrainer(RunningTrainer, Protocol):
     num_examples: Callable[..., int]
     prediction_step: Callable[..., tuple[Any, Any, Any]]
     """Loss, logits and labels of one batch, detached; None for those that there are not."""
+    label_names: list[str]
     _loss_shifts_labels: bool
     _prepare_input: Callable[[Any], Any]
     _prepare_inputs: Callable[[Any], Any]

@@ -20,7 +20,6 @@ from torch.utils.data import (
 from accel_trainer.config.schema import DataConfig
 from accel_trainer.data import (
     BatchRows,
-    drop_padding,
     prepare_data_loader,
     skip_first_batches,
     trim_gathered,
@@ -45,19 +44,24 @@ def test_the_valid_rows_of_every_shard_are_kept_in_order(shards: list[tuple[int,
     ]
     gathered = [value for block in blocks for value in block]
     expected = [value for shard, block in enumerate(blocks) for value in block[: rows.rows[shard] * per_row]]
+    is_filled_up = any(0 < valid < size for valid, size in zip(rows.rows, rows.sizes, strict=True))
 
+    if is_filled_up and per_row > 1:  # [a a b b], or [a b a b]: which rows are padding?
+        with pytest.raises(ConfigError, match=r"even_batches=True has repeated the others.*one row for each sample"):
+            keep_valid(torch.tensor(gathered), rows)
+        return
     assert keep_valid(torch.tensor(gathered), rows).tolist() == expected
     assert keep_valid({"x": (gathered,)}, rows) == {"x": (expected,)}
-    for shard, block in enumerate(blocks):
-        assert drop_padding(torch.tensor(block), rows, shard).tolist() == block[: rows.rows[shard] * per_row]
 
 
 def test_values_per_rank_of_ranks_without_samples_go() -> None:
     rows = BatchRows((4, 1, 0), (4, 4, 4), is_last=True)
 
     assert keep_valid({"loss": torch.tensor([0.1, 0.2, 0.3])}, rows)["loss"].tolist() == pytest.approx([0.1, 0.2])
-    assert keep_valid(torch.arange(5), rows).tolist() == list(range(5))
     assert keep_valid(7, rows) == 7
+    lent = BatchRows((4, 4, 0), (4, 4, 1), is_last=True)
+    assert keep_valid(torch.arange(6), lent).tolist() == [0, 1, 2, 3]
+    assert keep_valid(torch.arange(5), lent).tolist() == list(range(5))
 
 
 def test_one_process_has_the_shapes_of_many() -> None:
@@ -273,6 +277,53 @@ def test_what_is_sent_as_objects_is_not_filled() -> None:
     process = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
     with pytest.raises(ConfigError, match=r"use_gather_object=True sends objects as they are, and pad_index=0"):
         trim_gathered(["x"], None, process, use_objects=True, pad_index=0)
+
+
+COLLATORS: dict[str, Any] = {
+    # As trainers of preferences lay them out: all that were chosen, then all that were rejected.
+    "pairs": lambda samples: [100 * part + sample for part in range(2) for sample in samples],
+    "three": lambda samples: [100 * part + sample for sample in samples for part in range(3)],
+    "ragged": lambda samples: [100 * part + sample for sample in samples for part in range(1 + sample % 4)],
+}
+ROWS = [(name, even, size) for name in COLLATORS for even in (False, True) for size in (3, 4, 9, 10)]
+
+
+def gather_rows_of(name: str, even: bool, num_samples: int, process: ProcessContext) -> Any:
+    """Gather what a collator with several rows for a sample makes; batches of 2."""
+    collate = COLLATORS[name]
+    loader = DataLoader(Numbers(num_samples), 2, collate_fn=lambda samples: torch.tensor(collate(samples)))
+    prepared = prepare_data_loader(loader, process=process, config=DataConfig(even_batches=even), seed=3)
+    plain, filled, samples, objects = [], [], [], []
+    try:
+        for batch in prepared:
+            rows = prepared.rows
+            if name != "ragged":
+                plain += trim_gathered(batch, rows, process).tolist()
+                objects += trim_gathered(batch.tolist(), rows, process, use_objects=True)
+            filled += trim_gathered({"a": batch[:, None]}, rows, process, pad_index=-1)["a"].flatten().tolist()
+            samples += [int(row) for row in trim_gathered(batch[:, None], rows, process, as_samples=True)]
+    except ConfigError as error:
+        return str(error)
+    return plain or samples, filled, samples, objects or samples
+
+
+def gather_all_rows() -> dict[Any, Any]:
+    process = init_process(read_environment(), use_cpu=True, timeout_seconds=30)
+    return {case: gather_rows_of(*case, process) for case in ROWS}
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_several_rows_for_a_sample_are_gathered_exactly_or_refused_on_every_rank(world_size: int) -> None:
+    for found in run_ranks(gather_all_rows, world_size):
+        for (name, even, num_samples), values in found.items():
+            batches = [range(num_samples)[begin : begin + 2] for begin in range(0, num_samples, 2)]
+            expected = [row for batch in batches for row in COLLATORS[name](batch)]
+            # Filled up within a batch, and not with whole ones alone. Ragged rows may be as many as the samples.
+            if even and num_samples % 2 and (name != "ragged" or isinstance(values, str)):
+                assert "which rows are theirs is known where there is one for each sample" in values
+            else:
+                assert values == (expected,) * 4, (name, even, num_samples)
 
 
 def gather_wrong_rows() -> tuple[str, str, list[str]]:

@@ -10,7 +10,7 @@ import torch
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.trainer import evaluation
-from accel_trainer.trainer.evaluation import concat_steps, gather_steps, to_numpy, trim_rows
+from accel_trainer.trainer.evaluation import concat_steps, gather_steps, to_numpy
 from tests.ranks import run_ranks
 
 
@@ -39,16 +39,6 @@ def test_different_numbers_of_dimensions_are_refused():
 def test_other_leaves_are_refused():
     with pytest.raises(ConfigError, match=r"returned a str among its predictions.*ignore_keys"):
         concat_steps([(torch.ones(2), "text")])
-
-
-def test_only_tensors_of_the_batch_are_trimmed():
-    data = {"rows": torch.arange(4), "scale": torch.ones(2), "name": "x", "scalar": torch.tensor(1)}
-
-    trimmed = trim_rows(data, 4, 3)
-
-    assert trimmed["rows"].tolist() == [0, 1, 2]
-    assert trimmed["scale"].shape == (2,)
-    assert trimmed["name"] == "x"
 
 
 def test_bfloat16_becomes_float32():
