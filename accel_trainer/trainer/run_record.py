@@ -166,6 +166,7 @@ class RunRecord:
         if trainer.args.report_html:
             path = directory / PAGE_NAME
             try:
+                directory.mkdir(parents=True, exist_ok=True)  # a trial of a search may have saved nothing
                 state = {name: getattr(trainer.state, name) for name in _STATE_FIELDS}
                 write_page(path, [build_run(self._name, state, record)])
                 rows.append(("Report", os.fspath(path)))

@@ -142,6 +142,8 @@ def run_training(kind: str, layout: str, **options: Any) -> dict[str, Any]:
     parts = prepare(kind, layout, **options)
     result: dict[str, Any] = train(parts, clip=clip)
     result["logits"] = evaluate(parts, kind)
+    unit = parts["accelerator"].unit_of(parts["model"])
+    result["layout"], result["exposed"] = unit.layout(), unit.exposed_communication_seconds()
     parameters = parts["accelerator"].unwrap_model(parts["model"]).parameters()
     result["held"] = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in parameters)
     return result
@@ -277,6 +279,34 @@ def test_local_bytes_are_what_the_ranks_write(layout: str, kind: str, states: Pa
     asked = [results["resume"]["local_bytes"] for results in results_of(layout, kind, states)]
     files = (states / f"{layout}-{kind}").glob("unit_0.*.safetensors")
     assert sum(asked) == sum(tensor.nbytes for file in files for tensor in load_file(file).values())
+
+
+@pytest.mark.parametrize(("layout", "kind"), CASES)
+def test_a_layout_tells_all_parameters_and_those_of_the_rank(layout: str, kind: str, states: Path):
+    sizes = {name: parameter.numel() for name, parameter in build_model(kind).named_parameters()}
+    frozen = build_model(kind)
+    freeze_part(frozen, kind)
+    num_trained = sum(parameter.numel() for parameter in frozen.parameters() if parameter.requires_grad)
+    results = results_of(layout, kind, states)
+    for result in results:
+        assert result["clipped"]["layout"].num_parameters == sum(sizes.values())
+        assert result["clipped"]["layout"].num_trainable == sum(sizes.values())
+        assert result["frozen"]["layout"].num_trainable == num_trained
+    local = [result["clipped"]["layout"].num_local for result in results]
+    if layout == "fsdp2" or "zero3" in layout:  # the latter fills each partition up
+        assert sum(sizes.values()) <= sum(local) < sum(sizes.values()) + 2 * len(sizes)
+        assert max(local) < sum(sizes.values())
+    else:
+        assert set(local) == {sum(sizes.values())}
+    assert (results[0]["clipped"]["layout"].mesh == {"shard": 2}) == (layout == "fsdp2")
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_what_an_engine_does_not_measure_it_does_not_tell(layout: str, states: Path):
+    for result in results_of(layout, "mlp", states):
+        seconds = result["clipped"]["exposed"]
+        assert (seconds is not None) == (layout == "ddp")
+        assert seconds is None or 0.0 <= seconds < 5.0
 
 
 @pytest.mark.parametrize("layout", NAMES)
