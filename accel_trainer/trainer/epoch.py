@@ -14,17 +14,17 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers.optimization import GreedyLR
 from transformers.utils import logging as transformers_logging
 
-from accel_trainer import logging
 from accel_trainer.data.plan import BatchRows
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.tensor_trees import find_batch_size
+from accel_trainer.trainer.loss_normalization import LossKind, count_labels
 from accel_trainer.trainer.run_clock import BACKWARD_DONE, BATCHES_READ, UPDATE_BEGUN, UPDATE_DONE, RunClock
 from accel_trainer.trainer.running_trainer import SteppingTrainer
 
-__all__ = ["EpochRun", "LossNormalization", "WindowReader"]
+__all__ = ["EpochRun", "WindowReader"]
 
-logger = logging.get_logger(__name__)
 upstream_logger = transformers_logging.get_logger("transformers.trainer")
 
 _STEPPED_BY_METRIC = (ReduceLROnPlateau, GreedyLR)
@@ -40,19 +40,21 @@ class WindowReader:
     def __init__(self, dataloader: Any, process: ProcessContext, clock: RunClock) -> None:
         self._clock = clock
         self._dataloader = dataloader
-        self._batches = iter(dataloader)
+        self._reading = iter(dataloader)
         self._process = process
         self._keeps_rows = process.world_size > 1 and not getattr(dataloader, "even_batches", False)
         self._read: list[tuple[Any, BatchRows]] = []
-        self._window: list[BatchRows] = []
-        self._current: BatchRows | None = None
+        self._batches: list[Any] = []
+        self._rows: list[BatchRows] = []
+        self._index = 0
+        self._label_shares: Tensor | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         begin = perf_counter()
-        batch = next(self._batches)
+        batch = next(self._reading)
         self._clock.data_seconds += perf_counter() - begin
         if self._keeps_rows:
             rows = getattr(self._dataloader, "rows", None)
@@ -63,13 +65,13 @@ class WindowReader:
     def close(self) -> None:
         """End the pass now, not when the iterator is collected: the loader then knows that nobody reads it."""
         self.forget()
-        close = getattr(self._batches, "close", None)
+        close = getattr(self._reading, "close", None)
         if callable(close):
             close()
 
     def forget(self) -> None:
         """End an update, and let go of its batches."""
-        self._read, self._window, self._current = [], [], None
+        self._read, self._rows, self._batches, self._label_shares = [], [], [], None
 
     def begin(self, batches: list[Any]) -> None:
         """Begin an update of these batches.
@@ -77,18 +79,19 @@ class WindowReader:
         Raises:
             ConfigError: they are not those that were read, and ranks hold unequally many samples.
         """
-        self._window = [rows for batch in batches for read, rows in self._read if read is batch]
+        self._batches = batches
+        self._rows = [rows for batch in batches for read, rows in self._read if read is batch]
         uneven = [rows.rows for _, rows in self._read if len(set(rows.rows)) > 1]
-        if uneven and len(self._window) != len(batches):
+        if uneven and len(self._rows) != len(batches):
             raise ConfigError(
-                f"get_batch_samples() returned {len(batches)} batches, {len(self._window)} of them as the loader gave "
+                f"get_batch_samples() returned {len(batches)} batches, {len(self._rows)} of them as the loader gave "
                 f"them, in an update that has {uneven[0]} samples on the ranks: their weights are not known. Return "
                 "the batches of the iterator, or train with even_batches=True"
             )
 
     def begin_batch(self, index: int) -> None:
         """Begin the micro-batch `index` of the update."""
-        self._current = self._window[index] if index < len(self._window) else None
+        self._index = index
 
     def without_filler(self, batch: Any) -> Any:
         """Return the batch, without rows if it only lets a rank take part that has no samples in this step."""
@@ -98,28 +101,66 @@ class WindowReader:
             return batch
         return {name: value[:0] if isinstance(value, Tensor) and value.ndim else value for name, value in batch.items()}
 
-    def weigh(self, loss: Tensor, *, by_items: bool, over_ranks: bool) -> Tensor:
-        """Return the loss of the present micro-batch, weighted so that the mean over ranks is the mean over samples.
+    def weigh(self, loss: Tensor, kind: LossKind, *, has_items: bool, over_ranks: bool, shifts_labels: bool) -> Tensor:
+        """Return the loss of the present micro-batch, weighted so that the mean over ranks is that of the update.
+
+        Collective on the first micro-batch where a model's mean over sequences of labels is averaged over ranks.
 
         Args:
-            by_items: the loss is a sum, divided by the update's number of items; else a mean over the micro-batch.
-            over_ranks: that number is one of all ranks: then only a rank without samples is not weighed by 1.
+            has_items: a loss by items was divided by a number; there is none without labels.
+            over_ranks: numbers of labels, and of items, are those of all ranks: then only a rank without samples is not
+                weighed by 1.
+            shifts_labels: a row's first label is no target.
         """
-        weight = self._weight(by_items, over_ranks)
+        if kind is LossKind.MODEL_MEAN and self._has_label_sequences():
+            loss = loss * self._label_share(over_ranks, shifts_labels)
+            weight = self._weight_of_items(over_ranks)
+        elif kind is LossKind.BY_ITEMS:
+            weight = self._weight_of_items(over_ranks) if has_items else self._weight_of_rows()
+        else:
+            weight = self._weight_of_rows() * self._row_share()
         return loss if weight == 1.0 else loss * weight
 
-    def _weight(self, by_items: bool, over_ranks: bool) -> float:
-        rows, rank = self._current, self._process.rank
-        if rows is None:
+    def _has_label_sequences(self) -> bool:
+        """Whether rows may differ in how many labels they have: all ranks have to exchange their numbers then."""
+        labels = [batch.get("labels") if isinstance(batch, Mapping) else None for batch in self._batches]
+        return all(isinstance(each, Tensor) and each.ndim > 1 and not each.is_floating_point() for each in labels)
+
+    def _label_share(self, over_ranks: bool, shifts_labels: bool) -> Tensor:
+        """The labels of the present micro-batch, of all that the update has on this rank or, times ranks, on all."""
+        if self._label_shares is None:
+            counts = [count_labels(self.without_filler(batch), shifts_labels) for batch in self._batches]
+            numbers = torch.stack([count for count in counts if count is not None])
+            total = numbers.sum()
+            if over_ranks:
+                numbers = numbers * self._process.world_size
+                total = collectives.reduce(total, self._process)
+            # A rank without samples has no labels, where ranks are not summed.
+            self._label_shares = numbers / total.clamp(min=1)
+        return self._label_shares[self._index]
+
+    def _row_share(self) -> float:
+        """The rows of the present micro-batch, of all that the update has."""
+        if self._rows:
+            sizes = [rows.num_samples for rows in self._rows]
+        else:
+            sizes = [find_batch_size(batch) or 0 for batch in self._batches]
+        if len(set(sizes)) == 1:
+            return 1 / len(sizes)
+        return sizes[self._index] / sum(sizes)
+
+    def _weight_of_rows(self) -> float:
+        return self._rows[self._index].weight(self._process.rank) if self._rows else 1.0
+
+    def _weight_of_items(self, over_ranks: bool) -> float:
+        if not self._rows:
             return 1.0
-        if not by_items:
-            return rows.weight(rank)
-        if not self._own(rows):
+        if not self._own(self._rows[self._index]):
             return 0.0
         if over_ranks:
             return 1.0
-        update = tuple(map(sum, zip(*(each.rows for each in self._window), strict=True)))
-        return BatchRows(update, update).weight(rank)
+        update = tuple(map(sum, zip(*(each.rows for each in self._rows), strict=True)))
+        return BatchRows(update, update).weight(self._process.rank)
 
     def _own(self, rows: BatchRows) -> int:
         return rows.rows[self._process.rank]
@@ -285,59 +326,3 @@ class EpochRun:
         if trainer.decisions is not None:
             trainer.decisions.end_epoch(trainer.control)
         self._log_save_evaluate()
-
-
-_UNKNOWN, _OWN_MEAN, _BY_ITEMS = 0, 1, 2
-
-
-class LossNormalization:
-    """Whether a model's loss is a sum over items divided by `num_items_in_batch`, or a mean of its own.
-
-    transformers 5.23 (trainer.py:521) takes `**kwargs` of the model's forward for a promise to divide. Many models have
-    the `**kwargs` and return the mean over their batch (BERT's classifier, for one): their loss and gradients then come
-    out multiplied by the number of processes and of accumulated micro-batches. The model is asked once, at the first
-    micro-batch with labels.
-    """
-
-    def __init__(self) -> None:
-        self.is_known = False
-
-    def ask(self, trainer: SteppingTrainer, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> None:
-        """Set `trainer.model_accepts_loss_kwargs` to false if the loss does not depend on `num_items`.
-
-        Collective where the answer changes a number, with several processes or several micro-batches per update: two
-        forwards without gradients, in evaluation mode so that no random number is drawn and no statistic updated.
-        """
-        args = trainer.args
-        makes_no_difference = args.world_size == 1 and args.gradient_accumulation_steps == 1
-        if makes_no_difference or num_items is None or not trainer.model_accepts_loss_kwargs:
-            self.is_known = True
-            return
-        answer = torch.tensor(_compare_losses(trainer, model, inputs, num_items), device=args.device)
-        found = collectives.reduce(answer, trainer.accelerator.process, "max").item()
-        self.is_known = found != _UNKNOWN
-        if found == _OWN_MEAN:
-            trainer.model_accepts_loss_kwargs = False
-            logger.info(
-                "%s takes keyword arguments and does not divide its loss by num_items_in_batch: its losses are "
-                "averaged over micro-batches and processes",
-                type(trainer.accelerator.unwrap_model(model)).__name__,
-            )
-
-
-def _compare_losses(trainer: SteppingTrainer, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> int:
-    was_training = model.training
-    model.eval()
-    try:
-        # Not compiled: a graph for evaluation mode would cost minutes for two calls.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), trainer.compute_loss_context_manager():
-            first, second = (
-                float(trainer.compute_loss(model, dict(inputs), num_items_in_batch=items))
-                for items in (num_items, num_items * 2)
-            )
-    finally:
-        model.train(was_training)
-    if first == 0.0 or first != first:
-        return _UNKNOWN  # no label in this batch
-    # An auxiliary loss that is not divided makes the ratio something between 1/2 and 1.
-    return _BY_ITEMS if abs(second - first) > 1e-4 * abs(first) else _OWN_MEAN

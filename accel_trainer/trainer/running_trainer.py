@@ -7,7 +7,6 @@ typed in ways that differ between the releases that are supported.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
@@ -61,7 +60,8 @@ class SteppingTrainer(RunningTrainer, Protocol):
     """The next micro-batches, and the number of items to divide their losses by; None without labels."""
     training_step: Callable[..., Tensor]
     compute_loss: Callable[..., Any]
-    compute_loss_context_manager: Callable[[], AbstractContextManager[Any]]
+    compute_loss_func: Callable[..., Any] | None
+    label_smoother: Any
     floating_point_ops: Callable[[Any], int]
     _tr_loss: Tensor
     _globalstep_last_logged: int

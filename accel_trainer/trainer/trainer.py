@@ -27,6 +27,7 @@ from transformers.training_args import OptimizerNames
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.data.loader import skip_first_batches
 from accel_trainer.errors import ConfigError, MissingExtraError
+from accel_trainer.runtime import collectives
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.memory import clear_device_cache, find_executable_batch_size, is_out_of_memory
 from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
@@ -35,7 +36,7 @@ from accel_trainer.trainer.checkpoint.best_model import keeping_best
 from accel_trainer.trainer.checkpoint.methods import CheckpointMethods, SaveSkippedError
 from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
 from accel_trainer.trainer.decisions import Decisions, flags_of, share_metrics
-from accel_trainer.trainer.epoch import EpochRun, LossNormalization, WindowReader
+from accel_trainer.trainer.epoch import EpochRun, WindowReader
 from accel_trainer.trainer.evaluation import run_evaluation
 from accel_trainer.trainer.inputs import (
     ColumnFilter,
@@ -45,6 +46,7 @@ from accel_trainer.trainer.inputs import (
     predicts_first_label,
     shifts_labels,
 )
+from accel_trainer.trainer.loss_normalization import LossKind, LossNormalization, count_labels
 from accel_trainer.trainer.preparation import ModelPreparation, build_accelerator, create_optimizer, overrides
 from accel_trainer.trainer.run_record import RunRecord
 
@@ -78,6 +80,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
 
     if TYPE_CHECKING:
         _created_lr_scheduler: bool
+        _loss_shifts_labels: bool
         model_accepts_loss_kwargs: bool
         label_smoother: Any
         _tr_loss: Tensor
@@ -224,6 +227,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         trial: Any = None,
         ignore_keys_for_eval: Any = None,
     ) -> TrainOutput:
+        self._loss_normalization.begin(self)
         self._preparation.release()  # before upstream frees the Accelerator's memory, the optimizer's state with it
         loop = functools.partial(
             super()._inner_training_loop,
@@ -331,6 +335,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             restore_rng_from = None
         if hasattr(train_dataloader, "set_epoch"):
             train_dataloader.set_epoch(epoch)
+        self._loss_normalization.begin_epoch(self)
         clock = self.run_record.clock
         reader = WindowReader(train_dataloader, self.accelerator.process, clock)
         run = EpochRun(
@@ -361,39 +366,60 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         inputs = self._prepare_inputs(inputs)
-        if not self._loss_normalization.is_known:
-            self._loss_normalization.ask(self, model, inputs, num_items_in_batch)
         with self.compute_loss_context_manager():
-            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            if self._loss_normalization.is_wanted:
+                loss = self._loss_normalization.first_loss(self, model, inputs, num_items_in_batch)
+            else:
+                loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         del inputs
         if args.torch_empty_cache_steps is not None and self.state.global_step % args.torch_empty_cache_steps == 0:
             clear_device_cache()
         kwargs: dict[str, Any] = {}
         if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
             kwargs["learning_rate"] = self._get_learning_rate()
-        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)  # transformers 5.17 has no such attribute
-        has_items = num_items_in_batch is not None
-        if is_scaled is None:
-            is_scaled = (self.model_accepts_loss_kwargs and has_items) or self.compute_loss_func is not None
-        if not is_scaled:
-            loss = loss / self.current_gradient_accumulation_steps
-        if self._reader is not None:
-            over_ranks = args.average_tokens_across_devices
-            loss = self._reader.weigh(loss, by_items=is_scaled and has_items, over_ranks=over_ranks)
+        loss = self._weigh(loss, num_items_in_batch is not None)
         fault_point("train.backward")
         # Not accelerator.backward(): it weighs by the batch that the loader gave last, and a window is read ahead.
         self.accelerator.unit_of(model).backward(loss, **kwargs)
         return loss.detach()
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+    def _weigh(self, loss: Tensor, has_items: bool) -> Tensor:
+        """Return the loss of a micro-batch, as its part of the mean over the update."""
+        normalization, over_ranks = self._loss_normalization, self.args.average_tokens_across_devices
+        kind = normalization.kind
+        if kind is None:
+            return loss  # the update has one micro-batch, on one process
+        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)  # transformers 5.17 has no such attribute
+        if is_scaled is not None:
+            kind = LossKind.BY_ITEMS if is_scaled else LossKind.ROW_MEAN
+        elif normalization.is_multiplied:
+            loss = loss / self.args.world_size
         if self._reader is None:
-            return super()._get_num_items_in_batch(batch_samples, device)
-        counted = [self._reader.without_filler(batch) for batch in batch_samples]
-        num_items = super()._get_num_items_in_batch(counted, device)
-        if isinstance(num_items, Tensor) and all(map(operator.is_not, counted, batch_samples)):
-            # This rank's own number, where ranks are not summed: a loss that weighs nothing would be divided by 0.
-            num_items = num_items.clamp(min=1)
-        return num_items
+            return loss if kind is LossKind.BY_ITEMS else loss / self.current_gradient_accumulation_steps
+        return self._reader.weigh(
+            loss, kind, has_items=has_items, over_ranks=over_ranks, shifts_labels=self._loss_shifts_labels
+        )
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Tensor | None:
+        """Return what a loss by items is divided by: the labels of an update (scalar, int64), of all ranks or of this.
+
+        Collective with `average_tokens_across_devices`. None for losses that are means, and without labels.
+        """
+        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
+            return None
+        args, reader = self.args, self._reader
+        batches = batch_samples if reader is None else [reader.without_filler(batch) for batch in batch_samples]
+        counts = [count_labels(batch, self._loss_shifts_labels) for batch in batches]
+        known = [count for count in counts if count is not None]
+        if not known or len(known) < len(counts):
+            return None
+        # An integer, where transformers 5.23 (trainer.py:2355) makes a float: FSDP2 and DeepSpeed cast those of a
+        # model's inputs, and bf16 cannot tell 4,097 from 4,096.
+        num_items = functools.reduce(operator.add, known).to(device)
+        if args.average_tokens_across_devices:
+            return num_items if args.world_size == 1 else collectives.reduce(num_items, self.accelerator.process)
+        # A rank without samples: its loss weighs nothing, and would be divided by 0.
+        return num_items if reader is None else num_items.clamp(min=1)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return self.accelerator.clip_grad_norm_(model.parameters(), float("inf")) if grad_norm is None else grad_norm

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(240)  # the first test waits for the runs that 
 @functools.cache
 def plain_loop(
     *, model: str = "llama", samples: int = 32, uneven: bool = False, accumulation: int = 1, epochs: int = 1,
-    dropout: float = 0.0, clip: float = 1.0,
+    dropout: float = 0.0, clip: float = 1.0, global_batch: int = GLOBAL_BATCH, bf16: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """The reference: AdamW, linear schedule, global batches in the seeded order, one token mean per update."""
     network = build_model(model, dropout=dropout)
@@ -31,23 +31,25 @@ def plain_loop(
     set_seed(42)
     network.train()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
-    steps = samples // GLOBAL_BATCH * epochs
+    steps = samples // global_batch * epochs
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, (steps - step) / steps))
-    losses, norms = [], []
+    losses, norms, shifts = [], [], model in ("llama", "gpt2")
     for epoch in range(epochs):
         order = permutation(samples, 42, epoch).tolist()
         loader = DataLoader(
-            dataset, batch_size=GLOBAL_BATCH // accumulation, sampler=order, collate_fn=default_data_collator
+            dataset, batch_size=global_batch // accumulation, sampler=order, collate_fn=default_data_collator
         )
         batches = list(loader)
         for first in range(0, len(batches), accumulation):
             window = batches[first : first + accumulation]
-            labels = [batch["labels"][:, 1:] if model != "bert" else batch["labels"] for batch in window]
-            num_items = sum(int((values != -100).sum()) for values in labels)
+            counts = [int((batch["labels"][:, 1:] if shifts else batch["labels"]).ne(-100).sum()) for batch in window]
             total = 0.0
-            for batch in window:
-                extra = {"num_items_in_batch": torch.tensor(num_items)} if model != "bert" else {}
-                loss = network(**batch, **extra).loss / (1 if extra else len(window))
+            for batch, count in zip(window, counts, strict=True):
+                # Those that shift labels divide by the number of items themselves; others return the mean of a batch.
+                extra = {"num_items_in_batch": torch.tensor(sum(counts))} if shifts else {}
+                with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                    loss = network(**batch, **extra).loss
+                loss = loss if shifts else loss * (count / sum(counts))
                 loss.backward()
                 total += loss.item()
             norms.append(float(torch.nn.utils.clip_grad_norm_(network.parameters(), clip)))
