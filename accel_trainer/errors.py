@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 __all__ = [
     "AccelTrainerError",
+    "BatchSizeError",
+    "CannotPadNestedTensorWarning",
     "CheckpointLockedError",
     "CheckpointNotFoundError",
     "ConfigError",
@@ -42,7 +44,15 @@ class DistributedOperationException(ProcessGroupError):
 
 
 class UnsupportedTypeError(ConfigError, TypeError):
-    """A structure holds a value of a class that an operation cannot be applied to."""
+    """A value is of a class that an operation cannot be applied to, or a function got other arguments than it takes."""
+
+
+class BatchSizeError(ConfigError, RuntimeError):
+    """No batch size leaves enough memory."""
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor was to be padded, and is left as it is."""
 
 
 class CheckpointNotFoundError(AccelTrainerError, FileNotFoundError):

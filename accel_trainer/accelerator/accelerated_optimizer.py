@@ -25,7 +25,10 @@ class AcceleratedOptimizer(Optimizer):
 
     Inside `accumulate()` they act on the last micro-batch of the window only. State, groups and hooks are those of the
     wrapped optimizer, found under `.optimizer`. It may hold parameters of several models, whose windows are one then.
+    On one process it may also hold those of no prepared model, and then steps whenever it is asked to.
     """
+
+    _is_accelerate_prepared = True
 
     def __init__(self, optimizer: Optimizer, prepared: Sequence[PreparedUnit]) -> None:
         # Optimizer.__init__ is not called: the wrapped optimizer holds the groups and the state.
@@ -86,6 +89,8 @@ class AcceleratedOptimizer(Optimizer):
             self._require_one_window()
             return None
         fault_point("train.opt")
+        if not self.prepared:
+            return self.optimizer.step(closure)
         for prepared in self.prepared:
             prepared.finish_window()
         # One step, whichever of the units it is asked of.
@@ -115,6 +120,8 @@ class AcceleratedOptimizer(Optimizer):
         for prepared in self.prepared:
             if not prepared.may_drop_gradients:
                 return
+        if not self.prepared:
+            return self.optimizer.zero_grad(set_to_none)
         for prepared in self.prepared:
             prepared.drop_tokens()
         self.prepared[0].unit.zero_grad(set_to_none, optimizer=self.optimizer)

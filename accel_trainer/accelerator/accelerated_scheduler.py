@@ -20,6 +20,8 @@ class AcceleratedScheduler(LRScheduler):
     that fp16 overflow skipped does not count.
     """
 
+    _is_accelerate_prepared = True
+
     def __init__(
         self, scheduler: LRScheduler, optimizers: Sequence[AcceleratedOptimizer], step_with_optimizer: bool = True
     ) -> None:

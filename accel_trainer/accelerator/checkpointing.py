@@ -28,8 +28,10 @@ from accel_trainer.checkpoint.train_state import TrainState, files_to_read, load
 from accel_trainer.checkpoint.weights.writing import save_weights
 from accel_trainer.data.loader import LoaderCheckpoint
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
+from accel_trainer.runtime.model_wrappers import model_has_dtensor, unwrap_module
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
+from accel_trainer.strategies.parameter_state.matching import uncompiled_name
 
 __all__ = ["SAVED_STATES", "AcceleratorCheckpointing", "OpenWindows", "RegisteredState"]
 
@@ -54,11 +56,6 @@ class RegisteredState:
 
     def add(self, name: str | None, item: Any) -> None:
         """Register an object, once; its class names it where the user does not."""
-        if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))):
-            raise ConfigError(
-                f"{type(item).__name__} cannot be registered for checkpointing; give it state_dict() and "
-                "load_state_dict()"
-            )
         if any(known is item for known in self.objects.values()):
             return
         if name is not None and name in self.objects:
@@ -68,6 +65,15 @@ class RegisteredState:
             count += 1
             name = f"{stem}_{count}"
         self.objects[name or stem] = item
+
+
+def _is_stateful(item: Any) -> bool:
+    return all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _own_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state_dict of a model that was never prepared, by the user's own names."""
+    return {uncompiled_name(name): tensor for name, tensor in unwrap_module(model).state_dict().items()}
 
 
 def _add_hook(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
@@ -91,7 +97,18 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         Raises:
             ConfigError: an object has no `state_dict` and `load_state_dict`, or its name is taken.
         """
-        for name, item in [*((None, item) for item in objects), *named.items()]:
+        places = [f"Item at index {index}" for index in range(len(objects))] + [f"Item {name!r}" for name in named]
+        items = [*objects, *named.values()]
+        wrong = [
+            f"{place} ({type(item).__name__})"
+            for place, item in zip(places, items, strict=True)
+            if not _is_stateful(item)
+        ]
+        if wrong:
+            raise ConfigError(
+                f"{', '.join(wrong)} cannot be registered for checkpointing; give it state_dict() and load_state_dict()"
+            )
+        for name, item in zip([*[None] * len(objects), *named], items, strict=True):
             self._registered.add(name, item)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
@@ -132,7 +149,10 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             has_weights=[True] * len(self._prepared.units),
             schedulers=self._prepared.schedulers,
             loaders=[LoaderCheckpoint(loader) for loader in self._prepared.dataloaders],
-            objects=self._registered.objects,
+            objects={
+                **self._registered.objects,
+                **{f"optimizer_without_model_{i}": each for i, each in enumerate(self._prepared.alone)},
+            },
             scaler=self.scaler,
             windows=OpenWindows(
                 self._prepared.units, self.process, is_sharded=self.strategy.capabilities.shards_parameters
@@ -162,7 +182,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
 
         Args:
             output_dir: where to; without it, `project_dir/checkpoints/checkpoint_N` with automatic naming.
-            safe_serialization: states are always written as safetensors and JSON; False is refused.
+            safe_serialization: states are always written as safetensors and JSON; False is said so in the log.
             async_: return once everything is copied to host memory, and write in the background. An error there is
                 raised on all ranks by the next `backward`, `save_state`, `load_state` or `wait_for_checkpoint`.
 
@@ -177,8 +197,9 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             ProcessGroupError: another rank failed.
         """
         if not safe_serialization:
-            raise ConfigError(
-                "save_state(safe_serialization=False) is not offered: states hold no pickle; save_model() takes it"
+            logger.warning_once(
+                "save_state(safe_serialization=False): the state is written as safetensors and JSON, which load_state "
+                "reads; save_model(safe_serialization=False) writes torch's own files"
             )
         configuration = self.project_configuration
         if output_dir is not None:
@@ -300,9 +321,21 @@ class AcceleratorCheckpointing(AcceleratorSettings):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return the full state_dict of a prepared model on rank 0, by the user's parameter names, and `{}` elsewhere.
 
-        Collective: every rank calls it.
+        Collective: every rank calls it. Of a model that was never prepared, each rank gets the rank's own.
         """
-        return self._prepared.get(model).unit.checkpoint_io().full_model_state()
+        found = self._find_unit(model)
+        return _own_state(model) if found is None else found.unit.checkpoint_io().full_model_state()
+
+    def _find_unit(self, model: nn.Module) -> PreparedUnit | None:
+        """Return the unit of a model; None for one that was never prepared, and is full on this rank.
+
+        Raises:
+            ConfigError: it was not prepared here, and is sharded.
+        """
+        found = self._prepared.find(model)
+        if found is None and model_has_dtensor(model):
+            self._prepared.get(model)  # says that it was not prepared here
+        return found
 
     def save_model(
         self,
@@ -313,7 +346,8 @@ class AcceleratorCheckpointing(AcceleratorSettings):
     ) -> None:
         """Write the model's weights to `save_directory`. Collective: every rank calls it.
 
-        One parameter is unsharded at a time: no process ever holds the full model for it.
+        One parameter is unsharded at a time: no process ever holds the full model for it. Of a model that was never
+        prepared, rank 0's weights are written.
 
         Args:
             max_shard_size: larger models are written as several files with an index.
@@ -328,7 +362,10 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         directory = Path(save_directory)
         if directory.is_file():
             raise ConfigError(f"save_directory {str(directory.absolute())!r} is a file; give a directory")
-        state = self._prepared.get(model).unit.checkpoint_io().lazy_model_state()
+        found = self._find_unit(model)
+        if found is None and self.process.is_distributed:
+            logger.warning(f"{type(model).__name__} was not prepared: its weights on rank 0 are saved")
+        state = _own_state(model) if found is None else found.unit.checkpoint_io().lazy_model_state()
         # Errors of the writing are raised after the last tensor has been gathered: the ranks stay in step.
         with raise_together(self.process, f"save_model to {directory}"):
             save_weights(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel_trainer.accelerator.settings import AcceleratorSettings
+from accel_trainer.accelerator.shared_state import AcceleratorState, PartialState
 from accel_trainer.data.metrics import trim_gathered
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime import collectives
@@ -138,9 +139,14 @@ class AcceleratorGathering(AcceleratorSettings):
 # Functions for code without an Accelerator. They run over the job that this process is in.
 
 
+def _checks() -> bool:
+    """Whether the states of this process have their collectives compare shapes before any data moves."""
+    return any(kind._shared_state.get("debug", False) for kind in (PartialState, AcceleratorState))
+
+
 def gather(tensor: Any) -> Any:
     """Concatenate the tensors of all ranks along dim 0, in a structure of the same shape. Collective."""
-    return collectives.gather(tensor, current_process())
+    return collectives.gather(tensor, current_process(), debug=_checks())
 
 
 def gather_object(item: Any) -> list[Any]:
@@ -150,12 +156,12 @@ def gather_object(item: Any) -> list[Any]:
 
 def reduce(tensor: Any, reduction: ReduceOp | str = ReduceOp.SUM, scale: float = 1.0) -> Any:
     """Combine the tensors of all ranks: "sum", "mean", "min", "max", "prod" or "none". Collective."""
-    return collectives.reduce(tensor, current_process(), reduction=reduction, scale=scale)
+    return collectives.reduce(tensor, current_process(), reduction=reduction, scale=scale, debug=_checks())
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Return the tensors of one rank on every rank. Collective."""
-    return collectives.broadcast(tensor, current_process(), from_process)
+    return collectives.broadcast(tensor, current_process(), from_process, debug=_checks())
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -166,7 +172,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
     """Pad the tensors of all ranks to the largest size along `dim`. Collective."""
     return collectives.pad_across_processes(
-        tensor, current_process(), dim=dim, pad_index=pad_index, pad_first=pad_first
+        tensor, current_process(), dim=dim, pad_index=pad_index, pad_first=pad_first, debug=_checks()
     )
 
 
@@ -204,8 +210,11 @@ def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generato
         generator.set_state(collectives.broadcast_object(generator.get_state(), process))
 
 
-def synchronize_rng_states(rng_types: Sequence[str]) -> None:
+def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator | None = None) -> None:
     """Set random streams of this process to those of rank 0: "torch" (the CPU's), or a kind of device. Collective.
+
+    Args:
+        generator: of "generator", the one that is set; nothing is done for it without one.
 
     Raises:
         ConfigError: a stream is none that the ranks have.
@@ -214,6 +223,8 @@ def synchronize_rng_states(rng_types: Sequence[str]) -> None:
     names = check_rng_types(rng_types, process.device)
     if process.is_distributed:
         synchronize_rng(names, process)
+    if generator is not None and "generator" in [str(getattr(name, "value", name)) for name in rng_types]:
+        synchronize_rng_state(generator=generator)
 
 
 def wait_for_everyone() -> None:

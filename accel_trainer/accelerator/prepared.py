@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,21 +85,40 @@ class Prepared:
         optimizers: Iterable[Optimizer],
         replaced: Sequence[PreparedUnit],
         capabilities: Capabilities,
+        *,
+        is_distributed: bool,
     ) -> Pairing:
         """Find the models of each optimizer that is not bound yet, by its parameters.
 
         Args:
             models: those that are to be prepared.
             replaced: units whose models are among them.
+            is_distributed: refuse an optimizer where no model is prepared; one process takes it, and lets it join its
+                model later.
 
         Raises:
             ConfigError: an optimizer's parameters are of no model, or in another optimizer, their model was prepared
                 for evaluation, or the strategy wants one optimizer for each model.
         """
         bare = {id(o): o for o in optimizers if not isinstance(o, AcceleratedOptimizer)}
+        bare |= {id(o): o for o in self.alone}
         unbound = [optimizer for optimizer in bare.values() if not self.units_of(optimizer)]
         staying = [prepared for prepared in self.units if prepared not in replaced]
-        return _pair(models, unbound, staying, capabilities)
+        may_be_alone = {id(optimizer) for optimizer in self.alone}
+        if not (is_distributed or models or staying):
+            may_be_alone |= {id(optimizer) for optimizer in unbound}
+        return _pair(models, unbound, staying, capabilities, may_be_alone)
+
+    @property
+    def alone(self) -> list[Optimizer]:
+        """The user's own of wrapped optimizers whose model has not been prepared."""
+        return [wrapped.optimizer for wrapped in self.optimizers if not wrapped.prepared]
+
+    def join(self) -> None:
+        """Let wrapped optimizers that were alone step with the units that have been prepared since."""
+        for wrapped in self.optimizers:
+            if not wrapped.prepared:
+                wrapped.prepared = tuple(self.units_of(wrapped.optimizer))
 
     def drop(self, units: list[PreparedUnit]) -> None:
         """Take out units whose models are to be prepared anew."""
@@ -156,6 +175,7 @@ def _pair(
     optimizers: Sequence[Optimizer],
     prepared: Sequence[PreparedUnit],
     capabilities: Capabilities,
+    may_be_alone: Collection[int],
 ) -> Pairing:
     if not optimizers:
         return Pairing({id(model): [] for model in models}, [])
@@ -163,7 +183,7 @@ def _pair(
     old = [_Holder(each.unit.module, each.unit.known_parameters(), each, [*each.unit.optimizers]) for each in prepared]
     to_bind: list[tuple[PreparedUnit, Optimizer]] = []
     for optimizer in optimizers:
-        for holder in _holders_of(optimizer, new + old):
+        for holder in _holders_of(optimizer, new + old, id(optimizer) in may_be_alone):
             holder.optimizers.append(optimizer)
             if holder.prepared is not None:
                 _require_training(holder.prepared, optimizer)
@@ -175,16 +195,21 @@ def _pair(
     return Pairing({id(holder.model): holder.optimizers for holder in new}, to_bind)
 
 
-def _holders_of(optimizer: Optimizer, holders: list[_Holder]) -> list[_Holder]:
+def _holders_of(optimizer: Optimizer, holders: list[_Holder], may_be_alone: bool) -> list[_Holder]:
     """Return the models of an optimizer's parameters, in the order of `holders`."""
     name, parameters = type(optimizer).__name__, parameters_of(optimizer)
     if not parameters and len(holders) == 1:
         return holders
     owners = [next((holder for holder in holders if id(each) in holder.known), None) for each in parameters]
     found, others = [holder for holder in holders if holder in owners], owners.count(None)
+    if not found and may_be_alone:
+        return []
     if not found:
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in parameters[:3])
         raise ConfigError(
-            f"{name} was prepared without its model; pass both to one prepare() call, or prepare the model first"
+            f"{name} was prepared without its model: it steps {len(parameters)} parameters (of shapes {shapes}"
+            f"{', ...' if len(parameters) > 3 else ''}), which are of no prepared model; pass both to one prepare() "
+            "call, or prepare the model first"
         )
     if others:
         known = ", ".join(type(holder.model).__name__ for holder in holders)

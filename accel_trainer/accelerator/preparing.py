@@ -106,7 +106,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         return self._prepare_models([model], [], _Request({id(model): place}, evaluation_mode))[id(model)]
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Wrap an optimizer whose models are prepared.
+        """Wrap an optimizer whose models are prepared; on one process also one that has none, or has them later.
 
         Raises:
             ConfigError: it has parameters of no prepared model, or of another optimizer.
@@ -209,7 +209,13 @@ class AcceleratorPreparing(AcceleratorSettings):
         found = {id(model): self._prepared.find(model) for model in models}
         new = {id(m): m for m in models if _needs_preparing(found[id(m)], request)}
         replaced = [unit for key, unit in found.items() if key in new and unit is not None]
-        pairing = self._prepared.pair(list(new.values()), optimizers, replaced, self.strategy.capabilities)
+        pairing = self._prepared.pair(
+            list(new.values()),
+            optimizers,
+            replaced,
+            self.strategy.capabilities,
+            is_distributed=self.process.is_distributed,
+        )
         jobs = {key: self._build_job(model, pairing.by_model[key], request) for key, model in new.items()}
         for job in jobs.values():
             self._check_device_map(job.model, job.device_placement)
@@ -220,6 +226,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         self._prepared.drop(replaced)
         called = {id(model): _wrapper_of(model, found[id(model)]) for model in models}
         called |= {key: self._prepare_job(job) for key, job in jobs.items()}
+        self._prepared.join()
         return called
 
     def _micro_batch_size(self, loaders: Sequence[DataLoader]) -> int | None:
@@ -257,6 +264,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         evaluation_only = job.evaluation_only and not self.strategy.capabilities.shards_parameters
         self._prepared.units.append(PreparedUnit(unit, window, evaluation_only))
         hook_forward_faults(unit.model)
+        unit.model._is_accelerate_prepared = True  # type: ignore[assignment]  # scripts ask for it
         # From here on: all ranks build a model from one seed, and drop out different activations afterwards.
         seed_own_streams(self.process)
         return unit.model

@@ -232,6 +232,7 @@ class PartialState(ProcessView):
             cpu: run on the CPU; when None, `ACCELERATE_USE_CPU` and the launcher's options decide.
             timeout_seconds: how long a collective may wait; when None, the launcher's options decide.
         """
+        resolved = None
         if process is None:
             resolved = _resolve("PartialState", {"use_cpu": cpu, "timeout_seconds": timeout_seconds})
             process = _join(resolved)
@@ -239,6 +240,8 @@ class PartialState(ProcessView):
             self.__dict__ = self._shared_state
             return
         self._set_process(process, distributed_type)
+        self.debug = resolved is not None and resolved.config.debug
+        """Whether collectives that are called as functions compare shapes over the ranks before any data moves."""
         type(self)._shared_state = self.__dict__
 
     def _is_shown(self, process: ProcessContext) -> bool:

@@ -109,6 +109,10 @@ class AcceleratorStepping(AcceleratorSettings):
         """Whether the current micro-batch ends its accumulation window: gradients are complete, the optimizer steps."""
         return self.gradient_state.sync_gradients
 
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self.gradient_state.sync_gradients = sync_gradients
+
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Context of one micro-batch: gradients are exchanged, and the optimizer steps, on the last of a window.
 
@@ -212,7 +216,7 @@ class AcceleratorStepping(AcceleratorSettings):
             self._checkpointer.background.poll()
         units = self._prepared.current or self._prepared.units[:1]
         if not units:
-            raise ConfigError("backward() was called before a model was prepared; pass the model to prepare() first")
+            return self._backward_alone(loss, **kwargs)
         leading, in_window = units[0], bool(self._prepared.current)
         if leading.tokens is None or not leading.tokens.is_weighed:
             if self.process.world_size > 1:
@@ -227,6 +231,12 @@ class AcceleratorStepping(AcceleratorSettings):
             prepared.took_backward |= in_window
             if prepared.tokens is not None:
                 prepared.tokens.take_backward()
+
+    def _backward_alone(self, loss: Tensor, **kwargs: Any) -> None:
+        """Accumulate gradients where no model is prepared: on one process in full precision, as torch does."""
+        if self.process.is_distributed or self.scaler is not None:
+            raise ConfigError("backward() was called before a model was prepared; pass the model to prepare() first")
+        (loss / self.gradient_accumulation_steps).backward(**kwargs)
 
     def global_token_mean(self, loss_sum: Tensor, num_tokens: Tensor | int) -> Tensor:
         """Return a loss for `backward` that makes the update's gradient that of the mean over all its tokens.
@@ -300,7 +310,8 @@ class AcceleratorStepping(AcceleratorSettings):
         """Bound the global gradient norm of `parameters`; return the norm before clipping.
 
         Acts on the last micro-batch of an accumulation window; before it, gradients are incomplete, nothing is clipped
-        and the norm of the last update is returned (NaN before the first). Collective.
+        and the norm of the last update is returned (NaN before the first). Collective. Where no model is prepared, the
+        parameters are full on this rank, and are clipped as torch does.
 
         Returns:
             Scalar, on the gradients' device.
@@ -311,6 +322,8 @@ class AcceleratorStepping(AcceleratorSettings):
         if not self.sync_gradients:
             return self._last_grad_norm
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not self._prepared.units:
+            return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
         norm = self._unit_for(given).clip_grad_norm(given, max_norm, norm_type)
         if norm is not None:
             self._last_grad_norm = norm
@@ -320,13 +333,14 @@ class AcceleratorStepping(AcceleratorSettings):
         """Clamp the gradients of `parameters` to [-clip_value, clip_value] on the last micro-batch of a window."""
         if self.sync_gradients:
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            self._unit_for(given).clip_grad_value(given, clip_value)
+            if self._prepared.units:
+                self._unit_for(given).clip_grad_value(given, clip_value)
+            else:
+                nn.utils.clip_grad_value_(given, clip_value)
 
     def _unit_for(self, parameters: list[Tensor]) -> TrainUnit:
         """Return the unit to clip with, and finish the windows of every unit that holds one of the parameters."""
         units = self._prepared.units
-        if not units:
-            raise ConfigError("gradients were clipped before a model was prepared; pass the model to prepare() first")
         if len(units) > 1 or self.strategy.capabilities.shards_parameters:
             units = self._units_holding(parameters)
         for prepared in units:

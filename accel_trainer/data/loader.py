@@ -75,6 +75,7 @@ class PreparedDataLoader(DataLoader[Any]):
     next pass begins after them, on any number of shards.
     """
 
+    _is_accelerate_prepared = True
     _source: Source
     _dispatch: ProcessContext | None = None
     """The ranks for which rank 0 reads; None where each rank reads for itself."""

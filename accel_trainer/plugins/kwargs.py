@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
@@ -38,6 +39,15 @@ class OptionObject:
     def given(self) -> dict[str, Any]:
         """Return the options that were set, the ones set to a default value included; None means not set."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}  # type: ignore[arg-type]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all options by their names, as copies."""
+        return {f.name: copy.deepcopy(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the options that differ from what the class has without arguments, as copies."""
+        default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if value != default[name]}
 
     def explicit(self) -> dict[str, Any]:
         """Return the options that were set, by dotted path of the configuration."""

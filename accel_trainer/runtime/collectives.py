@@ -6,6 +6,7 @@ the same nesting, and gives the same shapes on one process as on many. Tensors m
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.errors import CannotPadNestedTensorWarning, ConfigError, did_you_mean
 from accel_trainer.runtime.collective_checks import UNEVEN_HINT, check_same_call, describe_leaves, describe_rows
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.transport import (
@@ -230,7 +231,7 @@ def pad_across_processes(
     Collective: every rank calls it. One exchange of sizes for the whole nesting.
 
     Args:
-        dim: the dimension to pad; a tensor that does not have it is left alone.
+        dim: the dimension to pad; a tensor that does not have it is left alone, and nested tensors with a warning.
         pad_index: the value to pad with.
         pad_first: pad at the beginning instead of the end.
         debug: compare the number of tensors, their dtypes and dimensions over the ranks before any data moves.
@@ -240,6 +241,13 @@ def pad_across_processes(
         ProcessGroupError: with `debug`, the ranks do not have tensors of the same kinds.
     """
     tensors = tensors_of("pad_across_processes", data)
+    if any(tensor.is_nested for tensor in tensors):
+        warnings.warn(
+            "pad_across_processes got a nested tensor, which it leaves as it is; pad it with to_padded_tensor() first",
+            CannotPadNestedTensorWarning,
+            stacklevel=2,
+        )
+        return data
     if not process.is_distributed:
         return data
     for tensor in tensors:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from accel_trainer import logging
-from accel_trainer.errors import ConfigError, ProcessGroupError
+from accel_trainer.errors import BatchSizeError, ConfigError, ProcessGroupError, UnsupportedTypeError
 from accel_trainer.runtime.torch_private import (
     clear_dtensor_caches,
     default_group,
@@ -125,8 +125,9 @@ def find_executable_batch_size(
             nine tenths, rounded down.
 
     Raises:
-        ConfigError: memory ran out with a batch size of 1 too, or the caller passed the first argument. Another error
-            of the function is raised at once.
+        BatchSizeError: when called: memory ran out with a batch size of 1 too. Another error of the function is raised
+            at once.
+        UnsupportedTypeError: the caller passed the first argument.
         ProcessGroupError: another rank failed with an error of another kind.
     """
     if function is None:
@@ -135,12 +136,15 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    if starting_batch_size < 1:
-        raise ConfigError(f"starting_batch_size={starting_batch_size} must be 1 or more")
 
     @functools.wraps(function)
     def search(*args: Any, **kwargs: Any) -> Any:
         _check_call(function, args, kwargs)
+        if starting_batch_size < 1:
+            raise BatchSizeError(
+                f"no executable batch size for {_name(function)}(): starting_batch_size={starting_batch_size}; begin "
+                "with 1 or more"
+            )
         number = next(_searches)
         batch_size = starting_batch_size
         for attempt in itertools.count():
@@ -154,9 +158,10 @@ def find_executable_batch_size(
                 break
             logger.warning("memory ran out with a batch size of %d; trying %d", batch_size, smaller)
             batch_size = smaller
-        raise ConfigError(
-            f"no batch size from {starting_batch_size} down to {batch_size} lets {_name(function)}() run: memory ran "
-            "out each time; use a smaller model, activation checkpointing, or sharding over more processes"
+        raise BatchSizeError(
+            f"no executable batch size: none from {starting_batch_size} down to {batch_size} lets {_name(function)}() "
+            "run, memory ran out each time; use a smaller model, activation checkpointing, or sharding over more "
+            "processes"
         )
 
     return search
@@ -172,7 +177,7 @@ def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         inspect.signature(function).bind(0, *args, **kwargs)
     except TypeError as error:
         given = ", ".join([*map(_short, args), *(f"{name}={_short(value)}" for name, value in kwargs.items())])
-        raise ConfigError(
+        raise UnsupportedTypeError(
             f"{_name(function)}({given}) cannot be called with the batch size in front ({error}); "
             "find_executable_batch_size passes it as the first argument: declare it there, and leave it out of the call"
         ) from None

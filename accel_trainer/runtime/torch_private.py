@@ -31,6 +31,7 @@ __all__ = [
     "SEEN_IN",
     "check_scaler",
     "clear_dtensor_caches",
+    "clear_forward_hooks",
     "compile_call",
     "copy_module",
     "default_group",
@@ -87,6 +88,8 @@ PRIVATE_NAMES = {
     "torch.nn.Module._buffers": _REFUSED,
     "torch.nn.Module._call_impl": _REFUSED,
     "torch.nn.Module._compiled_call_impl": f"{_REFUSED}: models whose forward is torch's own would not be compiled",
+    "torch.nn.Module._forward_hooks": f"{_REFUSED}: prompts of PEFT are saved under FSDP2 and ZeRO-3",
+    "torch.nn.Module._forward_pre_hooks": f"{_REFUSED}: likewise",
     "torch.nn.Module._modules": _REFUSED,
     "torch.nn.Module._parameters": _REFUSED,
     "torch.nn.MultiheadAttention._reset_parameters": "values that a checkpoint lacks are reported as not initialised",
@@ -152,6 +155,12 @@ RESET_METHODS = ("reset_parameters", "_reset_parameters")
 
 LOADER_AT_REST: Mapping[str, None] = {"_iterator": None, "_IterableDataset_len_called": None}
 """The attributes that a pass over a `DataLoader` leaves behind, as they are before the first."""
+
+
+def clear_forward_hooks(module: nn.Module) -> None:
+    """Take off the hooks that run around a module's forward, its submodules' not."""
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        _need(module, f"torch.nn.Module.{name}").clear()
 
 
 def keeps_iterator(loader: dataloader.DataLoader[Any]) -> bool:

@@ -40,6 +40,7 @@ from accel_trainer.checkpoint.weights.meta_device import (
     init_on_device,
 )
 from accel_trainer.errors import (
+    CannotPadNestedTensorWarning,
     DistributedOperationException,
 )
 from accel_trainer.logging import (
@@ -313,6 +314,7 @@ __all__ = [
     "AutocastKwargs",
     "BaseEnum",
     "CPUInformation",
+    "CannotPadNestedTensorWarning",
     "ComputeEnvironment",
     "ConvertOutputsToFp32",
     "CustomDtype",

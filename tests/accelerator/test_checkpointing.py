@@ -256,11 +256,12 @@ def test_r5_the_end_of_the_process_waits_for_the_writer(tmp_path: Path):
 # --- the rest --------------------------------------------------------------------------------------------------------
 
 
-def test_states_are_never_pickled(tmp_path: Path):
-    with pytest.raises(
-        ConfigError, match=r"save_state\(safe_serialization=False\) is not offered: states hold no pickle"
-    ):
-        Accelerator(cpu=True).save_state(tmp_path, safe_serialization=False)
+def test_a_state_that_was_asked_for_as_a_pickle_is_none_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    run = SavedRun(tmp_path)
+    run.accelerator.save_state(tmp_path / "state", safe_serialization=False)
+    assert "save_state(safe_serialization=False): the state is written as safetensors and JSON" in caplog.text
+    assert {path.suffix for path in (tmp_path / "state").rglob("*.*")} <= {".safetensors", ".json"}
+    run.accelerator.load_state(tmp_path / "state")
 
 
 def test_r18_a_resume_says_what_is_exact_and_what_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture):

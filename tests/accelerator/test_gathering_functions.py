@@ -102,3 +102,64 @@ def stop_together() -> list[bool]:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_trigger_of_one_rank_is_seen_once_by_all_at_the_same_step(num_ranks: int):
     assert run_ranks(stop_together, num_ranks) == [[False, False, True, False, False]] * num_ranks
+
+
+def exchange_more() -> dict[str, Any]:
+    """Call the collectives that only some scripts use, with debug on for the last."""
+    state = PartialState(cpu=True)
+    rank = state.process_index
+    generator = torch.Generator().manual_seed(rank)
+    utils.synchronize_rng_states(["generator"], generator)
+    first = torch.rand(1, generator=generator).item()
+    torch.manual_seed(rank)
+    utils.synchronize_rng_state("torch")
+    second = torch.rand(1).item()
+    copied = utils.copy_tensor_to_devices(torch.tensor([1, 2], dtype=torch.int16) if rank == 1 else None)
+    with pytest.raises(ConfigError, match="got a tensor on 2 of 2 ranks; give it on one, None elsewhere"):
+        utils.copy_tensor_to_devices(torch.ones(1))
+    state.debug = True
+    for call in (utils.gather, utils.reduce, utils.broadcast):
+        with pytest.raises(utils.DistributedOperationException, match=r"rank 1 has float32 \(2,\)"):
+            call({"x": torch.ones(rank + 1)})
+    with pytest.raises(utils.DistributedOperationException, match="the ranks do not agree"):
+        utils.pad_across_processes(torch.ones([1] * (rank + 1)))
+    state.debug = False
+    return {"drawn": (first, second), "copied": (copied.tolist(), copied.dtype)}
+
+
+def test_streams_and_tensors_of_one_rank_reach_the_others_and_debug_compares():
+    first, second = run_ranks(exchange_more, 2)
+    assert first == second
+    assert first["copied"] == ([1, 2], torch.int16)
+
+
+def test_a_nested_tensor_is_not_padded_and_that_is_said():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.warns(utils.CannotPadNestedTensorWarning, match="leaves as it is; pad it with to_padded_tensor"):
+        assert utils.pad_across_processes(nested) is nested
+
+
+def test_a_stream_has_to_be_named():
+    with pytest.raises(ConfigError, match="got neither rng_type nor generator"):
+        utils.synchronize_rng_state()
+
+
+def test_structures_of_tensors():
+    data = {"a": [torch.arange(4.0)], "b": ("text", torch.tensor([1.5, 2.5], dtype=torch.bfloat16))}
+    assert utils.listify(data) == {"a": [[0.0, 1.0, 2.0, 3.0]], "b": ("text", [1.5, 2.5])}
+    assert utils.listify(utils.slice_tensors(data, slice(1, 2)))["a"] == [[1.0]]
+    assert utils.find_device(data) == torch.device("cpu")
+    assert utils.find_device({"a": 1}) is None
+    described = utils.get_data_structure(data)
+    assert described["a"][0] == utils.TensorInformation(torch.Size([4]), torch.float32)
+    assert utils.initialize_tensors(described)["b"][1].dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="cannot apply square to a str; pass nested lists"):
+        utils.recursively_apply(torch.square, data, error_on_other_type=True)
+
+
+@pytest.mark.parametrize(("rows", "ranks", "padded"), [(1, 2, 2), (4, 3, 6), (61, 6, 66), (4, 2, 4)])
+def test_inputs_are_padded_to_a_multiple_by_their_last_row(rows: int, ranks: int, padded: int):
+    batch = torch.arange(rows)[:, None].expand(rows, 3)
+    found = utils.pad_input_tensors({"x": batch}, rows, ranks)["x"]
+    assert torch.equal(found[:rows], batch)
+    assert (len(found), found[rows:].unique().tolist()) == (padded, [rows - 1] if padded > rows else [])

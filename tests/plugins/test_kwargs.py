@@ -16,6 +16,7 @@ from accel_trainer import Accelerator
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins import (
     AutocastKwargs,
+    DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     KwargsHandler,
@@ -289,3 +290,12 @@ def test_each_cycle_of_a_schedule_is_a_file_and_the_users_callback_is_called(tmp
 def test_a_profile_that_torch_cannot_make_is_an_error(options: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         ProfileKwargs(**options).build(rank=0)
+
+
+def test_options_as_arguments_are_those_that_differ_from_the_defaults():
+    assert GradScalerKwargs().to_kwargs() == {}
+    given = DistributedDataParallelKwargs(comm_hook="power_sgd", comm_state_option={"start_powerSGD_iter": 2})
+    assert given.to_kwargs() == {"comm_hook": "power_sgd", "comm_state_option": {"start_powerSGD_iter": 2}}
+    assert given.to_dict()["bucket_cap_mb"] is None
+    given.to_kwargs()["comm_state_option"].clear()
+    assert given.comm_state_option == {"start_powerSGD_iter": 2}

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_trainer import Accelerator, InitProcessGroupKwargs
-from accel_trainer.errors import ConfigError
+from accel_trainer.errors import BatchSizeError, ConfigError
 from accel_trainer.runtime.memory import (
     clear_device_cache,
     find_executable_batch_size,
@@ -63,11 +63,12 @@ def test_a_next_size_that_is_not_smaller_is_an_error():
 
 
 def test_reaching_zero_is_an_error_that_names_the_ways_out():
-    with pytest.raises(
-        ConfigError, match=r"no batch size from 4 down to 1 lets train\(\) run.*activation checkpointing, or sharding"
-    ):
+    message = (
+        r"no executable batch size: none from 4 down to 1 lets train\(\) run.*activation checkpointing, or sharding"
+    )
+    with pytest.raises(BatchSizeError, match=message):
         search(0, starting_batch_size=4)
-    with pytest.raises(ConfigError, match="starting_batch_size=0 must be 1 or more"):
+    with pytest.raises(BatchSizeError, match=r"no executable .* starting_batch_size=0; begin with 1 or more"):
         search(1, starting_batch_size=0)
 
 

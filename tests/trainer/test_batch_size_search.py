@@ -43,7 +43,7 @@ def test_memory_that_suffices_for_no_batch_is_an_error(tmp_path):
     trainer = build_trainer(tmp_path, auto_find_batch_size=True, per_device_train_batch_size=3)
     limited(trainer, 0)
 
-    with pytest.raises(ConfigError, match=r"no batch size from 3 down to 1 lets auto_find_batch_size\(\) run"):
+    with pytest.raises(ConfigError, match=r"none from 3 down to 1 lets auto_find_batch_size\(\) run"):
         trainer.train()
 
 

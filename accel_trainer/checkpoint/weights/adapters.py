@@ -26,6 +26,7 @@ from accel_trainer.checkpoint.weights.writing import gather_to_file
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_or_raise
+from accel_trainer.runtime.torch_private import clear_forward_hooks
 
 __all__ = [
     "ADAPTER_FILES",
@@ -116,16 +117,16 @@ def unsharded_prompts(model: nn.Module, values: Mapping[str, Tensor]) -> Iterato
     To save prompts PEFT runs their encoders on one rank, where shards cannot be multiplied and hooks would gather.
     """
     encoders = getattr(model, "prompt_encoder", None) if _is_peft_model(model) else None
-    before = dict(encoders._modules) if isinstance(encoders, nn.ModuleDict) else {}
+    if not isinstance(encoders, nn.ModuleDict):
+        yield
+        return
+    before = dict(encoders.items())
     try:
         for adapter, encoder in before.items():
-            assert encoder is not None
-            assert isinstance(encoders, nn.ModuleDict)
-            encoders._modules[adapter] = _without_hooks(encoder, f"{_ENCODERS}{adapter}", values)
+            encoders[adapter] = _without_hooks(encoder, f"{_ENCODERS}{adapter}", values)
         yield
     finally:
-        if isinstance(encoders, nn.ModuleDict):
-            encoders._modules.update(before)
+        encoders.update(before)
 
 
 def _without_hooks(module: nn.Module, prefix: str, values: Mapping[str, Tensor]) -> nn.Module:
@@ -137,8 +138,7 @@ def _without_hooks(module: nn.Module, prefix: str, values: Mapping[str, Tensor])
         memo[id(parameter)] = nn.Parameter(value, requires_grad=False)
     copied = copy.deepcopy(module, memo)
     for each in copied.modules():
-        each._forward_pre_hooks.clear()
-        each._forward_hooks.clear()
+        clear_forward_hooks(each)
     return copied
 
 
