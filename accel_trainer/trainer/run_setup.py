@@ -202,11 +202,11 @@ def list_options(args: TrainingArguments) -> list[SetOption]:
     with suppress(ConfigError):  # its file is no longer there
         block = resolved.explain_block()
         options += [SetOption(path, _show(path, value), _place(source), is_set=True) for path, value, source in block]
-    content = args.to_dict()
+    content, given = args.to_dict(), args.given_fields
     for item in fields(args):
         if item.name in MIRRORED_FIELDS or item.name not in content or item.name.startswith("_"):
             continue
-        is_set = args.is_given(item.name)
+        is_set = item.name in given
         source = _ARGUMENT if is_set else _DEFAULT
         options.append(SetOption(item.name, _show(item.name, content[item.name]), source, is_set))
     return options

@@ -158,10 +158,11 @@ class TrainingArguments(transformers.TrainingArguments):
         check_num_processes(self.resolved, self.world_size)
         self._derived = {name: getattr(self, name) for name in untouched}
 
-    def is_given(self, name: str) -> bool:
-        """Whether a field has a value that was given, or assigned since: no default, and not derived."""
+    @property
+    def given_fields(self) -> frozenset[str]:
+        """Names of the fields that were given, or assigned since: not at their defaults, nor derived from others."""
         own = {item.name: _default(item) for item in fields(self)} | getattr(self, "_derived", {})
-        return bool(getattr(self, name) != own[name])
+        return frozenset(name for name, value in own.items() if getattr(self, name) != value)
 
     @property
     def save_policy(self) -> SavePolicy:
