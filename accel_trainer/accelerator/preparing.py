@@ -176,6 +176,10 @@ class AcceleratorPreparing(AcceleratorSettings):
             synchronize_rng(self.rng_types, self.process)
         self.gradient_state.begin(loader)
 
+    def renew_shuffle_seed(self) -> None:
+        """Let the next loader that is prepared take the present seed; without it, all take that of the first one."""
+        self._data_seed = None
+
     def _shuffle_seed(self) -> int:
         """Return the seed of shuffling: configured, else rank 0's torch seed, so that all ranks draw the same order."""
         if self._data_config.data_seed is not None:

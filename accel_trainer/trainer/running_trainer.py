@@ -79,10 +79,14 @@ class PreparingTrainer(RunningTrainer, Protocol):
     deepspeed: Any
     """The engine around the model, where one is built."""
     is_in_train: bool
+    label_smoother: Any
+    neftune_noise_alpha: float | None
     create_optimizer: Callable[[], Any]
     create_optimizer_and_scheduler: Callable[..., None]
     create_scheduler: Callable[..., Any]
     _created_lr_scheduler: bool
+    _loss_shifts_labels: bool
+    _train_batch_size: int
     _schedule_of_both: Any
     """Ours: what a `create_optimizer_and_scheduler` of a subclass made in an earlier `train()`."""
     _wrap_model: Callable[..., nn.Module]

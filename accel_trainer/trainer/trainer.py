@@ -49,6 +49,7 @@ from accel_trainer.trainer.inputs import (
 from accel_trainer.trainer.loss_normalization import LossKind, LossNormalization, count_labels
 from accel_trainer.trainer.preparation import ModelPreparation, build_accelerator, create_optimizer, overrides
 from accel_trainer.trainer.run_record import RunRecord
+from accel_trainer.trainer.taken_arguments import TakenArguments
 
 __all__ = ["AccelTrainerMixin", "CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
 
@@ -147,6 +148,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             super().__init__(load_model(model, args), args, *rest, **kwargs)
             self.run_checkpoints = RunCheckpoints(self.accelerator.process)
             self.run_record = RunRecord(self.accelerator.process)
+            self._taken_arguments = TakenArguments(self.args)
             if predicts_first_label(self.model):
                 self._loss_shifts_labels = False
             elif shifts_labels(self.model):
@@ -206,7 +208,9 @@ class Trainer(CheckpointMethods, transformers.Trainer):
 
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError: the named one is incomplete; none of several is good.
+            ConfigError: an argument was set that cannot change once the Trainer is built.
         """
+        self._taken_arguments.begin(self)
         # Upstream's search for a batch size (5.23, trainer.py:1570) needs accelerate: _inner_training_loop has its own.
         self._searches_batch_size = self.args.auto_find_batch_size
         self._num_flops_parameters = None
@@ -282,6 +286,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         if isinstance(self.optimizer, AcceleratedOptimizer):
             # Of an earlier train(), whose unit was freed with the Accelerator's memory. Its state stays.
             self.optimizer = self.optimizer.optimizer
+        self._taken_arguments.renew_optimizer(self, max_steps)
         if not self.is_sharded:
             # A second train() begins with the bare model: the wrapper was freed with the Accelerator's memory.
             self.model_wrapped = self.model

@@ -43,7 +43,7 @@ _OPTIONS = {
     "ddp_timeout": "timeout_seconds",
     "use_cpu": "use_cpu",
 }
-MIRRORED_FIELDS = frozenset(_OPTIONS) | {
+MIRRORED_FIELDS: frozenset[str] = frozenset(_OPTIONS) | {
     "accelerator_config", "bf16", "deepspeed", "fp16", "fsdp", "fsdp_config", "torch_compile", "torch_compile_backend",
     "torch_compile_mode",
 }  # fmt: skip
@@ -126,7 +126,7 @@ class TrainingArguments(transformers.TrainingArguments):
     def __post_init__(self) -> None:
         """Resolve the configuration, then let upstream derive and check the rest."""
         untouched = [item.name for item in fields(self) if getattr(self, item.name) == _default(item)]
-        self._check_batch_sizes()
+        self.check_batch_sizes()
         self.accelerator_config, given_options = _read_accelerator_config(self.accelerator_config)
         if self.eval_loss_weighting not in ("token", "batch"):
             raise ConfigError(f"eval_loss_weighting={self.eval_loss_weighting!r} is neither 'token' nor 'batch'")
@@ -173,7 +173,8 @@ class TrainingArguments(transformers.TrainingArguments):
         """
         return SavePolicy(on_save_error=self.on_save_error, max_pause_s=self.max_pause_s)
 
-    def _check_batch_sizes(self) -> None:
+    def check_batch_sizes(self) -> None:
+        """Raise ConfigError for a batch size, or a number of micro-batches, that is no positive integer."""
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
