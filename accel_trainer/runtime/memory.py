@@ -8,9 +8,10 @@ import inspect
 import itertools
 import resource
 import sys
+import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ _MESSAGES = (
     "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN finds no algorithm for the memory that is left
     "can't allocate memory",  # DefaultCPUAllocator
 )
+_WATCH_SECONDS = 0.5
 _DONE, _OUT_OF_MEMORY, _STOPPED, _FAILED = "done", "out of memory", "stopped", "failed: "
 
 _searches = itertools.count()
@@ -114,9 +116,10 @@ def find_executable_batch_size(
     The function takes the batch size as its first argument, which callers leave out. Begin it with
     `accelerator.free_memory()`, and build model, optimizer and loaders inside it: nothing of an attempt survives it.
 
-    Collective on several ranks: every rank calls it. When one rank runs out of memory, all try the smaller size; those
-    that wait for it in a collective of gloo learn of it at once, those in one of nccl when that times out. Ranks join a
-    new process group for the next attempt; groups that the user made are gone.
+    Collective on several ranks: every rank calls it. When one rank runs out of memory, all try the smaller size. Those
+    that wait for it in a collective of gloo learn of it at once. Those in one of nccl abort the job's group within a
+    second; a group that the user made waits for its own timeout. Ranks join a new process group for the next attempt;
+    groups that the user made are gone.
 
     Args:
         function: the function; None when used as a decorator with options.
@@ -222,10 +225,12 @@ def _call(function: Callable[[], Any], name: str) -> tuple[str, Any]:
 
 def _attempt(function: Callable[[], Any], name: str) -> tuple[bool, Any]:
     """Call the function; return whether memory sufficed on every rank, and the result. Collective."""
-    vote, result = _call(function, name)
     if not _is_joined():
+        vote, result = _call(function, name)
         return vote == _DONE, result
     ballot = _Ballot(name)
+    with _released_with_others(ballot) if ballot.aborts else nullcontext():
+        vote, result = _call(function, name)
     ballot.cast(vote)
     if vote == _OUT_OF_MEMORY:
         _release_all()
@@ -253,6 +258,31 @@ def _release_all() -> None:
     clear_device_cache(garbage_collection=True)
 
 
+@contextmanager
+def _released_with_others(ballot: _Ballot) -> Iterator[None]:
+    """Run a block whose collectives on devices end when another rank runs out of memory.
+
+    The kernels of nccl wait for a rank that has left until they time out, and torch then ends the process. Once its
+    group is aborted they end, and the next collective raises.
+    """
+    store, is_over = default_store().clone(), threading.Event()  # type: ignore[attr-defined]  # not in torch's stubs
+
+    def watch() -> None:
+        with suppress(RuntimeError):  # the store is gone: whoever needs it says so
+            while not is_over.wait(_WATCH_SECONDS):
+                if ballot.is_cast(_OUT_OF_MEMORY, store):
+                    ballot.abort()
+                    return
+
+    thread = threading.Thread(target=watch, name="batch-size-search", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(10 * _WATCH_SECONDS)  # it may wait for an answer of a machine that is gone
+
+
 class _Ballot:
     """One vote of all ranks of the default process group, and the means to form that group again.
 
@@ -270,15 +300,21 @@ class _Ballot:
         group = default_group()
         self._timeout = group_timeout(group)
         self._recipe: dict[str, Any] = {"backend": dist.get_backend_config(), "device_id": group.bound_device_id}
-        self._aborts = any(device.type != "cpu" for device in group_device_types(group))
+        self.aborts = any(device.type != "cpu" for device in group_device_types(group))
+        """Whether the group has to be aborted, before whoever waits in it learns of anything."""
 
     def cast(self, vote: str) -> None:
         """Publish this rank's vote. Returns at once."""
         self._store.set(self._keys[self.rank], vote)
 
-    def is_cast(self, vote: str) -> bool:
-        """Whether a rank has cast that vote by now. Returns at once."""
-        return any(self._store.check([key]) and self._store.get(key).decode() == vote for key in self._keys)
+    def is_cast(self, vote: str, store: dist.Store | None = None) -> bool:
+        """Whether a rank has cast that vote by now. Returns at once; a thread asks over a connection of its own."""
+        store = store or self._store
+        return any(store.check([key]) and store.get(key).decode() == vote for key in self._keys)
+
+    def abort(self) -> None:
+        """End the collectives on devices that run, and fail those that follow. Returns at once."""
+        default_group().abort()
 
     def wait(self) -> list[str]:
         """Return the votes of all ranks, in the order of ranks. Collective, but no collective of the group."""
@@ -297,9 +333,9 @@ class _Ballot:
 
         An object that refers to the group (a DistributedDataParallel model) keeps its connections open: drop it first.
         """
-        if self._aborts:
+        if self.aborts:
             # nccl's destructor waits for kernels that can no longer end.
-            default_group().abort()
+            self.abort()
         forget_default_groups()
         dist.destroy_process_group()
         clear_dtensor_caches()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from accel_trainer.runtime.process import ProcessContext, current_process
 __all__ = [
     "check_rng_types",
     "get_rng_state",
+    "keep_streams",
     "reseed_from_saved",
     "seed_own_streams",
     "set_rng_state",
@@ -121,6 +122,21 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def keep_streams() -> Callable[[], None]:
+    """Return a function that puts this process's random streams back to where they are now.
+
+    Streams that all ranks still have in common are so again: each rank gets its own when a model is prepared.
+    """
+    state, seed_in_common = get_rng_state(), _seed_in_common
+
+    def put_back() -> None:
+        global _seed_in_common
+        set_rng_state(state)
+        _seed_in_common = seed_in_common
+
+    return put_back
 
 
 def reseed_from_saved(saved: Mapping[str, Any], rank: int) -> None:

@@ -61,12 +61,6 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
             f"auto_find_batch_size is set with strategy {accelerator.strategy.name!r}, whose engine is built for one "
             "batch size and keeps hold of the memory of an attempt that failed; set per_device_train_batch_size"
         )
-    if args.auto_find_batch_size and accelerator.num_processes > 1:
-        raise ConfigError(
-            f"auto_find_batch_size is set on {accelerator.num_processes} processes: one that runs out of "
-            "memory would leave the others waiting in a collective; set per_device_train_batch_size, and "
-            "gradient_accumulation_steps for the rest of the batch. On one process it searches"
-        )
     share_accelerator(accelerator)
     return accelerator
 

@@ -21,7 +21,14 @@ from accel_trainer.trainer.run_record import RunRecord
 if TYPE_CHECKING:
     from accel_trainer.trainer.decisions import Decisions
 
-__all__ = ["CheckpointingTrainer", "EvaluatingTrainer", "PreparingTrainer", "RunningTrainer", "SteppingTrainer"]
+__all__ = [
+    "CheckpointingTrainer",
+    "EvaluatingTrainer",
+    "PreparingTrainer",
+    "RunningTrainer",
+    "SearchingTrainer",
+    "SteppingTrainer",
+]
 
 
 class RunningTrainer(Protocol):
@@ -90,6 +97,21 @@ class PreparingTrainer(RunningTrainer, Protocol):
     _schedule_of_both: Any
     """Ours: what a `create_optimizer_and_scheduler` of a subclass made in an earlier `train()`."""
     _wrap_model: Callable[..., nn.Module]
+
+
+class SearchingTrainer(RunningTrainer, Protocol):
+    """A Trainer that looks for a batch size that fits."""
+
+    model_init: Callable[..., nn.Module] | None
+    end_decisions: Callable[..., None]
+    """Ours: end what the ranks of an attempt decide together."""
+    _created_lr_scheduler: bool
+    _preparation: Any
+    """Ours: what it has prepared."""
+    neftune_hook_handle: Any
+    """Of the hook that adds noise to embeddings, which every attempt adds."""
+    _train_batch_size: int
+    """Samples of a micro-batch on one device."""
 
 
 class EvaluatingTrainer(RunningTrainer, Protocol):

@@ -11,8 +11,6 @@ import functools
 import operator
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +27,9 @@ from accel_trainer.data.loader import skip_first_batches
 from accel_trainer.errors import ConfigError, MissingExtraError
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.fault_injection import fault_point
-from accel_trainer.runtime.memory import clear_device_cache, find_executable_batch_size, is_out_of_memory
+from accel_trainer.runtime.memory import clear_device_cache, is_out_of_memory
 from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
+from accel_trainer.trainer.batch_size_search import BatchSizeSearch
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.best_model import keeping_best
 from accel_trainer.trainer.checkpoint.methods import CheckpointMethods, SaveSkippedError
@@ -94,6 +93,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
 
     arguments_class: type[TrainingArguments] = TrainingArguments
     decisions: Decisions | None = None
+    neftune_hook_handle: Any = None
     _reader: WindowReader | None = None
     _schedule_of_both: Any = None
     _num_flops_parameters: tuple[int, int] | None = None
@@ -211,17 +211,34 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             ConfigError: an argument was set that cannot change once the Trainer is built.
         """
         self._taken_arguments.begin(self)
-        # Upstream's search for a batch size (5.23, trainer.py:1570) needs accelerate: _inner_training_loop has its own.
-        self._searches_batch_size = self.args.auto_find_batch_size
+        searches = self._searches_batch_size = self.args.auto_find_batch_size
         self._num_flops_parameters = None
+        # Upstream's search (5.23, trainer.py:1570) needs accelerate, and goes on with the weights that an attempt left.
         self.args.auto_find_batch_size = False
         self.run_record = RunRecord(self.accelerator.process)
+        is_failed = True
         try:
             with self._resuming(resume_from_checkpoint) as checkpoint:
-                return super().train(checkpoint, trial, ignore_keys_for_eval)
+                run = functools.partial(super().train, checkpoint, trial, ignore_keys_for_eval)
+                output = self._search_batch_size(run, checkpoint) if searches else run()
+                is_failed = False
+                return output
         finally:
-            self.args.auto_find_batch_size = self._searches_batch_size
+            self.args.auto_find_batch_size = searches
             self.run_record.close()
+            self.end_decisions(is_failed=is_failed)
+
+    def _search_batch_size(self, run: Callable[[], TrainOutput], checkpoint: str | None) -> TrainOutput:
+        start = self._train_batch_size
+        if checkpoint is not None:
+            start = upstream_files.read_train_batch_size(checkpoint) or start
+        return BatchSizeSearch(self).run(run, start)
+
+    def end_decisions(self, *, is_failed: bool) -> None:
+        """End what the ranks of a run decide together; `is_failed` where the others may still wait for this one."""
+        decisions, self.decisions = self.decisions, None
+        if decisions is not None:
+            decisions.close(is_failed=is_failed)
 
     def _inner_training_loop(
         self,
@@ -233,51 +250,11 @@ class Trainer(CheckpointMethods, transformers.Trainer):
     ) -> TrainOutput:
         self._loss_normalization.begin(self)
         self._preparation.release()  # before upstream frees the Accelerator's memory, the optimizer's state with it
-        loop = functools.partial(
-            super()._inner_training_loop,
-            args=args,
-            resume_from_checkpoint=resume_from_checkpoint,
-            trial=trial,
-            ignore_keys_for_eval=ignore_keys_for_eval,
-        )
-
-        def run(batch_size: int | None) -> TrainOutput:
-            with self._deciding():
-                return loop(batch_size)
-
-        if not self._searches_batch_size:
-            return run(batch_size)
-        args.auto_find_batch_size = True
-        start = self._train_batch_size
-        if resume_from_checkpoint is not None:
-            start = upstream_files.read_train_batch_size(resume_from_checkpoint) or start
-
-        def auto_find_batch_size(batch_size: int) -> TrainOutput:
-            return run(batch_size)
-
-        output: TrainOutput = find_executable_batch_size(auto_find_batch_size, start)()
-        return output
-
-    @contextmanager
-    def _deciding(self) -> Iterator[None]:
-        """End what the ranks of a run decide together with the run; it begins with the first epoch."""
-        is_failed = True
-        try:
-            yield
-            is_failed = False
-        finally:
-            decisions, self.decisions = self.decisions, None
-            if decisions is not None:
-                decisions.close(is_failed=is_failed)
+        args.auto_find_batch_size = self._searches_batch_size
+        return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
-        """Begin an attempt of the batch-size search, with nothing of the one before in memory."""
-        self._train_batch_size = batch_size
-        self.model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
-        self.model_wrapped = self.model
-        self.model.zero_grad()
-        if self._created_lr_scheduler or self._schedule_of_both is not None:
-            self.optimizer = None
+        """Do nothing: `BatchSizeSearch` has begun the attempt."""
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None

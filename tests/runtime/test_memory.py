@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import threading
 import time
 import weakref
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_trainer import Accelerator, InitProcessGroupKwargs
 from accel_trainer.errors import BatchSizeError, ConfigError
+from accel_trainer.runtime import memory
 from accel_trainer.runtime.memory import (
     clear_device_cache,
     find_executable_batch_size,
@@ -227,6 +229,30 @@ def test_ranks_try_the_same_sizes_whoever_runs_out(who: dict[int, int], tried: l
     results = run_ranks(train_until_it_fits, 2, "ddp", who, "start")
     assert [result["tried"] for result in results] == [tried] * 2
     assert [result["after"] for result in results] == [[0, 1]] * 2
+
+
+def wait_for_a_device(runs_out: bool) -> float:
+    """Rank 0 waits in what stands for a kernel of nccl, which ends when its group is aborted; return for how long."""
+    accelerator = Accelerator(cpu=True)
+    aborted = threading.Event()
+    memory._Ballot.abort = lambda ballot: aborted.set()
+    ballot = memory._Ballot("attempt")
+    begin = time.monotonic()
+    if accelerator.process_index == 0:
+        with memory._released_with_others(ballot):
+            aborted.wait(20 if runs_out else 3)
+    else:
+        time.sleep(1)
+        ballot.cast(memory._OUT_OF_MEMORY if runs_out else memory._DONE)
+        ballot.is_cast(memory._DONE)  # what was cast has arrived
+    seconds = time.monotonic() - begin
+    accelerator.wait_for_everyone()
+    return seconds
+
+
+def test_ranks_that_wait_on_devices_abort_the_group_when_one_runs_out_of_memory():
+    assert 1 < run_ranks(wait_for_a_device, 2, True)[0] < 10
+    assert run_ranks(wait_for_a_device, 2, False)[0] >= 3
 
 
 def end_differently(error_rank: int) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from accel_trainer.errors import ConfigError
-from tests.trainer_jobs import build_trainer, summary
+from tests.ranks import RankFailure, run_ranks
+from tests.trainer_jobs import build_model, build_trainer, summary
 
 
 def limited(trainer: Any, limit: int) -> None:
@@ -85,3 +89,115 @@ def test_memory_that_runs_out_in_evaluation_is_not_answered_with_a_smaller_train
     with pytest.raises(RuntimeError, match=r"Evaluation hit an out-of-memory error.*per_device_eval_batch_size"):
         trainer.train()
     assert trainer._train_batch_size == 4
+
+
+RUN: dict[str, Any] = {"dropout": 0.2, "samples": 48, "num_train_epochs": 2}
+SIZE = 7
+"""The second one that is tried, after 8."""
+
+
+def limit_one_rank(trainer: Any, where: str, rank: int = 0) -> list[int]:
+    """Let one rank run out of memory at its third update with more than `SIZE` rows; return the sizes that it tries."""
+    step, tried = trainer.training_step, []
+
+    def check() -> None:
+        if tried[-1] > SIZE and trainer.state.global_step == 2 and trainer.args.process_index == rank:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def training_step(model: Any, inputs: Any, num_items: Any = None) -> Any:
+        if trainer.state.global_step == 0:
+            tried.append(trainer._train_batch_size)
+        if where == "forward":
+            check()
+        return step(model, inputs, num_items)
+
+    class InTheOptimizer(TrainerCallback):
+        def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            check()
+
+        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            if where == "before the optimizer":
+                check()
+
+    trainer.training_step = training_step
+    if where != "forward":
+        trainer.add_callback(InTheOptimizer)
+    return tried
+
+
+def search(folder: str, strategy: str, where: str, rank: int, builds_model: bool = False, **options: Any) -> Any:
+    """Search on this rank; return the summary of the run that fits."""
+    trainer = build_for_search(folder, strategy, builds_model, auto_find_batch_size=True, size=8, **options)
+    tried = limit_one_rank(trainer, where, rank)
+    begin = time.monotonic()
+    trainer.train()
+    assert time.monotonic() - begin < 40
+    assert trainer.args.auto_find_batch_size is True
+    return {**summary(trainer), "tried": tried}
+
+
+def at_once(folder: str, strategy: str, builds_model: bool = False, **options: Any) -> Any:
+    trainer = build_for_search(folder, strategy, builds_model, size=SIZE, **options)
+    trainer.train()
+    return summary(trainer)
+
+
+def build_for_search(
+    folder: str, strategy: str, builds_model: bool, *, size: int, gives: bool = False, **options: Any
+) -> Any:
+    trainer = build_trainer(folder, strategy=strategy, per_device_train_batch_size=size, **RUN, **options)
+    if builds_model:
+        trainer.model_init = lambda: build_model(dropout=RUN["dropout"], seed=5)
+    if gives:
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1, momentum=0.9)
+        trainer.lr_scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 2, 0.5)
+    return trainer
+
+
+def check_same_run(found: dict[str, Any], reference: dict[str, Any]) -> None:
+    assert found["tried"] == [8, SIZE]
+    for name in ("losses", "grad_norms", "step"):
+        assert found[name] == reference[name]
+    for name, value in reference["weights"].items():
+        np.testing.assert_array_equal(found["weights"][name], value)
+
+
+@pytest.mark.parametrize("options", [{}, {"gives": True}, {"neftune_noise_alpha": 5.0}], ids=str)
+def test_an_attempt_begins_where_the_first_one_began(tmp_path, options: dict[str, Any]):
+    found = search(str(tmp_path / "found"), "single", "forward", 0, **options)
+    check_same_run(found, at_once(str(tmp_path / "reference"), "single", **options))
+
+
+@pytest.mark.parametrize("where", ["forward", "before the optimizer", "in the optimizer"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_out_of_memory_takes_the_others_along_to_the_next_size(tmp_path, where: str, rank: int):
+    found = run_ranks(search, 2, str(tmp_path / "found"), "ddp", where, rank, timeout=60)
+    reference = run_ranks(at_once, 2, str(tmp_path / "reference"), "ddp", timeout=60)
+    for own, expected in zip(found, reference, strict=True):
+        check_same_run(own, expected)
+
+
+def test_a_sharded_model_is_made_anew_for_each_attempt(tmp_path):
+    found = run_ranks(search, 2, str(tmp_path / "found"), "fsdp", "forward", 1, builds_model=True, timeout=60)
+    reference = run_ranks(at_once, 2, str(tmp_path / "reference"), "fsdp", builds_model=True, timeout=60)
+    for own, expected in zip(found, reference, strict=True):
+        check_same_run(own, expected)
+
+
+def fail_differently(folder: str) -> None:
+    trainer = build_trainer(folder, strategy="ddp", auto_find_batch_size=True, ddp_timeout=20)
+    step = trainer.training_step
+
+    def training_step(model: Any, inputs: Any, num_items: Any = None) -> Any:
+        if trainer.args.process_index:
+            raise ValueError("a label is missing")
+        return step(model, inputs, num_items)
+
+    trainer.training_step = training_step
+    trainer.train()
+
+
+def test_another_error_of_one_rank_is_not_answered_with_a_smaller_batch(tmp_path):
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(fail_differently, 2, str(tmp_path))
+    assert "ValueError: a label is missing" in caught.value.failures[1]

@@ -126,7 +126,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}, "gradient_checkpointing": True},
         r"both would recompute the same layers; keep the one in fsdp_config",
     ),
-    ({"auto_find_batch_size": True}, r"auto_find_batch_size is set.*set per_device_train_batch_size"),
+    (
+        {"fsdp": True, "auto_find_batch_size": True},
+        r"auto_find_batch_size is set with strategy 'fsdp2', which shards the model in place.*model_init",
+    ),
     (
         {"fsdp": True, "save_on_each_node": True},
         r"save_on_each_node is set with a sharded model.*output_dir that all nodes",
