@@ -20,7 +20,7 @@ _NAMES = {
     "plugins": (
         "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin "
         "DistributedDataParallelKwargs DummyOptim DummyScheduler FullyShardedDataParallelPlugin "
-        "GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs ProfileKwargs "
+        "GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs ParallelismConfig ProfileKwargs "
         "ProjectConfiguration TorchDynamoPlugin"
     ),
     "scheduler": "AcceleratedScheduler",

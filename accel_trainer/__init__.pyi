@@ -17,6 +17,7 @@ from accel_trainer.plugins import FullyShardedDataParallelPlugin as FullySharded
 from accel_trainer.plugins import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accel_trainer.plugins import GradScalerKwargs as GradScalerKwargs
 from accel_trainer.plugins import InitProcessGroupKwargs as InitProcessGroupKwargs
+from accel_trainer.plugins import ParallelismConfig as ParallelismConfig
 from accel_trainer.plugins import ProfileKwargs as ProfileKwargs
 from accel_trainer.plugins import ProjectConfiguration as ProjectConfiguration
 from accel_trainer.plugins import TorchDynamoPlugin as TorchDynamoPlugin

@@ -15,7 +15,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _OPTIONS = {
     "megatron_lm_plugin": "Megatron-LM",
-    "parallelism_config": "tensor, context and pipeline parallelism",
     "torch_tp_plugin": "tensor parallelism",
 }
 
@@ -43,7 +42,6 @@ _NAMES = {
     "BatchSamplerShard": "it is called ShardedBatchSampler",
     "IterableDatasetShard": "prepare() shares out a stream; see the page on data loaders",
     "MegatronLMPlugin": "Megatron-LM is not offered",
-    "ParallelismConfig": "tensor, context and pipeline parallelism are not offered",
     "SkipBatchSampler": "use skip_first_batches",
     "TorchTensorParallelPlugin": "tensor parallelism is not offered",
     "deepspeed_required": "compare accelerator.distributed_type with DistributedType.DEEPSPEED",

@@ -37,6 +37,7 @@ from accel_trainer.plugins.kwargs import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from accel_trainer.plugins.parallelism import ParallelismConfig
 from accel_trainer.precision import build_precision
 from accel_trainer.runtime.memory import register_memory_owner
 from accel_trainer.runtime.process import init_process, read_environment
@@ -85,14 +86,14 @@ class Accelerator(
         strategy: str | None = None,
         config: str | Path | Mapping[str, Any] | Resolved | None = None,
         *,
+        parallelism_config: ParallelismConfig | None = None,
         megatron_lm_plugin: None = None,
-        parallelism_config: None = None,
         torch_tp_plugin: None = None,
     ) -> None:
         """Resolve the options, join the job, and choose the strategy. Collective.
 
         Every option: an argument given here wins over a launcher's flag, over the environment, over a file, over the
-        default. The last three are options of similar libraries that are not offered here; None is taken.
+        default. The last two are options of similar libraries that are not offered here; None is taken.
 
         Args:
             device_placement: whether models and batches are moved to this rank's device.
@@ -105,6 +106,7 @@ class Accelerator(
             log_with: trackers for `init_trackers` to open: names ("tensorboard", "wandb", "mlflow", "trackio"), "all"
                 for those that are installed, or objects of one's own.
             strategy: "auto", "single", "ddp", "fsdp2" or another registered name.
+            parallelism_config: sizes of the data-parallel axes, where they are to be checked against the job.
             config: a configuration file (YAML or JSON), the name of a packaged one, a dict, or a resolved one.
 
         Raises:
@@ -124,6 +126,7 @@ class Accelerator(
             fsdp_plugin=fsdp_plugin,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
             dynamo_plugin=dynamo_plugin,
+            parallelism_config=parallelism_config,
             kwargs_handlers=kwargs_handlers or (),
         )
         self._join_job(DeepSpeedPlugins.of(deepspeed_plugin, deepspeed_plugins), config)
@@ -145,6 +148,12 @@ class Accelerator(
         self.project_configuration.set_directories(project_dir)
         self._trackers = Trackers(log_with, self.project_configuration, self.process)
         facts = self.strategy.capabilities
+        if parallelism_config is not None:
+            parallelism_config.check(
+                self.process.world_size,
+                is_sharded=facts.shards_parameters,
+                strategy=self.resolved.describe("strategy"),
+            )
         self.state = AcceleratorState(
             process=self.process,
             distributed_type=DistributedType.of(facts.distributed_type, self.process.device),
@@ -152,6 +161,7 @@ class Accelerator(
             fsdp_plugin=FSDPDescription.of(self.resolved, facts, self.precision),
             engine_plugins=self._engine_plugins,
             take_plugin=self._use_plugin,
+            parallelism_config=parallelism_config,
         )
         self.gradient_state = GradientState(self._options.plugin_kwargs, self.config.accumulation.num_steps)
         self._prepared = Prepared()

@@ -23,6 +23,7 @@ from accel_trainer.plugins.kwargs import (
     ProfileKwargs,
     TorchDynamoPlugin,
 )
+from accel_trainer.plugins.parallelism import ParallelismConfig
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Capabilities, Strategy, WrapPolicyFunction
@@ -64,6 +65,7 @@ class AcceleratorOptions:
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
+        parallelism_config: ParallelismConfig | None = None,
         kwargs_handlers: Sequence[KwargsHandler] = (),
     ) -> AcceleratorOptions:
         """Bring the constructor's arguments to dotted paths.
@@ -85,6 +87,7 @@ class AcceleratorOptions:
                 "TorchDynamoPlugin(backend=...)"
             )
         options._take("dynamo_plugin", dynamo_plugin, TorchDynamoPlugin)
+        options._take("parallelism_config", parallelism_config, ParallelismConfig)
         options._take_handlers(kwargs_handlers)
         return options
 

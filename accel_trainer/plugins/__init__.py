@@ -15,6 +15,7 @@ from accel_trainer.plugins.kwargs import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from accel_trainer.plugins.parallelism import ParallelismConfig
 
 __all__ = [
     "AutocastKwargs",
@@ -30,6 +31,7 @@ __all__ = [
     "HfDeepSpeedConfig",
     "InitProcessGroupKwargs",
     "KwargsHandler",
+    "ParallelismConfig",
     "ProfileKwargs",
     "ProjectConfiguration",
     "TorchDynamoPlugin",

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import dataloader
 
 from accel_trainer.errors import AccelTrainerError
@@ -38,6 +39,7 @@ __all__ = [
     "default_store",
     "dtensor_like",
     "exposed_exchange_seconds",
+    "flatten_mesh",
     "foreach_add_",
     "foreach_clamp_max_",
     "foreach_clamp_min_",
@@ -85,6 +87,7 @@ PRIVATE_NAMES = {
     "torch.distributed.tensor._redistribute._gen_transform_infos": _NOT_CLEARED,
     "torch.distributed.tensor._redistribute.clear_redistribute_planner_cache": _NOT_CLEARED,
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": _NOT_CLEARED,
+    "torch.distributed.device_mesh.DeviceMesh._flatten": f"{_REFUSED}: ParallelismConfig.build_device_mesh()",
     "torch.nn.Module._buffers": _REFUSED,
     "torch.nn.Module._call_impl": _REFUSED,
     "torch.nn.Module._compiled_call_impl": f"{_REFUSED}: models whose forward is torch's own would not be compiled",
@@ -155,6 +158,11 @@ RESET_METHODS = ("reset_parameters", "_reset_parameters")
 
 LOADER_AT_REST: Mapping[str, None] = {"_iterator": None, "_IterableDataset_len_called": None}
 """The attributes that a pass over a `DataLoader` leaves behind, as they are before the first."""
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> None:
+    """Add an axis to a mesh's root, over all ranks of a submesh, under a name. Collective."""
+    _need(mesh, "torch.distributed.device_mesh.DeviceMesh._flatten")(name)
 
 
 def clear_forward_hooks(module: nn.Module) -> None:

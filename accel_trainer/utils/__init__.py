@@ -80,6 +80,12 @@ from accel_trainer.plugins.kwargs import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from accel_trainer.plugins.parallelism import (
+    DeepSpeedSequenceParallelConfig,
+    ParallelismConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
 from accel_trainer.precision import (
     ConvertOutputsToFp32,
     convert_outputs_to_fp32,
@@ -321,6 +327,7 @@ __all__ = [
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",
+    "DeepSpeedSequenceParallelConfig",
     "DistributedDataParallelKwargs",
     "DistributedOperationException",
     "DistributedType",
@@ -337,6 +344,7 @@ __all__ = [
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "LoggerType",
+    "ParallelismConfig",
     "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",
@@ -344,7 +352,9 @@ __all__ = [
     "ReduceOp",
     "SageMakerDistributedType",
     "TensorInformation",
+    "TorchContextParallelConfig",
     "TorchDynamoPlugin",
+    "TorchTensorParallelConfig",
     "are_libraries_initialized",
     "broadcast",
     "broadcast_object_list",

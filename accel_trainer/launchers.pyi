@@ -1,0 +1,1 @@
+from accel_trainer.launch.notebook import *

@@ -1,0 +1,1 @@
+from accel_trainer.plugins.parallelism import *

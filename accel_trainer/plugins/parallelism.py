@@ -1,0 +1,305 @@
+"""Sizes of the axes of a job's mesh, under the names that accelerate's users pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+
+from accel_trainer.errors import ConfigError
+from accel_trainer.plugins.kwargs import OptionObject
+from accel_trainer.runtime.process import read_environment
+from accel_trainer.runtime.torch_private import flatten_mesh
+
+__all__ = [
+    "DeepSpeedSequenceParallelConfig",
+    "ParallelismConfig",
+    "TorchContextParallelConfig",
+    "TorchTensorParallelConfig",
+]
+
+_PREFIX = "PARALLELISM_CONFIG_"
+_AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+"""The axes of a mesh, the outermost first."""
+_COMM_STRATEGIES = ("allgather", "alltoall")
+_NO_SEQUENCE_ATTENTION = ("eager", "flex_attention")
+
+
+def _variable(name: str, default: str) -> str:
+    return read_environment().get(f"{_PREFIX}{name.upper()}", default)
+
+
+@dataclass
+class TorchTensorParallelConfig:
+    """Options of tensor parallelism."""
+
+    enable_async_tp: bool = False
+
+
+@dataclass
+class TorchContextParallelConfig:
+    """Options of context parallelism."""
+
+    cp_comm_strategy: str | None = None
+    """"allgather" or "alltoall"; when None, PARALLELISM_CONFIG_CP_COMM_STRATEGY, else "allgather"."""
+
+    def __post_init__(self) -> None:
+        self.cp_comm_strategy = self.cp_comm_strategy or _variable("cp_comm_strategy", "allgather")
+        if self.cp_comm_strategy not in _COMM_STRATEGIES:
+            raise ConfigError(
+                f"Invalid cp_comm_strategy: {self.cp_comm_strategy}; expected one of {', '.join(_COMM_STRATEGIES)}"
+            )
+
+
+@dataclass
+class DeepSpeedSequenceParallelConfig:
+    """Options of sequence parallelism in DeepSpeed."""
+
+    sp_seq_length: int | None = None
+    """Tokens of each sequence, where all have as many."""
+    sp_seq_length_is_variable: bool | None = None
+    """Whether sequences of different batches differ in length; when None, the variable of that name, else True."""
+    sp_attn_implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.sp_seq_length_is_variable is None:
+            self.sp_seq_length_is_variable = _variable("sp_seq_length_is_variable", "true").lower() == "true"
+        if self.sp_seq_length is None and not self.sp_seq_length_is_variable:
+            length = _variable("sp_seq_length", "")
+            if not length:
+                raise ConfigError(
+                    "sp_seq_length_is_variable is False, and sp_seq_length is not given; pass the length, or set "
+                    f"{_PREFIX}SP_SEQ_LENGTH"
+                )
+            self.sp_seq_length = None if length == "None" else int(length)
+        self.sp_attn_implementation = self.sp_attn_implementation or _variable("sp_attn_implementation", "") or None
+        name = self.sp_attn_implementation
+        if name is not None and (name in _NO_SEQUENCE_ATTENTION or not (name in _ATTENTIONS or "/" in name)):
+            raise ConfigError(
+                f"Invalid sp_attn_implementation: {name}; expected one of {', '.join(_ATTENTIONS)}, or a kernel of the "
+                "hub as 'owner/name'"
+            )
+
+
+_ATTENTIONS = ("flash_attention_2", "flash_attention_3", "sdpa")
+_HANDLERS: dict[str, Callable[[], Any]] = {
+    "tp": TorchTensorParallelConfig,
+    "cp": TorchContextParallelConfig,
+    "sp": DeepSpeedSequenceParallelConfig,
+}
+
+
+@dataclass
+class ParallelismConfig(OptionObject):
+    """Sizes of the axes over which a job is laid out; their product is the number of processes.
+
+    A size that is None comes from `PARALLELISM_CONFIG_...`, and is 1 without that. An Accelerator takes the sizes of
+    data parallelism: `dp_replicate_size` for DDP, `dp_shard_size` for FSDP, both for hybrid sharding.
+
+    Raises:
+        ConfigError: a size is below 1, or two axes exclude each other.
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    cp_backend: str | None = None
+    """"torch"."""
+    sp_size: int | None = None
+    sp_backend: str | None = None
+    """"deepspeed"."""
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    device_mesh: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for axis in _AXES:
+            name = f"{axis}_size"
+            if getattr(self, name) is None:
+                setattr(self, name, int(_variable(name, "1")))
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, but got {getattr(self, name)}")
+        for axis, backend in (("cp", "torch"), ("sp", "deepspeed")):
+            name = f"{axis}_backend"
+            given = getattr(self, name) or _variable(name, backend)
+            if given != backend:
+                raise ConfigError(f"{name} must be {backend!r}, but got {given!r}")
+            setattr(self, name, given)
+        for axis, build in _HANDLERS.items():
+            handler = getattr(self, f"{axis}_handler")
+            if handler is None and self._size(axis) > 1:
+                setattr(self, f"{axis}_handler", build())
+            elif handler is not None and not isinstance(handler, build):  # type: ignore[arg-type]
+                raise ConfigError(f"{axis}_handler is a {type(handler).__name__}; expected {build.__name__}")
+        self._check_axes()
+
+    def _check_axes(self) -> None:
+        if self.cp_enabled and self.sp_enabled:
+            raise ConfigError(
+                "Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive: cp_size="
+                f"{self.cp_size} and sp_size={self.sp_size}; set one of them to 1"
+            )
+        if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and not self.dp_shard_enabled:
+            raise ConfigError(
+                f"tp_size={self.tp_size} and cp_size={self.cp_size} do not go with replicas alone (dp_replicate_size="
+                f"{self.dp_replicate_size}, dp_shard_size=1); set dp_shard_size above 1, or dp_replicate_size to 1"
+            )
+
+    def _size(self, axis: str) -> int:
+        return int(getattr(self, f"{axis}_size"))
+
+    def _named(self, *axes: str) -> list[str]:
+        """Return those of the axes whose size is above 1."""
+        return [axis for axis in axes if self._size(axis) > 1]
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are replicas."""
+        return self._size("dp_replicate") > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether parameters are sharded."""
+        return self._size("dp_shard") > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether there is tensor parallelism."""
+        return self._size("tp") > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether there is context parallelism."""
+        return self._size("cp") > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether there is sequence parallelism."""
+        return self._size("sp") > 1
+
+    @property
+    def total_size(self) -> int:
+        """The product of all sizes: the number of processes."""
+        return self.data_parallel_size * self.non_data_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of processes that read different data."""
+        return self._size("dp_replicate") * self._size("dp_shard")
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Number of processes that share a batch."""
+        return self._size("tp") * self._size("cp") * self._size("sp")
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """Axes along which data differs."""
+        return self._named("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """Axes along which the batch is the same."""
+        return self._named("tp", "cp", "sp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Axes over which FSDP shards."""
+        return self._named("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Axes over which losses are averaged."""
+        return self._named("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """Axes of the mesh that FSDP gets."""
+        return [*self._named("dp_replicate"), "dp_shard_cp"]
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """All axes of a size above 1."""
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Return names and sizes of the axes above 1, the outermost first."""
+        names = self._named(*_AXES)
+        return tuple(names), tuple(map(self._size, names))
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Return a new mesh of the axes above 1, with the joint axes `dp`, `dp_shard_cp` and `dp_cp`. Collective.
+
+        None where all sizes are 1, and for sequence parallelism, whose groups DeepSpeed makes.
+        """
+        names, sizes = self._get_mesh()
+        if not names or self.sp_enabled:
+            return None
+        mesh = device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        joint = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
+        for name, axes in joint.items():
+            if axes:
+                flatten_mesh(mesh[axes], name)  # type: ignore[index]
+        return mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """Return the mesh, which the first call builds. Collective then.
+
+        Raises:
+            ConfigError: the first call names no device, or a later one another.
+        """
+        if self.device_mesh is None:
+            if device_type is None:
+                raise ConfigError("get_device_mesh() builds a mesh, and needs its device_type, 'cuda' for instance")
+            self.device_mesh = self.build_device_mesh(device_type)
+        elif device_type not in (None, self.device_mesh.device_type):
+            raise ConfigError(
+                f"the mesh was built on {self.device_mesh.device_type!r}, and is asked for on {device_type!r}; make "
+                "another ParallelismConfig"
+            )
+        return self.device_mesh
+
+    def to_json(self) -> dict[str, Any]:
+        """Return sizes, backends and the handlers' options as plain values."""
+        plain = {name: value for name, value in vars(self).items() if name != "device_mesh"}
+        return {name: dict(vars(value)) if hasattr(value, "__dict__") else value for name, value in plain.items()}
+
+    def explicit(self) -> dict[str, Any]:
+        """Return the size of hybrid sharding, by its path.
+
+        Raises:
+            ConfigError: an axis other than those of data parallelism is above 1.
+        """
+        if self.non_dp_dim_names:
+            sizes = ", ".join(f"{axis}_size={self._size(axis)}" for axis in self.non_dp_dim_names)
+            raise ConfigError(
+                f"parallelism_config has {sizes}, which this version does not offer in an Accelerator; set it to 1, "
+                "and shard with dp_shard_size where the model does not fit"
+            )
+        is_hybrid = self.dp_replicate_enabled and self.dp_shard_enabled
+        return {"fsdp.replicate_size": self.dp_replicate_size} if is_hybrid else {}
+
+    def check(self, world_size: int, *, is_sharded: bool, strategy: str) -> None:
+        """Refuse sizes that do not make this job.
+
+        Args:
+            strategy: how the strategy was chosen, for the message.
+
+        Raises:
+            ConfigError: their product is not the number of processes, or they and the strategy contradict each other.
+        """
+        if self.total_size not in (1, world_size):
+            raise ConfigError(
+                f"ParallelismConfig total_size ({self.total_size}) does not match num_processes ({world_size}); adjust "
+                "dp_replicate_size and dp_shard_size"
+            )
+        if self.total_size > 1 and self.dp_shard_enabled != is_sharded:
+            wanted = "dp_shard_size above 1" if is_sharded else "dp_shard_size=1, or an FSDP plugin"
+            raise ConfigError(
+                f"parallelism_config has dp_shard_size={self.dp_shard_size}, and {strategy}; expected {wanted}"
+            )

@@ -1,0 +1,137 @@
+"""Sizes of a mesh's axes: what they make together, what excludes what, and what an Accelerator takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from accel_trainer import Accelerator, FullyShardedDataParallelPlugin
+from accel_trainer.errors import ConfigError
+from accel_trainer.parallelism_config import (
+    DeepSpeedSequenceParallelConfig,
+    ParallelismConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
+from accel_trainer.runtime.variables import patch_environment
+from tests.ranks import preload, run_ranks
+
+preload("accel_trainer.accelerator")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "shape"),
+    [
+        ({}, (), ()),
+        ({"dp_replicate_size": 8}, ("dp_replicate",), (8,)),
+        ({"dp_replicate_size": 2, "dp_shard_size": 4}, ("dp_replicate", "dp_shard"), (2, 4)),
+        ({"tp_size": 2, "dp_shard_size": 4}, ("dp_shard", "tp"), (4, 2)),
+        ({"tp_size": 2, "cp_size": 3, "dp_shard_size": 4}, ("dp_shard", "cp", "tp"), (4, 3, 2)),
+    ],
+)
+def test_the_axes_above_1_make_the_mesh(sizes: dict[str, int], names: tuple[str, ...], shape: tuple[int, ...]):
+    config = ParallelismConfig(**sizes)
+    assert config._get_mesh() == (names, shape)
+    product = 1
+    for size in shape:
+        product *= size
+    assert (config.total_size, sorted(config.active_mesh_dims)) == (product, sorted(names))
+    assert config.data_parallel_size * config.non_data_parallel_size == product
+
+
+def test_what_axes_are_for():
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, cp_size=2, tp_size=2)
+    assert config.dp_dim_names == ["dp_replicate", "dp_shard"]
+    assert config.non_dp_dim_names == ["tp", "cp"]
+    assert config.dp_shard_cp_dim_names == ["dp_shard", "cp"]
+    assert config.dp_cp_dim_names == ["dp_replicate", "dp_shard", "cp"]
+    assert config.fsdp_dim_names == ["dp_replicate", "dp_shard_cp"]
+    assert isinstance(config.tp_handler, TorchTensorParallelConfig)
+    assert config.to_json()["cp_handler"] == {"cp_comm_strategy": "allgather"}
+
+
+def test_sizes_that_are_not_given_come_from_the_environment():
+    with patch_environment(parallelism_config_tp_size=3, parallelism_config_cp_comm_strategy="alltoall"):
+        assert ParallelismConfig().tp_size == 3
+        assert ParallelismConfig(tp_size=1).tp_size == 1
+        assert TorchContextParallelConfig().cp_comm_strategy == "alltoall"
+    with patch_environment(parallelism_config_sp_seq_length=64, parallelism_config_sp_seq_length_is_variable=False):
+        assert DeepSpeedSequenceParallelConfig().sp_seq_length == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp_size": 0}, "tp_size must be at least 1, but got 0"),
+        ({"cp_backend": "ring"}, "cp_backend must be 'torch', but got 'ring'"),
+        ({"cp_size": 2, "sp_size": 2}, "mutually exclusive: cp_size=2 and sp_size=2; set one of them to 1"),
+        ({"tp_size": 2, "dp_replicate_size": 2}, "tp_size=2 and cp_size=1 do not go with replicas alone"),
+        ({"cp_handler": 3}, "cp_handler is a int; expected TorchContextParallelConfig"),
+    ],
+)
+def test_sizes_that_make_no_mesh_are_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        ParallelismConfig(**options)
+
+
+def test_options_of_axes_are_checked():
+    with pytest.raises(ConfigError, match="Invalid cp_comm_strategy: ring; expected one of allgather, alltoall"):
+        TorchContextParallelConfig("ring")
+    with pytest.raises(ConfigError, match="sp_seq_length is not given; pass the length, or set"):
+        DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False)
+    with pytest.raises(ConfigError, match="Invalid sp_attn_implementation: eager; expected one of flash_attention_2"):
+        DeepSpeedSequenceParallelConfig(sp_attn_implementation="eager")
+
+
+def build_meshes() -> Any:
+    dist.init_process_group("gloo")
+    config = ParallelismConfig(dp_shard_size=2)
+    with pytest.raises(ConfigError, match="needs its device_type"):
+        config.get_device_mesh()
+    mesh = config.get_device_mesh("cpu")
+    assert config.get_device_mesh() is mesh
+    with pytest.raises(ConfigError, match="built on 'cpu', and is asked for on 'cuda'"):
+        config.get_device_mesh("cuda")
+    facts = (mesh.mesh_dim_names, mesh["dp"].size(), mesh["dp_shard_cp"].size())
+    dist.destroy_process_group()
+    return facts
+
+
+def test_a_mesh_has_its_joint_axes():
+    assert run_ranks(build_meshes, 2) == [(("dp_shard",), 2, 2)] * 2
+
+
+def in_accelerators() -> Any:
+    plugin = FullyShardedDataParallelPlugin()
+    replicas = ParallelismConfig(dp_replicate_size=2)
+    shards = ParallelismConfig(dp_shard_size=2)
+    assert Accelerator(cpu=True, parallelism_config=replicas).parallelism_config is replicas
+    assert Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=shards).state.parallelism_config is shards
+    assert Accelerator(cpu=True, parallelism_config=ParallelismConfig()).num_processes == 2
+    for options, message in (
+        (
+            {"parallelism_config": ParallelismConfig(dp_replicate_size=3)},
+            r"total_size \(3\) does not match",
+        ),
+        ({"parallelism_config": shards}, "has dp_shard_size=2, and .*expected dp_shard_size=1, or an FSDP plugin"),
+        ({"parallelism_config": replicas, "fsdp_plugin": plugin}, "expected dp_shard_size above 1"),
+        ({"parallelism_config": ParallelismConfig(tp_size=2)}, "has tp_size=2, which this version does not offer"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Accelerator(cpu=True, **options)
+
+
+def test_an_accelerator_checks_sizes_against_its_job():
+    run_ranks(in_accelerators, 2)
+
+
+def hybrid() -> Any:
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(), parallelism_config=config)
+    return accelerator.config.fsdp.replicate_size
+
+
+def test_replicas_of_shards_are_hybrid_sharding():
+    assert run_ranks(hybrid, 4) == [2] * 4
