@@ -319,12 +319,18 @@ class AcceleratorCheckpointing(AcceleratorSettings):
     # --- weights and single objects --------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Return the full state_dict of a prepared model on rank 0, by the user's parameter names, and `{}` elsewhere.
+        """Return the full state_dict of a prepared model on rank 0, by the user's parameter names.
 
+        Elsewhere `{}` where the strategy shards models; a replica's own tensors, not copied, where it does not.
         Collective: every rank calls it. Of a model that was never prepared, each rank gets the rank's own.
         """
         found = self._find_unit(model)
-        return _own_state(model) if found is None else found.unit.checkpoint_io().full_model_state()
+        if found is None:
+            return _own_state(model)
+        io = found.unit.checkpoint_io()
+        if self.process.is_main or self.strategy.capabilities.shards_parameters:
+            return io.full_model_state()
+        return {name: tensor() for name, tensor in io.lazy_model_state().items()}
 
     def _find_unit(self, model: nn.Module) -> PreparedUnit | None:
         """Return the unit of a model; None for one that was never prepared, and is full on this rank.

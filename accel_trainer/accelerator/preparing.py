@@ -25,6 +25,7 @@ from accel_trainer.runtime.fault_injection import hook_forward_faults
 from accel_trainer.runtime.rng import seed_own_streams, synchronize_rng
 from accel_trainer.strategies.api import TrainJob
 from accel_trainer.strategies.optimizer_placeholder import OptimizerPlaceholder
+from accel_trainer.strategies.quantized import keep_gradients
 
 __all__ = ["AcceleratorPreparing"]
 
@@ -257,6 +258,7 @@ class AcceleratorPreparing(AcceleratorSettings):
 
     def _prepare_job(self, job: TrainJob) -> nn.Module:
         """Have the strategy prepare a model; return the model to call. Collective."""
+        keep_gradients(job.model, self.process.device)
         unit = self.strategy.prepare(job, self.precision, self.process)
         accumulation = self.config.accumulation
         window = AccumulationWindow(

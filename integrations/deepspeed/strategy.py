@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from accel_trainer.checkpoint.weights.adapters import adapter_folders
 from accel_trainer.config import MixedPrecision, OutputDtype, Resolved, RunConfig
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.config import EngineConfig, Fact, Facts, hidden_size_of, resolve_engine_config
@@ -27,6 +28,7 @@ from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states
 from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.optimizer_placeholder import OptimizerPlaceholder
+from accel_trainer.strategies.own_methods import gather_in_save_pretrained, refuse_merges
 from accel_trainer.strategies.parameter_state.matching import uncompiled_name
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, require_values
 from accel_trainer.tree import map_leaves
@@ -172,7 +174,13 @@ class DeepSpeedStrategy(BaseStrategy):
             placeholder.adopt(engine.basic_optimizer)
         hooks = _cast_around(job.model, config, job.config)
         apply_compile(job.model, job.config.compile, job.compile_options)
-        return DeepSpeedUnit(engine, job.optimizers, groups, hooks)
+        unit = DeepSpeedUnit(engine, job.optimizers, groups, hooks)
+        if config.stage == 3:
+            gather_in_save_pretrained(job.model, process, unit.checkpoint_io)
+            refuse_merges(job.model)
+        elif adapter_folders(job.model):
+            gather_in_save_pretrained(job.model, process, None)
+        return unit
 
 
 @contextmanager

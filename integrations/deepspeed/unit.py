@@ -77,6 +77,9 @@ class DeepSpeedUnit(TrainUnit):
         self._zero = engine.optimizer
         self._groups = groups
         """Names of the parameters of each group of the optimizer; the engine replaces them by flat buffers."""
+        named = {uncompiled_name(name): parameter for name, parameter in self.module.named_parameters()}
+        self._grouped = [[named[name] for name in names] for names in groups]
+        """The parameters themselves: the module may have lost some when the engine goes, to PEFT's merging for one."""
         self._trained = frozenset(id(p) for p in self.module.parameters() if p.requires_grad)
         self._configured_bound: float = getattr(self._zero, "clip_grad", 0.0)
         self._bound: float | None = None
@@ -309,11 +312,11 @@ class DeepSpeedUnit(TrainUnit):
         for parameter in self.module.parameters():
             vars(parameter).pop("_z3_optimizer", None)
         forget_module(self.module)
-        named = {uncompiled_name(name): parameter for name, parameter in self.module.named_parameters()}
+        vars(self.module).pop("save_pretrained", None)
         for optimizer in self.optimizers:
             optimizer.state.clear()
-            for group, names in zip(optimizer.param_groups, self._groups, strict=True):
-                group["params"] = [named[name] for name in names]
+            for group, parameters in zip(optimizer.param_groups, self._grouped, strict=True):
+                group["params"] = list(parameters)
 
     def checkpoint_io(self) -> CheckpointIO:
         """Return the reader and writer of this unit's state."""

@@ -10,7 +10,16 @@ from torch import nn
 
 from tests.trainer_jobs import TokenDataset, arguments, build_model, strategy_arguments
 
-__all__ = ["METHODS", "RANKS", "STRATEGIES", "adapt", "batch_loss", "build_peft_trainer", "trained_tensors"]
+__all__ = [
+    "METHODS",
+    "RANKS",
+    "STRATEGIES",
+    "adapt",
+    "batch_loss",
+    "build_accelerator",
+    "build_peft_trainer",
+    "trained_tensors",
+]
 
 METHODS = ("lora", "modules_to_save", "prompt", "checkpointing")
 STRATEGIES = ("single", "ddp", "fsdp", "zero2", "zero3")
@@ -26,6 +35,17 @@ def _strategy(name: str) -> dict[str, Any]:
     # Small enough that parameters of the tiny models are partitioned, too.
     zero = {"stage": int(name[-1]), "stage3_param_persistence_threshold": 0}
     return {"deepspeed": {**dict.fromkeys(automatic, "auto"), "zero_optimization": zero}}
+
+
+def build_accelerator(strategy: str) -> Any:
+    """Return an Accelerator on the CPU."""
+    from accel_trainer import Accelerator
+
+    if strategy.startswith("zero"):
+        zero = {"stage": int(strategy[-1]), "stage3_param_persistence_threshold": 0}
+        block = {"zero_optimization": zero, "zero3_init_flag": False}
+        return Accelerator(cpu=True, config={"strategy": "deepspeed", "deepspeed": block})
+    return Accelerator(cpu=True, strategy="fsdp2" if strategy == "fsdp" else strategy)
 
 
 def adapt(model: nn.Module, method: str, **changes: Any) -> Any:

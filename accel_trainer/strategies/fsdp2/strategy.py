@@ -42,6 +42,7 @@ from accel_trainer.strategies.fsdp2.wrapping import (
     find_ignored_modules,
     warn_of_one_unit,
 )
+from accel_trainer.strategies.quantized import refuse_8bit_shards
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, with_optimizers
 from accel_trainer.tree import leaves
 
@@ -238,6 +239,9 @@ def _select_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessC
     unsharded = {p for p in model.parameters() if p.ndim == 0}
     unsharded.update(p for module in ignored for p in module.parameters())
     _check_combination(job, layers, unsharded)
+    refuse_8bit_shards(model)
+    if precision.compute is None:  # else they are upcast
+        _check_trained_dtypes(model, drop_tied_blocks(model, layers), unsharded)
     build_mesh_shape(process.world_size, _count_replicas(job.config.fsdp, process))
     return _Selection(layers, ignored, frozenset(unsharded))
 
@@ -303,3 +307,26 @@ def _check_combination(job: TrainJob, layers: Sequence[nn.Module], unsharded: Se
             "ignored ones or scalars, and torch's GradScaler cannot unscale sharded and whole gradients together; use "
             "bf16"
         )
+
+
+def _check_trained_dtypes(model: nn.Module, blocks: Sequence[nn.Module], unsharded: Set[nn.Parameter]) -> None:
+    """Refuse trained parameters of several dtypes in one unit, whose gradients FSDP2 reduces together.
+
+    Frozen ones may have others: a base model in bf16, or quantised, under adapters in fp32.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    taken: set[int] = set()
+    for unit in (*reversed(blocks), model):  # deepest first
+        own = [p for p in unit.parameters() if id(p) not in taken and p not in unsharded]
+        taken.update(map(id, own))
+        first: dict[torch.dtype, str] = {}
+        for parameter in own:
+            if parameter.requires_grad:
+                first.setdefault(parameter.dtype, names[id(parameter)])
+        if len(first) > 1:
+            found = " and ".join(f"{name!r} in {dtype}" for dtype, name in first.items())
+            raise ConfigError(
+                f"{type(model).__name__} trains {found}, and FSDP2 reduces the gradients of the {type(unit).__name__} "
+                "that both are in together, in one dtype; give all that is trained one dtype "
+                "(parameter.data = parameter.data.float()), or use mixed_precision='bf16', which keeps it in fp32"
+            )

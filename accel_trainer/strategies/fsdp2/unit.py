@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-import os
-import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +17,12 @@ from torch.optim import Optimizer
 
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.placement import local_box, local_tensor, wrap_local_like
-from accel_trainer.checkpoint.weights.writing import gather_to_file
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.runtime.torch_private import foreach_copy_, queue_callback
 from accel_trainer.strategies.api import CheckpointIO, HeldGradients
 from accel_trainer.strategies.loss_scale import LossScale
+from accel_trainer.strategies.own_methods import gather_in_save_pretrained, refuse_merges
 from accel_trainer.strategies.ownership import parameters_of
 from accel_trainer.strategies.parameter_state.torch_io import TensorShards, TorchCheckpointIO
 from accel_trainer.strategies.single import NativeUnit
@@ -226,8 +222,8 @@ def exchange_full_state(model: nn.Module, process: ProcessContext) -> None:
     Scripts written for one process call these: `module.save_pretrained(directory)` would find this rank's shards, and
     `module.load_state_dict(state)` would be handed tensors that are no shards.
     """
-    if callable(getattr(type(model), "save_pretrained", None)):
-        model.save_pretrained = SavePretrained(model, process)  # type: ignore[assignment]
+    gather_in_save_pretrained(model, process, partial(TorchCheckpointIO, model))
+    refuse_merges(model)
     for module in model.modules():
         if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
             module.register_load_state_dict_pre_hook(_shard_state)
@@ -242,53 +238,3 @@ def _shard_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
             state_dict[prefix + name] = distribute_tensor(
                 value.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None
             )
-
-
-class SavePretrained:
-    """A sharded model's `save_pretrained`: the model's own, given the full weights. Collective.
-
-    An instance attribute of that name, as the prepared forward is one: the class stays the user's.
-    """
-
-    def __init__(self, model: nn.Module, process: ProcessContext) -> None:
-        self.model = model
-        self.process = process
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        parameters = list(inspect.signature(type(self.model).save_pretrained).parameters.values())  # type: ignore[attr-defined]
-        return inspect.Signature(parameters[1:])
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Gather the weights, write them on rank 0, and return on every rank once they are written.
-
-        The model's own method wants all of them at once. It gets tensors that are mapped from a file without a name
-        beside its target, into which they are gathered one by one: no rank has to have memory for the model.
-
-        A call that brings its own `state_dict` is passed on as it is, and gathers nothing.
-
-        Raises:
-            ConfigError: the model's own method has no argument for weights that were gathered.
-            DiskFullError: there is no room for the weights twice.
-        """
-        save = type(self.model).save_pretrained  # type: ignore[attr-defined]
-        call = self.__signature__.bind(*args, **kwargs)
-        if kwargs.get("state_dict", call.arguments.get("state_dict")) is not None:
-            return save(self.model, *args, **kwargs)
-        if "state_dict" not in self.__signature__.parameters:
-            raise ConfigError(
-                f"{type(self.model).__name__} is sharded, and its save_pretrained() has no `state_dict` argument for "
-                "the gathered weights; use accelerator.save_model(model, directory)"
-            )
-        target = next(iter(call.arguments.values()), None)
-        with raise_together(self.process, "save_pretrained"):
-            call.arguments["state_dict"] = gather_to_file(
-                TorchCheckpointIO(self.model).lazy_model_state(),
-                Path(target if isinstance(target, (str, os.PathLike)) else tempfile.gettempdir()),
-                writes=self.process.is_main,
-            )
-        if "is_main_process" in self.__signature__.parameters:
-            call.arguments["is_main_process"] = self.process.is_main and call.arguments.get("is_main_process", True)
-        # Also the barrier behind which every rank may read the files.
-        with raise_together(self.process, "save_pretrained"):
-            return save(self.model, *call.args, **call.kwargs)

@@ -315,6 +315,32 @@ def exported() -> Any:
     return found
 
 
+@SCENARIOS.add
+def saved_by_the_model() -> Any:
+    import transformers
+
+    from accel_trainer.utils import broadcast_object_list
+
+    made = accelerator(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = transformers.BertConfig(vocab_size=64, **sizes)
+    model = transformers.BertForSequenceClassification(config)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    prepared = made.prepare(model)
+    with tempfile.TemporaryDirectory() as own:
+        folder = broadcast_object_list([own])[0]
+        made.unwrap_model(prepared).save_pretrained(folder)
+        with made.strategy.building(in_pieces=False):
+            after = transformers.BertForSequenceClassification.from_pretrained(folder).state_dict()
+        made.wait_for_everyone()
+    return [name for name, value in before.items() if not torch.equal(value, after[name])]
+
+
+def test_a_partitioned_model_saves_itself_in_full():
+    assert results("saved_by_the_model") == [[], []]
+
+
 def test_weights_are_exported_in_files_for_transformers():
     first, second = results("exported")
     for stage in (2, 3):

@@ -1,0 +1,121 @@
+"""Methods of a prepared model's own that want full weights, on ranks that hold shards: gathered for, or refused."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
+from accel_trainer.checkpoint.weights.adapters import adapter_folders, gather_adapters, unsharded_prompts
+from accel_trainer.checkpoint.weights.writing import gather_to_file
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.shared_errors import raise_together
+from accel_trainer.strategies.api import CheckpointIO
+
+__all__ = ["SavePretrained", "gather_in_save_pretrained", "refuse_merges"]
+
+_MERGES = ("merge_and_unload", "merge_adapter")
+
+
+def gather_in_save_pretrained(model: nn.Module, process: ProcessContext, io: Callable[[], CheckpointIO] | None) -> None:
+    """Have the model's own `save_pretrained`, if it has one, write full weights. Nothing is communicated here.
+
+    Scripts written for one process call it, and it would find this rank's shards.
+
+    Args:
+        io: returns the reader of the model's state; None where each rank has full weights, and nothing is gathered.
+    """
+    if callable(getattr(type(model), "save_pretrained", None)):
+        model.save_pretrained = SavePretrained(model, process, io)  # type: ignore[assignment]
+
+
+def refuse_merges(model: nn.Module) -> None:
+    """Refuse to merge adapters of PEFT into weights that are sharded: what came out would be wrong, or of no use."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise ConfigError(
+            f"{type(model).__name__} is sharded, and its adapters cannot be merged into shards; save them with "
+            "save_pretrained() or the Trainer's save_model(), and merge in one process: "
+            "PeftModel.from_pretrained(base_model, directory).merge_and_unload()"
+        )
+
+    if adapter_folders(model):
+        for name in _MERGES:
+            setattr(model, name, refuse)
+
+
+class SavePretrained:
+    """A model's `save_pretrained` on several ranks: the model's own, given the full weights. Collective.
+
+    An instance attribute of that name, as the prepared forward is one: the class stays the user's.
+    """
+
+    def __init__(self, model: nn.Module, process: ProcessContext, io: Callable[[], CheckpointIO] | None) -> None:
+        self.model = model
+        self.process = process
+        self.io = io
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        parameters = list(inspect.signature(type(self.model).save_pretrained).parameters.values())  # type: ignore[attr-defined]
+        return inspect.Signature(parameters[1:])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather the weights, write them on rank 0, and return on every rank once they are written.
+
+        The model's own method wants all of them at once. It gets tensors that are mapped from a file without a name
+        beside its target, into which they are gathered one by one: no rank has to have memory for the model. Of a model
+        with adapters of PEFT, which that method saves alone, the base is not gathered.
+
+        A call that brings its own `state_dict` is passed on as it is, and gathers nothing.
+
+        Raises:
+            ConfigError: the model's own method has no argument for weights that were gathered.
+            DiskFullError: there is no room for the weights twice.
+        """
+        save = type(self.model).save_pretrained  # type: ignore[attr-defined]
+        call = self.__signature__.bind(*args, **kwargs)
+        given = kwargs.get("state_dict", call.arguments.get("state_dict"))
+        if given is not None:
+            if not adapter_folders(self.model):
+                return save(self.model, *args, **kwargs)
+            if not given and not self.process.is_main:
+                return None  # get_state_dict() has the weights on rank 0; PEFT looks for each of its names
+            with unsharded_prompts(self.model, given):
+                return save(self.model, *args, **kwargs)
+        if self.io is None:
+            return save(self.model, *args, **kwargs)
+        io = self.io()
+        target = next(iter(call.arguments.values()), None)
+        directory = Path(target if isinstance(target, (str, os.PathLike)) else tempfile.gettempdir())
+        if "is_main_process" in self.__signature__.parameters:
+            call.arguments["is_main_process"] = self.process.is_main and call.arguments.get("is_main_process", True)
+        if adapter_folders(self.model):
+            return self._save_adapters(call, io.lazy_model_state(), directory)
+        if "state_dict" not in self.__signature__.parameters:
+            raise ConfigError(
+                f"{type(self.model).__name__} is sharded, and its save_pretrained() has no `state_dict` argument for "
+                "the gathered weights; use accelerator.save_model(model, directory)"
+            )
+        with raise_together(self.process, "save_pretrained"):
+            call.arguments["state_dict"] = gather_to_file(io.lazy_model_state(), directory, writes=self.process.is_main)
+        # Also the barrier behind which every rank may read the files.
+        with raise_together(self.process, "save_pretrained"):
+            return save(self.model, *call.args, **call.kwargs)
+
+    def _save_adapters(self, call: inspect.BoundArguments, lazy: Mapping[str, LazyTensor], directory: Path) -> Any:
+        save = type(self.model).save_pretrained  # type: ignore[attr-defined]
+        with (
+            raise_together(self.process, "save_pretrained"),
+            gather_adapters(self.model, lazy, directory, self.process) as state,
+        ):
+            if self.process.is_main:
+                return save(self.model, *call.args, **{**call.kwargs, "state_dict": state})
+        return None

@@ -1,0 +1,141 @@
+"""PEFT in loops of one's own: states, adapters and merges of prepared models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ecosystem.peft_models import RANKS, STRATEGIES, adapt, batch_loss, build_accelerator
+from tests.ranks import preload, run_ranks
+from tests.trainer_jobs import TokenDataset, build_model
+
+peft = pytest.importorskip("peft")
+preload("peft", "accel_trainer.accelerator", "transformers.models.llama.modeling_llama", "deepspeed")
+
+METHODS = ("lora", "modules_to_save", "prompt")
+
+
+def prepare(strategy: str, method: str) -> Any:
+    """Return an Accelerator with a prepared model, optimizer and loader over four updates of eight rows."""
+    accelerator = build_accelerator(strategy)
+    model = adapt(build_model(), method)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    loader = torch.utils.data.DataLoader(TokenDataset(32), batch_size=8 // RANKS[strategy])
+    return accelerator, *accelerator.prepare(model, optimizer, loader)
+
+
+def train(accelerator: Any, model: Any, optimizer: Any, loader: Any, save_after: int, state: str) -> list[float]:
+    losses = []
+    for update, batch in enumerate(loader, 1):
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        if update == save_after:
+            accelerator.save_state(state)
+    return losses
+
+
+def everything(folder: str, strategy: str) -> dict[str, Any]:
+    """Train with each kind of adapter, save the state and the adapters in each way; return by kind what came out."""
+    found = {}
+    for method in METHODS:
+        out = Path(folder, method)
+        accelerator, model, *rest = prepare(strategy, method)
+        losses = train(accelerator, model, *rest, save_after=2, state=str(out / "state"))
+        unwrapped = accelerator.unwrap_model(model)
+        unwrapped.save_pretrained(
+            out / "given",
+            is_main_process=accelerator.is_main_process,
+            save_function=accelerator.save,
+            state_dict=accelerator.get_state_dict(model),
+        )
+        unwrapped.save_pretrained(out / "own", is_main_process=accelerator.is_main_process)
+        accelerator.wait_for_everyone()
+        numbers = unwrapped.get_nb_trainable_parameters()
+        found[method] = {"losses": losses, "numbers": numbers, "merge": merge(unwrapped)}
+        accelerator.free_memory()
+    return found
+
+
+def merge(model: Any) -> Any:
+    try:
+        return batch_loss(model.merge_and_unload())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def resume(folder: str, strategy: str) -> dict[str, list[float]]:
+    """Go on from the states of another strategy; return the losses."""
+    found = {}
+    for method in METHODS:
+        accelerator, model, optimizer, loader = prepare(strategy, method)
+        accelerator.load_state(Path(folder, method, "state"))
+        rest = accelerator.skip_first_batches(loader, 2)
+        found[method] = train(accelerator, model, optimizer, rest, save_after=0, state="")
+        accelerator.free_memory()
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    known: dict[str, Any] = {}
+
+    def run(strategy: str) -> Any:
+        if strategy not in known:
+            folder = tmp_path_factory.mktemp(strategy)
+            known[strategy] = run_ranks(everything, RANKS[strategy], str(folder), strategy, timeout=100), folder
+        return known[strategy]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_adapters_are_trained_and_saved_alone_in_both_ways(runs, strategy):
+    alone = runs("single")[0][0]
+    results, folder = runs(strategy)
+    for method in METHODS:
+        found = results[0][method]
+        np.testing.assert_allclose(found["losses"], alone[method]["losses"], rtol=2e-6)
+        assert found["numbers"] == alone[method]["numbers"]
+        expected = alone[method]["merge"] if method != "prompt" else None
+        for way in ("given", "own"):
+            names = {path.name for path in (folder / method / way).iterdir()}
+            assert names == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+            loss = batch_loss(peft.PeftModel.from_pretrained(build_model(), folder / method / way))
+            expected = loss if expected is None else expected
+            assert loss == pytest.approx(expected, rel=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_merging_is_right_or_refused(runs, strategy):
+    expected = runs("single")[0][0]["lora"]["merge"]
+    for rank in runs(strategy)[0]:
+        if strategy in ("fsdp", "zero3"):
+            assert rank["lora"]["merge"].startswith("ConfigError")
+            assert (
+                "its adapters cannot be merged into shards; save them with save_pretrained()" in rank["lora"]["merge"]
+            )
+        else:
+            assert rank["lora"]["merge"] == pytest.approx(expected, rel=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    ("origin", "strategy"), [("single", "fsdp"), ("single", "zero3"), ("fsdp", "single"), ("zero3", "ddp")]
+)
+def test_a_state_goes_on_on_any_number_of_ranks(runs, origin, strategy):
+    results, folder = runs(origin)
+    resumed = run_ranks(resume, RANKS[strategy], str(folder), strategy, timeout=100)[0]
+    for method in METHODS:
+        np.testing.assert_allclose(resumed[method], results[0][method]["losses"][2:], rtol=2e-6)
