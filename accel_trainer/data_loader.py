@@ -4,14 +4,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
+from accel_trainer.accelerator.own_loaders import (
+    BatchSamplerShard,
+    DataLoaderAdapter,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    DataLoaderStateMixin,
+    IterableDatasetShard,
+    SkipBatchSampler,
+    SkipDataLoader,
+    get_sampler,
+    prepare_data_loader,
+)
+from accel_trainer.data.loader import PreparedDataLoader, skip_first_batches
 from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler
 from accel_trainer.unsupported import explain_missing
 
 __all__ = [
+    "BatchSamplerShard",
+    "DataLoaderAdapter",
+    "DataLoaderDispatcher",
+    "DataLoaderShard",
+    "DataLoaderStateMixin",
+    "IterableDatasetShard",
     "PreparedDataLoader",
     "SeedableRandomSampler",
     "ShardedBatchSampler",
+    "SkipBatchSampler",
+    "SkipDataLoader",
+    "get_sampler",
     "prepare_data_loader",
     "skip_first_batches",
 ]

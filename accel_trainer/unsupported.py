@@ -23,7 +23,6 @@ _ONE_DEVICE = (
     "one process has one device here; shard with FullyShardedDataParallelPlugin or DeepSpeedPlugin, or load to one "
     "device with load_checkpoint_and_dispatch"
 )
-_LOADER = "a prepared loader is a PreparedDataLoader, an instance of your loader's own class"
 _RECIPES = ("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs")
 _SPREAD = (
     "cpu_offload",
@@ -38,11 +37,7 @@ _SPREAD = (
 _NAMES = {
     **dict.fromkeys(_RECIPES, _FP8),
     **dict.fromkeys(_SPREAD, _ONE_DEVICE),
-    **dict.fromkeys(("DataLoaderDispatcher", "DataLoaderShard", "SkipDataLoader"), _LOADER),
-    "BatchSamplerShard": "it is called ShardedBatchSampler",
-    "IterableDatasetShard": "prepare() shares out a stream; see the page on data loaders",
     "MegatronLMPlugin": "Megatron-LM is not offered",
-    "SkipBatchSampler": "use skip_first_batches",
     "TorchTensorParallelPlugin": "tensor parallelism is not offered",
     "deepspeed_required": "compare accelerator.distributed_type with DistributedType.DEEPSPEED",
     "disable_fsdp_ram_efficient_loading": "pass FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False)",

@@ -74,7 +74,6 @@ def test_what_a_familiar_module_says_it_has_it_has(module: str):
     [
         ("utils", "MSAMPRecipeKwargs", "fp8 is not offered"),
         ("utils", "MegatronLMPlugin", "Megatron-LM is not offered"),
-        ("data_loader", "DataLoaderShard", "a prepared loader is a PreparedDataLoader"),
         ("big_modeling", "dispatch_model", "one process has one device here"),
     ],
 )

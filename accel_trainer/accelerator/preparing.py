@@ -160,7 +160,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         )
 
     def _build_loader(self, data_loader: DataLoader, place: bool) -> PreparedDataLoader:
-        return prepare_data_loader(
+        loader = prepare_data_loader(
             data_loader,
             process=self.process,
             config=self._data_config,
@@ -169,6 +169,8 @@ class AcceleratorPreparing(AcceleratorSettings):
             on_begin=self._begin_iteration,
             on_end=self.gradient_state.end,
         )
+        loader.gradient_state = self.gradient_state
+        return loader
 
     def _begin_iteration(self, loader: PreparedDataLoader) -> None:
         """Begin an iteration of a loader. Collective with `rng_types`."""

@@ -17,15 +17,23 @@ __all__ = ["CheckpointKind", "Selection", "choose_newest", "has_manifest", "pass
 _VERIFIED = {"full": "contents verified", "size": "lengths verified", "off": "not verified"}
 
 
+def _is_of_nobody_else(path: Path) -> bool:
+    return False
+
+
+def _check_nothing(path: Path) -> None:
+    """Find nothing wrong."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointKind:
     """The checkpoints that a product numbers, and those of other libraries, without a manifest, that it reads."""
 
     prefix: str = PREFIX
     """Before the number in a name."""
-    reads_without_manifest: Callable[[Path], bool] = lambda path: False
+    reads_without_manifest: Callable[[Path], bool] = _is_of_nobody_else
     """Whether a directory without a manifest is one of another library."""
-    check_without_manifest: Callable[[Path], None] = lambda path: None
+    check_without_manifest: Callable[[Path], None] = _check_nothing
     """Raises CheckpointNotFoundError or CorruptCheckpointError where the save of such a one never ended."""
 
 

@@ -87,11 +87,22 @@ class PreparedDataLoader(DataLoader[Any]):
     _on_begin: tuple[Hook, ...]
     _on_end: tuple[Hook, ...]
     _passes: list[Progress]
+    _plain: tuple[DataLoader[Any], int] | None = None
+    """The loader of the user, and the steps to skip, where no Accelerator has prepared it."""
+    _by_hand = False
+    """Whether the user constructed this loader, of batches that are this rank's own."""
+    gradient_state: Any = None
+    """The `GradientState` of the Accelerator that prepared it; None without one."""
 
     @property
     def rows(self) -> BatchRows | None:
         """Rows of the batch yielded last, for every shard; None when no pass is under way."""
         return self._passes[-1].rows if self._passes else None
+
+    @property
+    def dispatches(self) -> bool:
+        """Whether rank 0 reads for all ranks."""
+        return bool(self._config.dispatch_batches)
 
     @property
     def even_batches(self) -> bool:
@@ -123,6 +134,16 @@ class PreparedDataLoader(DataLoader[Any]):
     def epoch(self) -> int:
         """The epoch whose order the next pass takes, or the present one is reading."""
         return self._source.epoch
+
+    @property
+    def iteration(self) -> int:
+        """The epoch, under the name that other libraries give it."""
+        return self.epoch
+
+    @property
+    def base_dataloader(self) -> DataLoader[Any]:
+        """This loader: it is the user's own class, and wraps no other one."""
+        return self
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, in the samplers and in the dataset, through whatever wraps them."""
@@ -234,7 +255,7 @@ class PreparedDataLoader(DataLoader[Any]):
             ConfigError: its settings are others than those that the loader was prepared with.
         """
         differing = [f.name for f in fields(config) if getattr(config, f.name) != getattr(self._config, f.name)]
-        if differing:
+        if differing and not self._by_hand:
             said = ", ".join(f"{name}={getattr(self._config, name)!r}" for name in differing)
             asked = ", ".join(f"{name}={getattr(config, name)!r}" for name in differing)
             raise ConfigError(
@@ -274,7 +295,7 @@ class PreparedDataLoader(DataLoader[Any]):
         return moved
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fresh = {"_passes": [], "_on_begin": (), "_on_end": (), "_bookmark": _Bookmark()}
+        fresh = {"_passes": [], "_on_begin": (), "_on_end": (), "_bookmark": _Bookmark(), "gradient_state": None}
         # A prepared class is PreparedDataLoader, below DataLoader, or one made of it and the user's class.
         return _restore, (type(self).__bases__[-1], {**self.__dict__, **LOADER_AT_REST, **fresh})
 
@@ -391,6 +412,15 @@ def prepare_data_loader(
         ConfigError: the object is no DataLoader, its dataset is empty, its sampler shards by rank already, its batch
             size cannot be split, or it was prepared with another `config`.
     """
+    skipped = 0
+    if isinstance(loader, PreparedDataLoader) and loader._plain is not None:
+        loader, skipped = loader._plain
+        if process.is_distributed:
+            raise ConfigError(
+                f"skip_first_batches left out {skipped} batches of a {type(loader).__name__} that was not prepared, "
+                f"and a step of {process.world_size} processes has {process.world_size} batches; prepare the loader "
+                "first, then skip steps of what prepare() returned"
+            )
     if isinstance(loader, PreparedDataLoader):
         loader.add_hooks(config, on_begin, on_end)
         return loader
@@ -417,7 +447,7 @@ def prepare_data_loader(
     )
     prepared = _restore(type(loader), state)
     prepared.add_hooks(config, on_begin, on_end)
-    return prepared
+    return prepared.skipping(skipped) if skipped else prepared
 
 
 def skip_first_batches(loader: DataLoader[Any], num_batches: int) -> PreparedDataLoader:
@@ -433,5 +463,11 @@ def skip_first_batches(loader: DataLoader[Any], num_batches: int) -> PreparedDat
         raise ConfigError(f"num_batches={num_batches} cannot be skipped; give a number from 0 on")
     if not isinstance(loader, PreparedDataLoader):
         alone = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
-        loader = prepare_data_loader(loader, process=alone, config=DataConfig(), seed=torch.initial_seed())
-    return loader.skipping(num_batches)
+        prepared = prepare_data_loader(loader, process=alone, config=DataConfig(), seed=torch.initial_seed())
+        skipping = prepared.skipping(num_batches)
+        skipping._plain = (loader, num_batches)
+        return skipping
+    skipping = loader.skipping(num_batches)
+    if loader._plain is not None:
+        skipping._plain = (loader._plain[0], loader._plain[1] + num_batches)
+    return skipping

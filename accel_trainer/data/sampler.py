@@ -37,9 +37,18 @@ class SeedableRandomSampler(RandomSampler):
     The epoch advances by one after each full pass; `set_epoch` overrides it.
     """
 
-    def __init__(self, data_source: Sized, seed: int, epoch: int = 0) -> None:
+    def __init__(
+        self, data_source: Sized, seed: int | None = None, epoch: int = 0, *, data_seed: int | None = None
+    ) -> None:
+        """Shuffle `data_source`.
+
+        Args:
+            seed: the same on every rank; when None, `data_seed`, else torch's.
+            data_seed: the seed, under the name that accelerate gives it.
+        """
         super().__init__(data_source)
-        self.seed = seed
+        given = data_seed if seed is None else seed
+        self.seed = torch.initial_seed() if given is None else given
         self.epoch = epoch
 
     @property
@@ -97,7 +106,7 @@ class ShardedBatchSampler(Sampler[Any]):
         if split_batches and batch_size is not None and batch_size % num_processes != 0:
             raise ConfigError(
                 f"split_batches=True cuts each batch over {num_processes} processes, and batch_size={batch_size} is "
-                f"not a multiple of {num_processes}; choose such a batch size, or split_batches=False"
+                f"no round multiple of {num_processes}; choose such a batch size, or split_batches=False"
             )
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes

@@ -578,7 +578,7 @@ def test_what_is_no_loader_is_refused() -> None:
 
 
 def test_a_batch_that_cannot_be_split_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"over 2 processes, and batch_size=3 is not a multiple of 2"):
+    with pytest.raises(ConfigError, match=r"over 2 processes, and batch_size=3 is no round multiple of 2"):
         prepare(DataLoader(Numbers(8), 3), 0, 2, split_batches=True)
 
 

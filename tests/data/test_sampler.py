@@ -114,7 +114,7 @@ def test_the_length_is_the_number_of_batches(
 
 
 def test_a_batch_size_that_cannot_be_split_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"cuts each batch over 2 processes, and batch_size=3 is not a multiple of 2"):
+    with pytest.raises(ConfigError, match=r"over 2 processes, and batch_size=3 is no round multiple of 2"):
         ShardedBatchSampler(batches(9, 3), 2, 0, split_batches=True)
 
 

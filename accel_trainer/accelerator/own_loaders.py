@@ -1,0 +1,329 @@
+"""Loaders, samplers and shards that a script constructs by itself, under the names and arguments of accelerate.
+
+They stand on the same plan as those that `prepare` makes: `DataLoaderShard(...)` is a `PreparedDataLoader` of the
+batches that it is given, which are taken for this rank's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, cycle, islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from accel_trainer.accelerator.shared_state import GradientState
+from accel_trainer.config.schema import DataConfig
+from accel_trainer.data.loader import PreparedDataLoader, skip_first_batches
+from accel_trainer.data.loader import prepare_data_loader as prepare_for_job
+from accel_trainer.data.sampler import ShardedBatchSampler
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.process import ProcessContext, current_process
+from accel_trainer.runtime.rng import check_rng_types, synchronize_rng
+
+__all__ = [
+    "BatchSamplerShard",
+    "DataLoaderAdapter",
+    "DataLoaderDispatcher",
+    "DataLoaderShard",
+    "DataLoaderStateMixin",
+    "IterableDatasetShard",
+    "SkipBatchSampler",
+    "SkipDataLoader",
+    "get_sampler",
+    "prepare_data_loader",
+]
+
+BatchSamplerShard = ShardedBatchSampler
+DataLoaderStateMixin = DataLoaderAdapter = PreparedDataLoader
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without its first batches, in every pass."""
+
+    def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return islice(iter(self.batch_sampler), self.skip_batches, None)
+
+    def __len__(self) -> int:
+        return max(0, self.total_length - self.skip_batches)
+
+    @property
+    def total_length(self) -> int:
+        """Batches of the sampler, the skipped ones included."""
+        return len(self.batch_sampler)
+
+
+class IterableDatasetShard(IterableDataset):
+    """One shard of a stream that every shard reads from its beginning.
+
+    A round of `batch_size` samples for each shard (of `batch_size` in all with `split_batches`) is cut into contiguous
+    slices. The last round is filled up from the stream's first samples, or left out with `drop_last`.
+
+    Args:
+        batch_size: samples of a batch.
+        process_index: the shard that is read.
+
+    Raises:
+        ConfigError: `split_batches` with a batch size that the shards cannot share evenly.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+    ) -> None:
+        if split_batches and batch_size > 1 and batch_size % num_processes:
+            raise ConfigError(
+                f"split_batches=True: batch_size={batch_size} needs to be a round multiple of num_processes="
+                f"{num_processes}"
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+
+    @property
+    def _round_size(self) -> int:
+        return self.batch_size if self.split_batches else self.batch_size * self.num_processes
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next pass, where the dataset has any."""
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        samples, size = len(self.dataset), self._round_size  # type: ignore[arg-type]
+        rounds = samples // size if self.drop_last else -(-samples // size)
+        return rounds * size // self.num_processes
+
+    def __iter__(self) -> Iterator[Any]:
+        size = self._round_size
+        share = size // self.num_processes
+        own = slice(self.process_index * share, (self.process_index + 1) * share)
+        samples, first = iter(self.dataset), None
+        while current := list(islice(samples, size)):
+            first = first or current
+            if len(current) == size:
+                yield from current[own]
+            elif not self.drop_last:
+                yield from list(islice(chain(current, cycle(first)), size))[own]
+
+
+class _MadeByHand(type):
+    """Metaclass of a name that constructs a PreparedDataLoader, and that prepared loaders are instances of."""
+
+    is_dispatched: bool | None
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        is_loader = isinstance(instance, PreparedDataLoader)
+        return is_loader and cls.is_dispatched in (None, instance.dispatches)
+
+
+def _make(
+    loader: DataLoader[Any],
+    *,
+    device: Any = None,
+    rng_types: Sequence[str] = (),
+    skip_batches: int = 0,
+    dispatch: bool = False,
+    non_blocking: bool = False,
+    is_stateful: bool = False,
+) -> PreparedDataLoader:
+    """Return a loader of this rank's own batches, or of batches that rank 0 reads for all."""
+    process = current_process()
+    reader = process if dispatch else ProcessContext(0, 0, 1, 1, process.device, None)
+    names = check_rng_types(rng_types, process.device)
+    state = GradientState()
+
+    def begin(loader: PreparedDataLoader) -> None:
+        if process.is_distributed:
+            synchronize_rng(names, process)
+        state.begin(loader)
+
+    prepared = prepare_for_job(
+        loader,
+        process=reader,
+        config=DataConfig(
+            dispatch_batches=dispatch or None, non_blocking=non_blocking, use_stateful_dataloader=is_stateful
+        ),
+        device=None if device is None else torch.device(device),
+        seed=torch.initial_seed(),
+        on_begin=begin,
+        on_end=state.end,
+    )
+    prepared._by_hand, prepared.gradient_state = True, state
+    return prepared.skipping(skip_batches) if skip_batches else prepared
+
+
+class DataLoaderShard(metaclass=_MadeByHand):
+    """A prepared loader of batches that are this rank's own; loaders of `prepare` are instances, too."""
+
+    is_dispatched = False
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        dataset: Any,
+        device: Any = None,
+        rng_types: Sequence[str] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        **kwargs: Any,
+    ) -> PreparedDataLoader:
+        """Return a `DataLoader(dataset, **kwargs)` that moves its batches and tells where a pass ends.
+
+        Args:
+            device: where batches are moved to; None leaves them.
+            rng_types: streams that are set to rank 0's when a pass begins. Collective then.
+            synchronized_generator: not used: the order of samples depends on seed and epoch alone.
+            skip_batches: batches left out of the first pass.
+            use_stateful_dataloader: go on at the position that `load_state` finds.
+            torch_device_mesh: not used.
+        """
+        return _make(
+            DataLoader(dataset, **kwargs),
+            device=device,
+            rng_types=rng_types or (),
+            skip_batches=skip_batches,
+            non_blocking=_non_blocking,
+            is_stateful=use_stateful_dataloader,
+        )
+
+
+class DataLoaderDispatcher(metaclass=_MadeByHand):
+    """A prepared loader whose batches rank 0 reads for all; loaders with `dispatch_batches=True` are instances."""
+
+    is_dispatched = True
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: Callable[..., Any] | None = None,
+        torch_device_mesh: Any = None,
+        **kwargs: Any,
+    ) -> PreparedDataLoader:
+        """Return a `DataLoader(dataset, **kwargs)` that rank 0 reads for all ranks. Collective in each step.
+
+        Args:
+            split_batches: not offered; each rank gets a batch of its own.
+            slice_fn: not used: batches are collated for their rank, and never cut.
+        """
+        if split_batches:
+            raise ConfigError(
+                "DataLoaderDispatcher(split_batches=True): a batch is collated for its rank here, and never cut; "
+                "divide batch_size by the number of processes, or use DataLoaderConfiguration(split_batches=True)"
+            )
+        return _make(
+            DataLoader(dataset, **kwargs),
+            skip_batches=skip_batches,
+            dispatch=True,
+            non_blocking=_non_blocking,
+            is_stateful=use_stateful_dataloader,
+        )
+
+
+class SkipDataLoader(metaclass=_MadeByHand):
+    """A loader without its first batches."""
+
+    is_dispatched = None
+
+    def __new__(  # type: ignore[misc]
+        cls, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> PreparedDataLoader:
+        """Return a `DataLoader(dataset, **kwargs)` whose first pass begins `skip_batches` later."""
+        return skip_first_batches(DataLoader(dataset, **kwargs), skip_batches)
+
+
+def get_sampler(dataloader: DataLoader[Any]) -> Any:
+    """Return the sampler that a loader draws indices from, inside of what shards its batches."""
+    sampler: Any = dataloader.batch_sampler if dataloader.batch_sampler is not None else dataloader.sampler
+    while (inner := getattr(sampler, "batch_sampler", None)) is not None:
+        sampler = inner
+    return getattr(sampler, "sampler", sampler)
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: Any = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: Sequence[str] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = False,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = True,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+) -> PreparedDataLoader:
+    """Return a loader with the batches of one shard, without an Accelerator; see `Accelerator.prepare_data_loader`.
+
+    Collective with `dispatch_batches` or `rng_types`.
+
+    Args:
+        device: where batches are moved to with `put_on_device`; None is this rank's.
+        num_processes: number of shards; the number of ranks by default.
+        process_index: the shard that is read; this rank's by default.
+        even_batches: fill the last step up with samples from the beginning.
+        slice_fn_for_dispatch: not used: batches are collated for their rank, and never cut.
+        use_seedable_sampler: shuffle by seed and epoch; see `DataConfig`.
+        data_seed: seed of shuffling; torch's by default.
+        torch_device_mesh: not used.
+
+    Raises:
+        ConfigError: it cannot be sharded; see `accel_trainer.data.prepare_data_loader`.
+    """
+    process = current_process()
+    world_size = process.world_size if num_processes is None else num_processes
+    rank = process.rank if process_index is None else process_index
+    names = check_rng_types(rng_types or (), process.device)
+    state = GradientState()
+
+    def begin(loader: PreparedDataLoader) -> None:
+        if process.is_distributed:
+            synchronize_rng(names, process)
+        state.begin(loader)
+
+    prepared = prepare_for_job(
+        dataloader,
+        process=process if dispatch_batches else dataclasses.replace(process, rank=rank, world_size=world_size),
+        config=DataConfig(
+            split_batches=split_batches,
+            dispatch_batches=dispatch_batches,
+            even_batches=even_batches,
+            use_seedable_sampler=use_seedable_sampler,
+            data_seed=data_seed,
+            non_blocking=non_blocking,
+            use_stateful_dataloader=use_stateful_dataloader,
+        ),
+        device=torch.device(device or process.device) if put_on_device else None,
+        seed=torch.initial_seed(),
+        on_begin=begin,
+        on_end=state.end,
+    )
+    prepared.gradient_state = state
+    return prepared

@@ -1,0 +1,163 @@
+"""Loaders and samplers that a script constructs by itself."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from accel_trainer import Accelerator, DataLoaderConfiguration, GradientState
+from accel_trainer.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    DataLoaderStateMixin,
+    IterableDatasetShard,
+    PreparedDataLoader,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    SkipDataLoader,
+    get_sampler,
+    prepare_data_loader,
+    skip_first_batches,
+)
+from accel_trainer.errors import ConfigError
+from tests.ranks import preload, run_ranks
+
+preload("accel_trainer.accelerator", "accel_trainer.data_loader")
+
+
+class Numbers(IterableDataset):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 30), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.booleans())
+def test_shards_of_a_stream_are_the_stream_in_rounds(
+    length: int, batch_size: int, ranks: int, drop_last: bool, split: bool
+):
+    size = batch_size * ranks if split else batch_size
+    shards = [IterableDatasetShard(Numbers(length), size, drop_last, ranks, rank, split) for rank in range(ranks)]
+    read = [list(shard) for shard in shards]
+    assert {len(each) for each in read} == {len(shards[0])}
+    pieces = [[each[i : i + batch_size] for i in range(0, len(each), batch_size)] for each in read]
+    joined = [item for step in zip(*pieces, strict=True) for piece in step for item in piece]
+    full = length // (batch_size * ranks) * batch_size * ranks
+    wanted = range(full if drop_last else length)
+    assert joined[: len(wanted)] == list(wanted)
+    repeats = joined[len(wanted) :]
+    assert repeats == list(itertools.islice(itertools.cycle(range(min(length, batch_size * ranks))), len(repeats)))
+    assert len(repeats) < batch_size * ranks
+
+
+def test_a_stream_that_shards_cannot_share_is_refused():
+    with pytest.raises(ConfigError, match="batch_size=3 needs to be a round multiple of num_processes=2"):
+        IterableDatasetShard(Numbers(4), 3, num_processes=2, split_batches=True)
+
+
+def test_a_batch_sampler_without_its_first_batches():
+    sampler = SkipBatchSampler(BatchSampler(range(10), 4, drop_last=False), 2)
+    assert (list(sampler), list(sampler), len(sampler), sampler.total_length) == ([[8, 9]], [[8, 9]], 1, 3)
+    shards = [BatchSamplerShard(BatchSampler(range(10), 2, False), 2, rank, even_batches=True) for rank in range(2)]
+    assert [list(shard)[-1] for shard in shards] == [[8, 9], [0, 1]]
+
+
+def test_a_seed_by_either_name():
+    data = range(20)
+    assert list(SeedableRandomSampler(data, 3)) == list(SeedableRandomSampler(data, data_seed=3))
+    torch.manual_seed(5)
+    assert list(SeedableRandomSampler(data)) == list(SeedableRandomSampler(data, 5))
+
+
+@pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher])
+def test_a_loader_made_by_hand_tells_where_a_pass_ends(kind: Any):
+    loader = kind(list(range(10)), batch_size=4)
+    assert isinstance(loader, kind)
+    assert isinstance(loader, DataLoader | DataLoaderStateMixin)
+    assert isinstance(loader.base_dataloader, DataLoader)
+    assert not hasattr(kind, "base_dataloader")
+    for _ in range(2):
+        ends = [(batch.tolist()[0], loader.end_of_dataloader, loader.gradient_state.in_dataloader) for batch in loader]
+        assert ends == [(0, False, True), (4, False, True), (8, True, True)]
+    assert loader.iteration == 2
+    assert not loader.gradient_state.in_dataloader
+    assert GradientState().__dict__ is loader.gradient_state.__dict__
+
+
+def test_loaders_of_prepare_are_instances_by_how_they_are_read():
+    for dispatch in (None, False, True):
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+        loader = accelerator.prepare(DataLoader(range(4)))
+        assert isinstance(loader, DataLoaderDispatcher if dispatch else DataLoaderShard)
+        assert not isinstance(loader, DataLoaderShard if dispatch else DataLoaderDispatcher)
+        assert loader.gradient_state is accelerator.gradient_state
+    assert not isinstance(DataLoader(range(4)), DataLoaderShard)
+
+
+def test_first_batches_are_skipped():
+    assert [each.tolist() for each in SkipDataLoader(range(8), batch_size=3, skip_batches=2)] == [[6, 7]]
+    assert [each.tolist() for each in DataLoaderShard(range(8), batch_size=3, skip_batches=1)] == [[3, 4, 5], [6, 7]]
+    skipping = skip_first_batches(skip_first_batches(DataLoader(range(8), batch_size=2), 1), 2)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    prepared = accelerator.prepare(skipping)
+    assert [each.tolist() for each in prepared] == [[6, 7]]
+    assert len(list(prepared)) == 4
+    assert prepared.dispatches
+
+
+def test_the_sampler_inside():
+    sampler = RandomSampler(range(8))
+    loader = DataLoader(range(8), sampler=sampler, batch_size=2)
+    assert get_sampler(loader) is sampler
+    prepared = prepare_data_loader(loader, use_seedable_sampler=False, data_seed=1)
+    assert get_sampler(prepared) is sampler
+
+
+@pytest.mark.parametrize("even", [False, True])
+def test_shards_without_an_accelerator(even: bool):
+    read = [
+        [
+            batch.tolist()
+            for batch in prepare_data_loader(
+                DataLoader(range(10), batch_size=4), num_processes=2, process_index=rank, even_batches=even
+            )
+        ]
+        for rank in range(2)
+    ]
+    assert read[0] == [[0, 1, 2, 3], [8, 9, 0, 1] if even else [8, 9]]
+    assert read[1][0] == [4, 5, 6, 7]
+
+
+def on_two_ranks() -> Any:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match="left out 1 batches of a DataLoader that was not prepared, and a step of 2"):
+        accelerator.prepare(skip_first_batches(DataLoader(range(8), batch_size=2), 1))
+    with pytest.raises(ConfigError, match=r"DataLoaderDispatcher\(split_batches=True\)"):
+        DataLoaderDispatcher(range(8), split_batches=True)
+    rank = accelerator.process_index
+    own = accelerator.prepare(DataLoaderShard([10 * rank + i for i in range(4)], batch_size=2))
+    gathered = [accelerator.gather_for_metrics(batch).tolist() for batch in own]
+    dispatched: Any = DataLoaderDispatcher(range(8), batch_size=2)
+    assert isinstance(own, PreparedDataLoader)
+    batches: list[Tensor] = list(dispatched)
+    return gathered, [batch.tolist() for batch in batches]
+
+
+def test_batches_made_by_hand_are_a_ranks_own_and_dispatched_ones_are_shared_out():
+    first, second = run_ranks(on_two_ranks, 2)
+    assert first[0] == second[0] == [[0, 1, 10, 11], [2, 3, 12, 13]]
+    assert (first[1], second[1]) == ([[0, 1], [4, 5]], [[2, 3], [6, 7]])
