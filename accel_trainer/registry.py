@@ -97,6 +97,8 @@ _TRACKERS = _Catalogue(
         "wandb": "accel_trainer.integrations.trackers.wandb_tracker:WandBTracker",
     },
 )
+TRACKER_CLASSES: dict[str, type] = {}
+"""Tracker classes that a script has registered, by name: they come before those of packages."""
 # Each of our trackers needs the package of its name, and the extra of that name installs it.
 _EXTRAS = frozenset(_TRACKERS.targets)
 
@@ -147,11 +149,11 @@ def register_tracker(name: str, target: str) -> None:
 
 def tracker_names() -> tuple[str, ...]:
     """Return the names that `load_tracker` accepts, sorted."""
-    return _TRACKERS.names()
+    return tuple(sorted({*_TRACKERS.names(), *TRACKER_CLASSES}))
 
 
 def _is_missing(name: str) -> bool:
-    return name in _EXTRAS and importlib.util.find_spec(name) is None
+    return name in _EXTRAS and name not in TRACKER_CLASSES and importlib.util.find_spec(name) is None
 
 
 def installed_trackers() -> tuple[str, ...]:
@@ -166,6 +168,8 @@ def load_tracker(name: str) -> Any:
         ConfigError: no tracker has that name, or its target cannot be imported.
         MissingExtraError: its package is not installed.
     """
+    if name in TRACKER_CLASSES:
+        return TRACKER_CLASSES[name]
     tracker = _TRACKERS.load(name)
     if _is_missing(name):
         raise MissingExtraError(

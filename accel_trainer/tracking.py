@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.registry import load_tracker, register_tracker
+from accel_trainer.registry import TRACKER_CLASSES, installed_trackers, load_tracker, register_tracker
 
 __all__ = [
+    "LOGGER_TYPE_TO_CLASS",
     "BlankTracker",
     "GeneralTracker",
+    "get_available_trackers",
     "mask_secrets",
     "on_main_process",
     "redact",
     "register_tracker",
+    "register_tracker_class",
     "secrets_of",
 ]
 
@@ -116,6 +120,37 @@ class GeneralTracker(ABC):
 
     def finish(self) -> None:  # noqa: B027  # optional
         """Close the run; called by `end_training`."""
+
+
+LOGGER_TYPE_TO_CLASS = TRACKER_CLASSES
+"""Tracker classes that `register_tracker_class` has taken, by name."""
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
+    """Let `log_with` name a tracker class of one's own by its `name`. May be used as a decorator.
+
+    Raises:
+        ConfigError: it is no subclass of GeneralTracker, or has no name.
+    """
+    if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
+        raise ConfigError(
+            f"register_tracker_class got {tracker_class!r}; give a subclass of accel_trainer.tracking.GeneralTracker"
+        )
+    name = getattr(tracker_class, "name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"tracker class {tracker_class.__name__} has no name; set `name`, under which log_with asks")
+    if TRACKER_CLASSES.get(name, tracker_class) is not tracker_class:
+        warnings.warn(
+            f"{tracker_class.__name__} takes the place of {TRACKER_CLASSES[name].__name__} as tracker {name!r}",
+            stacklevel=2,
+        )
+    TRACKER_CLASSES[name] = tracker_class
+    return tracker_class
+
+
+def get_available_trackers() -> list[str]:
+    """Return the names of the trackers whose package is installed, sorted."""
+    return list(installed_trackers())
 
 
 class BlankTracker(GeneralTracker):

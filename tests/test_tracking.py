@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -125,3 +126,38 @@ def test_trackers_that_come_along_are_found_under_their_names():
             getattr(tracking, name)
     with pytest.raises(AttributeError, match=r"module 'accel_trainer.tracking' has no attribute 'AimTracker'"):
         tracking.AimTracker  # noqa: B018
+
+
+@pytest.fixture
+def registered() -> Iterator[dict[str, type]]:
+    before = dict(tracking.LOGGER_TYPE_TO_CLASS)
+    yield tracking.LOGGER_TYPE_TO_CLASS
+    tracking.LOGGER_TYPE_TO_CLASS.clear()
+    tracking.LOGGER_TYPE_TO_CLASS.update(before)
+
+
+def test_a_registered_class_is_asked_for_by_its_name(registered: dict[str, type]):
+    assert tracking.register_tracker_class(Notes) is Notes
+    assert registered["notes"] is Notes
+    accelerator = Accelerator(cpu=True, log_with="notes")
+    accelerator.init_trackers("project", {"lr": 0.1}, init_kwargs=None)
+    accelerator.log({"loss": 1.0}, step=0, log_kwargs=None)
+    assert isinstance(accelerator.get_tracker("notes"), Notes)
+    accelerator.end_training()
+    assert "notes" in tracking.get_available_trackers()
+
+    class Shadow(Notes):
+        """Another class of that name."""
+
+    with pytest.warns(UserWarning, match="Shadow takes the place of Notes as tracker 'notes'"):
+        tracking.register_tracker_class(Shadow)
+
+
+def test_what_is_no_tracker_class_is_not_registered(registered: dict[str, type]):
+    class Nameless(GeneralTracker):
+        """Has no name."""
+
+    for wrong, message in ((dict, "give a subclass of"), (Nameless, "has no name; set `name`")):
+        with pytest.raises(ConfigError, match=message):
+            tracking.register_tracker_class(wrong)  # type: ignore[arg-type]
+    assert "notes" not in registered

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
@@ -85,6 +88,62 @@ class AcceleratorSettings(ProcessView):
     def is_fsdp2(self) -> bool:
         """Whether models are sharded by FSDP2."""
         return self.state.is_fsdp2
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this rank writes the files of a model: rank 0, or each node's first with `save_on_each_node`."""
+        each_node = self.project_configuration.save_on_each_node
+        return self.process.is_local_main if each_node else self.process.is_main
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank among those that read different data: all do."""
+        return self.process.rank
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """This rank among those that share the shards of one model; 0 where nothing is sharded."""
+        if not self.strategy.capabilities.shards_parameters:
+            return 0
+        return self.process.rank % (self.process.world_size // self.config.fsdp.replicate_size)
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """0: there is no tensor parallelism."""
+        return 0
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """0: there is no pipeline parallelism."""
+        return 0
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """0: there is no context parallelism."""
+        return 0
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether parameters are sharded by FSDP2, which goes together with other axes of a mesh."""
+        return self.is_fsdp2
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The mesh of the `parallelism_config`; None without one. Collective when it is asked for first."""
+        config = self.parallelism_config
+        return None if config is None else config.get_device_mesh(self.process.device.type)
+
+    @contextmanager
+    def maybe_context_parallel(
+        self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
+    ) -> Iterator[None]:
+        """Context that leaves everything as it is: there is no context parallelism. The arguments are not used."""
+        yield
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The DeepSpeed plugin in use; None under other strategies."""
+        return self.state.deepspeed_plugin
 
     @property
     def parallelism_config(self) -> Any:

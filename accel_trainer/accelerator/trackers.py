@@ -165,7 +165,7 @@ def _choose(
     for tracker in chosen:
         if not logging_dir and isinstance(tracker, type) and tracker.requires_logging_directory:
             raise ConfigError(
-                f"log_with={tracker.name!r} writes files and has no directory for them; pass "
+                f"Logging with `{tracker.name}` requires a `logging_dir`, and there is none for its files; pass "
                 "Accelerator(project_dir=...), or ProjectConfiguration(logging_dir=...)"
             )
         if unique.setdefault(tracker.name, tracker) is not tracker:

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from accel_trainer import Accelerator, AcceleratorState, DataLoaderConfiguration, DistributedDataParallelKwargs
+from accel_trainer import (
+    Accelerator,
+    AcceleratorState,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    ParallelismConfig,
+)
 from accel_trainer.errors import ConfigError
 from tests.ranks import preload
 from tests.scenarios import Outcome, Scenarios
@@ -155,3 +161,26 @@ def test_what_ddp_decides_in_the_forward_is_refused():
         for option, message in zip(("find_unused_parameters", "static_graph"), messages, strict=True):
             assert f"with {option}=True DDP looks at the outputs of the forward" in message
             assert "or run the last forward outside of no_sync()" in message
+
+
+@SCENARIOS.add
+def places() -> Any:
+    found = []
+    for options in ({"strategy": "ddp"}, {"strategy": "fsdp2"}):
+        made = Accelerator(cpu=True, **options)
+        with made.maybe_context_parallel(buffers=[]):
+            ranks = [made.data_parallel_rank, made.data_parallel_shard_rank]
+        others = [made.tensor_parallel_rank, made.pipeline_parallel_rank, made.context_parallel_rank]
+        facts = [made.should_save_model, made.is_composable_parallelism_enabled, made.torch_device_mesh]
+        found.append((ranks, others, facts, made.deepspeed_plugin))
+    made = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2))
+    return found, made.torch_device_mesh.mesh_dim_names
+
+
+def test_the_place_of_a_rank_in_a_mesh():
+    for rank, (found, names) in enumerate(results("places")):
+        assert names == ("dp_replicate",)
+        assert found == [
+            ([rank, 0], [0, 0, 0], [rank == 0, False, None], None),
+            ([rank, rank], [0, 0, 0], [rank == 0, True, None], None),
+        ]

@@ -224,7 +224,7 @@ class Unfinished(GeneralTracker):
         ),
         (
             "tensorboard",
-            r"log_with='tensorboard' writes files and has no directory for them; pass Accelerator\(project_dir",
+            r"Logging with `tensorboard` requires a `logging_dir`, .* pass Accelerator\(project_dir",
         ),
         ([3], r"log_with holds a int; give a name \(mlflow, tensorboard, trackio, wandb or 'all'\)"),
         (Nameless(), "tracker class Nameless lacks name; see GeneralTracker"),
