@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
+from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import EvalLoopOutput, RemoveColumnsCollator, SaveStrategy, TrainOutput
 from transformers.training_args import OptimizerNames
 
@@ -530,6 +531,11 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             raise
         finally:
             self.args.auto_find_batch_size = searches
+
+    def get_num_trainable_parameters(self) -> int:
+        """Return the number of trained parameters; upstream's is 0 under ZeRO-3, where a rank holds partitions."""
+        count: int = get_model_param_count(self.model, trainable_only=True)
+        return count
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Search for hyperparameters; see upstream.

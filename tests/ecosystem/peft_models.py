@@ -37,15 +37,15 @@ def _strategy(name: str) -> dict[str, Any]:
     return {"deepspeed": {**dict.fromkeys(automatic, "auto"), "zero_optimization": zero}}
 
 
-def build_accelerator(strategy: str) -> Any:
+def build_accelerator(strategy: str, **options: Any) -> Any:
     """Return an Accelerator on the CPU."""
     from accel_trainer import Accelerator
 
     if strategy.startswith("zero"):
         zero = {"stage": int(strategy[-1]), "stage3_param_persistence_threshold": 0}
         block = {"zero_optimization": zero, "zero3_init_flag": False}
-        return Accelerator(cpu=True, config={"strategy": "deepspeed", "deepspeed": block})
-    return Accelerator(cpu=True, strategy="fsdp2" if strategy == "fsdp" else strategy)
+        return Accelerator(cpu=True, config={"strategy": "deepspeed", "deepspeed": block}, **options)
+    return Accelerator(cpu=True, strategy="fsdp2" if strategy == "fsdp" else strategy, **options)
 
 
 def adapt(model: nn.Module, method: str, **changes: Any) -> Any:

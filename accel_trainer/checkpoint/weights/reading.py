@@ -138,8 +138,14 @@ def find_weight_file(directory: Path, unit: int = 0) -> Path:
     found = next((directory / name for name in names if (directory / name).is_file()), None)
     if found is not None:
         return found
-    is_ours = (directory / MANIFEST_NAME).is_file()
-    hint = "; save_state() wrote this directory, and accelerator.load_state() reads it" if is_ours else ""
+    hint = ""
+    if (directory / "adapter_config.json").is_file():
+        hint = (
+            "; it holds an adapter of PEFT, which goes on top of its base model: build that with its adapter "
+            "(get_peft_model) to resume, or read it with PeftModel.from_pretrained(base_model, directory)"
+        )
+    elif (directory / MANIFEST_NAME).is_file():
+        hint = "; save_state() wrote this directory, and accelerator.load_state() reads it"
     raise CheckpointNotFoundError(
         f"no weights in {directory.absolute()}: expected one of {', '.join(names)}, as save_model() and "
         f"save_pretrained() write them{hint}"

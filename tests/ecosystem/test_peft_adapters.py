@@ -1,0 +1,294 @@
+"""Adapters of other shapes under the Trainer: several, tied, reparameterised, incompatible, of other dtypes."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.utils import logging as transformers_logging
+
+from accel_trainer.checkpoint.interop.export import export_weights
+from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
+from tests.ecosystem.peft_models import (
+    RANKS,
+    adapt,
+    batch_loss,
+    build_accelerator,
+    build_peft_trainer,
+    trained_tensors,
+)
+from tests.ranks import RankFailure, preload, run_ranks
+from tests.trainer_jobs import TokenDataset, arguments, build_model
+
+peft = pytest.importorskip("peft")
+preload("peft", "accel_trainer.trainer", "transformers.models.llama.modeling_llama", "deepspeed")
+
+SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
+LORA: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+
+
+def two_adapters() -> Any:
+    """A model with two active adapters, and a third that is frozen and not used."""
+    model = adapt(build_model(), "lora")
+    for name in ("second", "idle"):
+        torch.manual_seed(len(name))
+        model.add_adapter(name, peft.LoraConfig(**LORA, init_lora_weights=False, task_type="CAUSAL_LM"))
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+def unfrozen() -> Any:
+    """A model whose user has unfrozen a layer of the base."""
+    model = adapt(build_model(), "lora")
+    model.base_model.model.model.norm.weight.requires_grad = True
+    return model
+
+
+def tied() -> Any:
+    """A model whose output weights are those of its embedding, both trained."""
+    torch.manual_seed(5)
+    config = peft.LoraConfig(
+        r=4, target_modules=["c_attn"], modules_to_save=["wte"], ensure_weight_tying=True, fan_in_fan_out=True,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    return peft.get_peft_model(build_model("gpt2"), config)
+
+
+def built_in() -> Any:
+    """A model of transformers with an adapter by its own methods."""
+    model = build_model()
+    torch.manual_seed(5)
+    model.add_adapter(peft.LoraConfig(**LORA))
+    return model
+
+
+KINDS: dict[str, Any] = {
+    "reparameterized": lambda: adapt(build_model(), "reparameterized"),
+    "two": two_adapters,
+    "unfrozen": unfrozen,
+    "tied": tied,
+    "built_in": built_in,
+    "dora": lambda: adapt(build_model(), "lora", use_dora=True),
+}
+BESIDE = {
+    "reparameterized": {"embedding.weight", *(f"mlp_head.{n}.{p}" for n in (0, 2, 4) for p in ("weight", "bias"))},
+    "unfrozen": {"model.norm.weight"},
+}
+
+
+def resume_each(folder: str, strategy: str) -> dict[str, Any]:
+    """Train each kind of model, and again from the middle; return by kind what came out."""
+    found = {}
+    for kind, build in KINDS.items():
+        out = Path(folder, kind)
+        trainer = build_peft_trainer(out, strategy, "lora", model=build(), **SAVES)
+        trainer.train()
+        again = build_peft_trainer(out / "again", strategy, "lora", model=build())
+        again.train(resume_from_checkpoint=str(out / "checkpoint-4"))
+        found[kind] = {
+            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+            "resumed_losses": [entry["loss"] for entry in again.state.log_history if "loss" in entry],
+            "trained": trained_tensors(trainer),
+            "resumed": trained_tensors(again),
+            "active": again.model.base_model.active_adapters if kind == "two" else None,
+            "numbers": again.get_num_trainable_parameters(),
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    known: dict[str, Any] = {}
+
+    def run(strategy: str) -> Any:
+        if strategy not in known:
+            folder = tmp_path_factory.mktemp(strategy)
+            known[strategy] = run_ranks(resume_each, RANKS[strategy], str(folder), strategy, timeout=100)[0], folder
+        return known[strategy]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "zero3"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_adapter_resumes_exactly(runs, strategy, kind):
+    alone, (results, folder) = runs("single")[0][kind], runs(strategy)
+    found = results[kind]
+    np.testing.assert_allclose(found["losses"], alone["losses"], rtol=3e-6)
+    assert found["resumed_losses"] == found["losses"]
+    assert found["numbers"] == alone["numbers"]
+    assert found["trained"].keys() == alone["trained"].keys()
+    for name, value in found["trained"].items():
+        np.testing.assert_array_equal(found["resumed"][name], value)
+    beside = folder / kind / "checkpoint-4" / "trained_weights.safetensors"
+    assert beside.is_file() == (kind in BESIDE)
+    if kind in BESIDE:
+        from safetensors.torch import load_file
+
+        stored = load_file(beside)
+        assert len(stored) == len(BESIDE[kind])
+        assert all(any(name.endswith(end) for end in BESIDE[kind]) for name in stored)
+    if kind == "two":
+        assert found["active"] == ["default", "second"]
+        assert (folder / kind / "checkpoint-4" / "idle" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "zero3"])
+def test_reparameterized_prompts_are_saved_as_they_are_computed(runs, strategy):
+    folder = runs(strategy)[1]
+    base = build_model()
+    saved = peft.PeftModel.from_pretrained(base, folder / "reparameterized" / "checkpoint-8")
+    expected = peft.PeftModel.from_pretrained(base, runs("single")[1] / "reparameterized" / "checkpoint-8")
+    assert batch_loss(saved) == pytest.approx(batch_loss(expected), rel=1e-6)
+
+
+def test_trained_parameters_of_no_adapter_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    transformers_logging.add_handler(caplog.handler)
+    try:
+        build_peft_trainer(tmp_path, "single", "lora", model=unfrozen(), save_strategy="epoch").train()
+    finally:
+        transformers_logging.remove_handler(caplog.handler)
+    message = "1 tensor(s) are trained that belong to no adapter (first: 'base_model.model.model.norm.weight')"
+    assert caplog.text.count(message) == 1
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one")
+    build_peft_trainer(folder, "single", "lora", **SAVES).train()
+    return folder / "checkpoint-4"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"r": 8}, "is (4, 32) in the checkpoint and (8, 32) in the model"),
+        ({"target_modules": ["q_proj", "k_proj"]}, "it lacks 4 of its tensors (first: "),
+        ({"target_modules": ["q_proj"]}, "it has 4 more (first: "),
+    ],
+)
+def test_another_adapter_is_refused(checkpoint: Path, tmp_path: Path, changes: dict[str, Any], words: str):
+    trainer = build_peft_trainer(tmp_path, "single", "lora", model=adapt(build_model(), "lora", **changes))
+    with pytest.raises(IncompatibleCheckpointError, match=re.escape(words)):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_an_adapter_that_was_not_saved_is_named(checkpoint: Path, tmp_path: Path):
+    trainer = build_peft_trainer(tmp_path, "single", "lora", model=two_adapters())
+    with pytest.raises(IncompatibleCheckpointError, match="does not hold the adapter 'second' of PeftModelForCausalLM"):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_a_reader_of_whole_models_says_that_it_is_an_adapter(checkpoint: Path, tmp_path: Path):
+    message = "it holds an adapter of PEFT, which goes on top of its base model"
+    with pytest.raises(CheckpointNotFoundError, match=message):
+        export_weights(checkpoint, tmp_path / "out")
+
+
+def test_an_adapter_of_the_stock_trainer_is_resumed_and_the_other_way_round(checkpoint: Path, tmp_path: Path):
+    import transformers
+
+    options: dict[str, Any] = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "logging_steps": 1}
+    options |= {"per_device_train_batch_size": 8, "num_train_epochs": 2, "learning_rate": 1e-2}
+
+    def stock(folder: Path, resume: Any = None) -> list[float]:
+        args = transformers.TrainingArguments(str(folder), save_strategy="steps", save_steps=4, **options)
+        trainer = transformers.Trainer(adapt(build_model(), "lora"), args, train_dataset=TokenDataset(32))
+        trainer.train(resume_from_checkpoint=resume)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = stock(tmp_path / "stock")
+        ours = build_peft_trainer(tmp_path / "ours", "single", "lora", **SAVES)
+        ours.train(resume_from_checkpoint=str(tmp_path / "stock" / "checkpoint-4"))
+        losses = [entry["loss"] for entry in ours.state.log_history if "loss" in entry]
+        back = stock(tmp_path / "back", str(checkpoint))
+    # Its own count of the labels is right here: all loss types that it knows shift.
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    np.testing.assert_allclose(back, expected, rtol=1e-6)
+
+
+def test_a_model_is_built_with_its_adapter_by_model_init(tmp_path: Path):
+    from datasets import Dataset
+
+    from accel_trainer import Trainer
+
+    rows = [{**{name: value.tolist() for name, value in row.items()}, "unused": 1} for row in TokenDataset(16).rows]
+    data = Dataset.from_list(rows)
+    trainer = Trainer(
+        args=arguments(tmp_path), train_dataset=data, eval_dataset=data, model_init=lambda: adapt(build_model(), "lora")
+    )
+    trainer.train()
+    assert trainer.label_names == ["labels"]
+    assert trainer.model.get_input_embeddings().weight.shape == (64, 32)
+    assert trainer.get_num_trainable_parameters() == 896
+    assert trainer.evaluate()["eval_loss"] < 4.2
+
+
+def units(**config: Any) -> list[list[str]]:
+    """Shard a model with adapters, and return for each unit what kinds of parameters it has."""
+    from torch.distributed.fsdp import FSDPModule
+
+    options = {"fsdp": "full_shard auto_wrap", "fsdp_config": config}
+    trainer = build_peft_trainer("unused", "fsdp", "lora", max_steps=1, **options)
+    trainer.train()
+    found = []
+    for name, module in trainer.model.named_modules():
+        if isinstance(module, FSDPModule):
+            kinds = {("lora" if "lora" in own else "base") for own, _ in module.named_parameters()}
+            found.append([name.rpartition("base_model.model.")[2], *sorted(kinds)])
+    return found
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("config", [{}, {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}])
+def test_blocks_of_the_base_model_are_units_with_their_adapters(tmp_path, monkeypatch, config):
+    monkeypatch.chdir(tmp_path)
+    expected = [["", "base", "lora"], *([f"model.layers.{index}", "base", "lora"] for index in (0, 1))]
+    assert run_ranks(units, 2, **config) == [expected] * 2
+
+
+def mixed(strategy: str, precision: str, **changes: Any) -> list[float]:
+    """Train LoRA in fp32 on a base in bf16; return the losses."""
+    model = adapt(build_model().to(torch.bfloat16), "lora", **changes)
+    accelerator = build_accelerator(strategy, mixed_precision=precision)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    loader = torch.utils.data.DataLoader(TokenDataset(32), batch_size=8 // RANKS[strategy])
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach().float(), "mean").item())
+    return losses
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(("precision", "changes"), [("no", {}), ("bf16", {"modules_to_save": ["o_proj"]})])
+def test_fsdp2_trains_fp32_adapters_on_a_bf16_base(precision: str, changes: dict[str, Any]):
+    expected = mixed("single", precision, **changes)
+    found = run_ranks(mixed, 2, "fsdp", precision, **changes)[0]
+    np.testing.assert_allclose(found, expected, rtol=2e-3)
+
+
+@pytest.mark.multirank
+def test_fsdp2_refuses_trained_parameters_of_two_dtypes_in_a_unit():
+    message = (
+        "in torch.float32 and 'base_model.model.model.layers.1.self_attn.o_proj.modules_to_save.default.weight' in"
+    )
+    with pytest.raises(RankFailure, match=re.escape(message)) as failure:
+        run_ranks(mixed, 2, "fsdp", "no", modules_to_save=["o_proj"])
+    assert set(failure.value.failures) == {0, 1}
+    assert ConfigError.__name__ in failure.value.failures[0]
