@@ -1,4 +1,4 @@
-"""Which optimizer may have which parameters."""
+"""Which optimizer may have which parameters, and which kinds of optimizers cannot have a strategy's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from accel_trainer.errors import ConfigError
 
-__all__ = ["check_disjoint", "check_optimizer_belongs", "parameters_of"]
+__all__ = ["check_disjoint", "check_kind", "check_optimizer_belongs", "parameters_of"]
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -48,3 +48,19 @@ def check_disjoint(optimizers: Iterable[Optimizer], known: Mapping[int, nn.Param
                 "and would be updated by both; give each parameter to one of them"
             )
         taken.update(dict.fromkeys(own, optimizer))
+
+
+def check_kind(optimizer: Optimizer, unsupported: Mapping[str, str], strategy: str) -> None:
+    """Refuse an optimizer whose update is not defined on the parameters that a strategy makes.
+
+    Args:
+        unsupported: the reason and the way out, by a package or `package.Class` of the optimizer or of a base of it.
+    """
+    for kind in type(optimizer).__mro__:
+        package = kind.__module__.partition(".")[0]
+        reason = unsupported.get(package) or unsupported.get(f"{package}.{kind.__name__}")
+        if reason is not None:
+            raise ConfigError(
+                f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot train with strategy {strategy!r}: "
+                f"{reason}"
+            )

@@ -21,6 +21,7 @@ from accel_trainer.strategies.api import TrainUnit
 from accel_trainer.trainer.accelerate_states import share_accelerator
 from accel_trainer.trainer.arguments.deepspeed_arguments import complete_engine_config
 from accel_trainer.trainer.arguments.fsdp_arguments import check_recomputation, recomputes_activations
+from accel_trainer.trainer.arguments.optimizer_names import check_optimizer_name
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
 from accel_trainer.trainer.inputs import fill_empty
 from accel_trainer.trainer.running_trainer import PreparingTrainer
@@ -49,6 +50,7 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
             "Accelerator's strategy as well, or leave use_configured_state out"
         )
     shards = accelerator.strategy.capabilities.shards_parameters
+    check_optimizer_name(args, shards)
     if shards:
         check_recomputation(args, accelerator.resolved)
     if shards and args.save_on_each_node:

@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import EvalLoopOutput, RemoveColumnsCollator, SaveStrategy, TrainOutput
-from transformers.training_args import OptimizerNames
 
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.data.loader import skip_first_batches
@@ -357,13 +356,10 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         del inputs
         if args.torch_empty_cache_steps is not None and self.state.global_step % args.torch_empty_cache_steps == 0:
             clear_device_cache()
-        kwargs: dict[str, Any] = {}
-        if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
-            kwargs["learning_rate"] = self._get_learning_rate()
         loss = self._weigh(loss, num_items_in_batch is not None)
         fault_point("train.backward")
         # Not accelerator.backward(): it weighs by the batch that the loader gave last, and a window is read ahead.
-        self.accelerator.unit_of(model).backward(loss, **kwargs)
+        self.accelerator.unit_of(model).backward(loss)
         return loss.detach()
 
     def _weigh(self, loss: Tensor, has_items: bool) -> Tensor:

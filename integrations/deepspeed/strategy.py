@@ -29,6 +29,7 @@ from accel_trainer.strategies.broadcast_values import broadcast_module_states
 from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.optimizer_placeholder import OptimizerPlaceholder
 from accel_trainer.strategies.own_methods import gather_in_save_pretrained, refuse_merges
+from accel_trainer.strategies.ownership import check_kind
 from accel_trainer.strategies.parameter_state.matching import uncompiled_name
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, require_values
 from accel_trainer.tree import map_leaves
@@ -39,6 +40,30 @@ __all__ = ["DeepSpeedStrategy"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NEVER_PRINT = 2**31
 """Steps between two progress lines of the engine: the loop's own reporting is the user's."""
+
+
+_NEEDS_SHAPES = (
+    "the engine hands it flat pieces of all parameters of a group, and its update depends on the shape or the place of "
+    "each parameter; use AdamW, or shard with FSDP (fsdp=True, strategy 'fsdp2')"
+)
+_UNSUPPORTED = {
+    **dict.fromkeys(
+        (
+            "apollo_torch",
+            "galore_torch",
+            "grokadamw",
+            "optimi.StableAdamW",
+            "torch.Adafactor",
+            "torch.Muon",
+            "transformers.Adafactor",
+        ),
+        _NEEDS_SHAPES,
+    ),
+    "schedulefree": "it switches between two sets of weights, and the engine has copies of its own of one of them; use "
+    "AdamW, or shard with FSDP (fsdp=True, strategy 'fsdp2')",
+    "torch.Adagrad": "it makes its state as it is built, for parameters that the engine then replaces; use another "
+    "optimizer, or shard with FSDP (fsdp=True, strategy 'fsdp2')",
+}
 
 
 class _PiecewiseBuilding:
@@ -136,6 +161,8 @@ class DeepSpeedStrategy(BaseStrategy):
                 "zero_optimization.stage of the DeepSpeed configuration is 0, or not given: nothing would be sharded; "
                 "write stage 1, 2 or 3, or use strategy 'ddp'"
             )
+        for optimizer in job.optimizers:
+            check_kind(optimizer, _UNSUPPORTED, self.name)
         _check_groups(job)
         _check_scalars(job, config)
         _check_leaf_classes(job, config)

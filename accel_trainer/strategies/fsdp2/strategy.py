@@ -31,6 +31,7 @@ from accel_trainer.strategies.fsdp2.initial_values import (
 )
 from accel_trainer.strategies.fsdp2.unit import (
     FSDP2Unit,
+    check_optimizer_can_shard,
     check_optimizer_is_new,
     exchange_full_state,
     refuse_copies,
@@ -219,6 +220,8 @@ class FSDP2Strategy(BaseStrategy):
 
 def _check(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> _Selection:
     selection = _Selection()
+    for optimizer in job.optimizers:
+        check_optimizer_can_shard(optimizer)
     if not isinstance(job.model, FSDPModule):
         selection = _select_modules(job, precision, process)
         for optimizer in job.optimizers:

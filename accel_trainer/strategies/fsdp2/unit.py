@@ -21,13 +21,21 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import foreach_copy_, queue_callback
 from accel_trainer.strategies.api import CheckpointIO, HeldGradients
+from accel_trainer.strategies.fsdp2.adafactor import update_by_shards
 from accel_trainer.strategies.loss_scale import LossScale
 from accel_trainer.strategies.own_methods import gather_in_save_pretrained, refuse_merges
-from accel_trainer.strategies.ownership import parameters_of
+from accel_trainer.strategies.ownership import check_kind, parameters_of
 from accel_trainer.strategies.parameter_state.torch_io import TensorShards, TorchCheckpointIO
 from accel_trainer.strategies.single import NativeUnit
 
-__all__ = ["FSDP2Unit", "Originals", "check_optimizer_is_new", "exchange_full_state", "refuse_copies"]
+__all__ = [
+    "FSDP2Unit",
+    "Originals",
+    "check_optimizer_can_shard",
+    "check_optimizer_is_new",
+    "exchange_full_state",
+    "refuse_copies",
+]
 
 Originals = Sequence[tuple[str, "weakref.ref[nn.Parameter]"]]
 """The parameters that sharding has replaced, by name, as long as somebody still holds them."""
@@ -95,12 +103,14 @@ class FSDP2Unit(NativeUnit):
 
     def bind_optimizer(self, optimizer: Optimizer) -> None:
         """Take the optimizer; one built before sharding, and new, is pointed to the sharded parameters by name."""
+        check_optimizer_can_shard(optimizer)
         known = self.known_parameters()
         if any(known.get(id(p), p) is not p for p in parameters_of(optimizer)):
             check_optimizer_is_new(optimizer, known)
         super().bind_optimizer(optimizer)
         for group in optimizer.param_groups:
             group["params"] = [known.get(id(p), p) for p in group["params"]]
+        update_by_shards(optimizer)
 
     def checkpoint_io(self) -> CheckpointIO:
         """Return the reader and writer of this unit's state."""
@@ -109,6 +119,29 @@ class FSDP2Unit(NativeUnit):
             if isinstance(module, FSDPModule):
                 module.reshard()
         return super().checkpoint_io()
+
+
+_NEEDS_FULL = (
+    "its update needs full matrices, and each rank has shards of them; use Adafactor of transformers (optim="
+    "'adafactor'), or strategy 'ddp'"
+)
+_UNSUPPORTED = {
+    "bitsandbytes": "its kernels take no shards; use torchao's AdamW8bit (optim='adamw_torch_8bit'), or strategy 'ddp'",
+    "apollo_torch": _NEEDS_FULL,
+    "galore_torch.Adafactor": _NEEDS_FULL,
+    "torch.Adafactor": "it mixes shards with norms of them; use that of transformers (optim='adafactor')",
+    "torch.Rprop": "it indexes by masks, which shards cannot; use another optimizer, or strategy 'ddp'",
+}
+_UNSUPPORTED_ON_CPU = {
+    "torchao.AdamW4bit": "its update is compiled, which fails for shards on the CPU; use AdamW8bit, or strategy 'ddp'"
+}
+
+
+def check_optimizer_can_shard(optimizer: Optimizer) -> None:
+    """Refuse a kind of optimizer that cannot update shards."""
+    check_kind(optimizer, _UNSUPPORTED, "fsdp2")
+    if all(parameter.device.type == "cpu" for parameter in parameters_of(optimizer)):
+        check_kind(optimizer, _UNSUPPORTED_ON_CPU, "fsdp2")
 
 
 def check_optimizer_is_new(optimizer: Optimizer, known: Mapping[int, nn.Parameter]) -> None:

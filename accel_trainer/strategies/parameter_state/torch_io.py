@@ -117,6 +117,7 @@ class TorchCheckpointIO(BaseCheckpointIO):
         seen: set[int] = set()
         for group, own, optimizer in self._named_groups():
             state.update({name: dict(optimizer.state[p]) for name, p in own.items() if optimizer.state.get(p)})
+            _require_plain_tensors(optimizer, state)
             # Beside the states of parameters some optimizers keep counters of their own; saved with their first group.
             shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
             beside = {OWN_STATE: shared} if shared and id(optimizer) not in seen else {}
@@ -233,6 +234,19 @@ def _warn_of_unsaved_entries(optimizers: Iterable[Optimizer]) -> None:
                 type(optimizer).__name__,
                 ", ".join(more),
             )
+
+
+def _require_plain_tensors(optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse state in classes of tensors that only the optimizer can make: it would be loaded as plain values."""
+    for name, entry in state.items():
+        for key, value in entry.items():
+            kind = type(local_tensor(value)) if isinstance(value, Tensor) else Tensor
+            if kind not in (Tensor, nn.Parameter):
+                raise ConfigError(
+                    f"{key!r} of {name} in the state of {type(optimizer).__name__} is a {kind.__name__}, which cannot "
+                    "be saved in shards and loaded again; save the weights alone (save_model(), save_only_model=True), "
+                    "or train with an optimizer of torch"
+                )
 
 
 @torch.no_grad()
