@@ -53,6 +53,7 @@ class AcceleratorPreparing(AcceleratorSettings):
     """Preparing of models, optimizers, schedules and data loaders."""
 
     _data_seed: int | None = None
+    _has_loaded_state = False
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders for this job; return them in the order they came.
@@ -175,7 +176,8 @@ class AcceleratorPreparing(AcceleratorSettings):
     def _begin_iteration(self, loader: PreparedDataLoader) -> None:
         """Begin an iteration of a loader. Collective with `rng_types`."""
         seed_own_streams(self.process)
-        if self.rng_types:
+        # A run that goes on within an epoch has its streams from the state; they were set to rank 0's when it began.
+        if self.rng_types and not (self._has_loaded_state and loader.begins_within_epoch):
             synchronize_rng(self.rng_types, self.process)
         self.gradient_state.begin(loader)
 

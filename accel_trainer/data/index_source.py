@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
@@ -20,6 +21,13 @@ from accel_trainer.data.iterable_reader import set_dataset_epoch
 from accel_trainer.data.plan import BatchRows, mix_seed
 from accel_trainer.data.position import Position, Progress
 from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler, find_generator, find_replicated
+from accel_trainer.data.worker_streams import (
+    CollateInTurn,
+    NumberedItems,
+    SeededDataset,
+    WorkerInit,
+    without_turns,
+)
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.logging import get_logger
 from accel_trainer.runtime.collectives import broadcast_object
@@ -232,14 +240,33 @@ class IndexSource:
         self.sampler.begin_at(self.sampler.start)
         self._resumed = None
 
+    def seeded_reading(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        """Return the attributes of a loader whose workers begin their random streams anew at every batch."""
+        sampler = "batch_sampler" if self._is_batched else "sampler"
+        return {
+            "dataset": SeededDataset(self._dataset),
+            sampler: NumberedItems(self.sampler, partial(self._begin_numbers, loader.num_workers)),
+            "collate_fn": CollateInTurn(cast("Callable[[Any], Any]", loader.collate_fn)),
+            "worker_init_fn": WorkerInit(loader.worker_init_fn),
+        }
+
+    def _begin_numbers(self, num_workers: int) -> tuple[int, int, int]:
+        """Return the epoch and the number of the next pass's first item, and the workers left out before it."""
+        sampler, loaded = self.sampler, self.loaded
+        first = sampler.start if loaded is None else loaded.steps
+        if sampler.process_index is None:
+            first *= sampler.num_processes
+        return self.epoch, first, first % num_workers if self._in_order else 0
+
     def _begin(self, loader: Any, progress: Progress) -> Iterator[Any]:
-        seed = mix_seed(self._seed, progress.epoch, stream_index(self.sampler.process_index or 0))
         is_mid_epoch = bool(self.sampler.start or self.sampler.origin)
-        return begin_pass(loader, loader.native_iterator, seed, is_mid_epoch=is_mid_epoch)
+        shard = stream_index(self.sampler.process_index or 0)
+        batches = begin_pass(loader, loader.native_iterator, self._seed, progress.epoch, shard, is_mid_epoch)
+        return without_turns(batches) if is_mid_epoch and loader.num_workers else batches
 
 
 def begin_pass(
-    loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], seed: int, *, is_mid_epoch: bool
+    loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], seed: int, epoch: int, shard: int, is_mid_epoch: bool
 ) -> Iterator[Any]:
     """Return the iterator of a loader; in the middle of an epoch, without a draw from torch's global stream.
 
@@ -248,7 +275,9 @@ def begin_pass(
     """
     if loader.num_workers > 0:
         # Workers derive their streams from one draw of this generator: augmentation differs per shard and worker.
-        loader.generator = torch.Generator().manual_seed(seed)
+        # Persistent ones draw it in the first pass, and it is the same in whatever epoch that is.
+        worker_seed = mix_seed(seed, 0 if loader.persistent_workers else epoch, shard)
+        loader.generator = torch.Generator().manual_seed(worker_seed)
     if loader.num_workers > 0 or not is_mid_epoch:
         return begin()
     kept, loader.generator = loader.generator, torch.Generator()

@@ -7,7 +7,7 @@ its own, and each rank reads some of them (`ShardedStream`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
@@ -18,8 +18,8 @@ from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding, get_all_graph_pipes
 
-from accel_trainer.data.plan import BatchRows, seed_for_epoch
-from accel_trainer.data.randomness import PrivateStreams
+from accel_trainer.data.plan import BatchRows, mix_seed, seed_for_epoch
+from accel_trainer.data.randomness import PrivateStreams, StepStreams
 
 __all__ = [
     "ShardedStream",
@@ -84,6 +84,7 @@ class Step:
     """False for the one message of a reader whose stream is empty."""
     dataset_state: Any = None
     """The dataset's `state_dict()` after these samples, where the stream keeps it."""
+    is_collated: bool = False
 
 
 class _EpochStream(IterableDataset[Any]):
@@ -94,6 +95,8 @@ class _EpochStream(IterableDataset[Any]):
         self.rule = rule
         self.seed = seed
         self._epoch = torch.zeros((), dtype=torch.int64)
+        self._num_begun = 0
+        self._step_streams = StepStreams()
 
     def share(self) -> None:
         """Share the epoch with worker processes: persistent ones hold a copy of the stream from the first pass on."""
@@ -102,6 +105,20 @@ class _EpochStream(IterableDataset[Any]):
     def begin_epoch(self, epoch: int) -> None:
         """Choose the epoch of the pass that begins next."""
         self._epoch.fill_(epoch)
+
+    def begin_step(self) -> None:
+        """Begin the worker's random streams of the step whose samples it has read last."""
+        self._step_streams.begin(int(self._epoch), self._num_begun)
+
+    def _private_streams(self, *shard: int) -> PrivateStreams:
+        """Return the streams that the dataset draws from in this pass, alike whenever it is read.
+
+        Alike on all ranks unless a shard is given, also where a `worker_init_fn` seeds each rank's workers otherwise.
+        """
+        epoch, worker = int(self._epoch), get_worker_info()
+        if worker is None and not shard:
+            return PrivateStreams(seed_for_epoch(self.seed, epoch))
+        return PrivateStreams(mix_seed(self.seed, epoch, -1 if worker is None else worker.id, *shard))
 
     def _open(self) -> Iterator[Any]:
         epoch = int(self._epoch)
@@ -119,17 +136,15 @@ class SlicedStream(_EpochStream):
     """All samples of a dataset, of which this shard keeps its slice of every global batch.
 
     Args:
-        draws_alike: replace the global random streams, while the dataset is read, by private ones that begin at seed
-            and epoch, so that another rank, or a later run, draws the same. In workers they are seeded alike already.
         keeps_state: ask the dataset for its `state_dict()` at every step.
+
+    While the dataset is read, private random streams that begin at seed and epoch take the place of the global ones:
+    another rank, or a later run that reads up to where it goes on, draws the same.
     """
 
-    def __init__(
-        self, dataset: Any, rule: StreamRule, seed: int, *, draws_alike: bool = False, keeps_state: bool = False
-    ) -> None:
+    def __init__(self, dataset: Any, rule: StreamRule, seed: int, *, keeps_state: bool = False) -> None:
         super().__init__(dataset, rule, seed)
         self.keeps_state = keeps_state
-        self._draws_alike = draws_alike
         self._skip = torch.zeros((), dtype=torch.int64)
         self._origin: tuple[int, Any] = (0, None)
 
@@ -147,15 +162,13 @@ class SlicedStream(_EpochStream):
         self._origin = (num_samples, dataset_state)
 
     def __iter__(self) -> Iterator[Step | list[list[Any]]]:
-        alike: AbstractContextManager[None] | None = None
-        if self._draws_alike and get_worker_info() is None:
-            alike = PrivateStreams(seed_for_epoch(self.seed, int(self._epoch)))
         step, unseen, rule = 0, self._steps_to_skip(), self.rule
         is_alone, keeps_state = rule.shards == 1, self.keeps_state
         shards = range(rule.shards) if rule.shard is None else (rule.shard,)
         rows = rule.rows(rule.per_round)
-        for chunk, is_last, state in self._chunks(alike):
+        for chunk, is_last, state in self._chunks():
             step += 1
+            self._num_begun = step
             if step <= unseen:
                 yield Step([], None, is_last)
                 continue
@@ -171,16 +184,19 @@ class SlicedStream(_EpochStream):
         # Workers take turns, so the j-th step of any worker is at most the (j * workers + worker)-th step of all.
         return skip if worker is None else -(-max(0, skip - worker.id) // worker.num_workers)
 
-    def _chunks(self, alike: AbstractContextManager[None] | None) -> Iterator[tuple[list[Any], bool, Any]]:
+    def _chunks(self) -> Iterator[tuple[list[Any], bool, Any]]:
         """Yield global batches, whether each is the last, and the dataset's state after it.
 
         Reads one sample ahead, or a batch with `drop_last`.
         """
-        size = self.rule.per_round
+        size, is_alone = self.rule.per_round, self.rule.shards == 1
         ahead = size if self.rule.drop_last else 1
-        with alike or nullcontext():
+        streams = self._private_streams()
+        with streams:
             samples = self._from_origin()
             upcoming = list(islice(samples, ahead))
+        draws = streams.were_used
+        alike = streams if draws or not is_alone else None  # 23 us a step
         if alike is None and not self.keeps_state:
             while len(upcoming) == ahead:
                 chunk = upcoming
@@ -191,7 +207,8 @@ class SlicedStream(_EpochStream):
         while len(upcoming) == ahead:
             with alike or nullcontext():
                 chunk = [*upcoming, *islice(samples, size - ahead)]
-                state = self.dataset.state_dict() if self.keeps_state else None
+                # A dataset that draws is read again up to there: its own state does not hold the streams.
+                state = self.dataset.state_dict() if self.keeps_state and not draws else None
                 upcoming = list(islice(samples, ahead))
             yield chunk, len(upcoming) < ahead, state
 
@@ -206,18 +223,23 @@ class SlicedStream(_EpochStream):
 class StepCollate:
     """Collate the samples of a step with the user's function."""
 
-    def __init__(self, collate: Callable[[Any], Any], is_all: bool, is_single: bool) -> None:
+    def __init__(self, collate: Callable[[Any], Any], is_all: bool, is_single: bool, stream: _EpochStream) -> None:
         self.collate = collate
         self.is_all = is_all
         self.is_single = is_single
         self._is_plain = not is_all and not is_single
+        self._stream = stream
 
     def __call__(self, step: Step | list[list[Any]]) -> Any:
         """Return the samples of a step collated, or the step with its batch in the place of its samples."""
+        if get_worker_info() is not None:
+            # What is skipped is not collated: the streams must not depend on how many steps were.
+            self._stream.begin_step()
         if type(step) is list:
             return self.collate(step[0]) if self._is_plain else self._collate(step)
-        if isinstance(step, Step):
+        if isinstance(step, Step) and not step.is_collated:
             step.content = self._collate(step.content) if step.content else None
+            step.is_collated = True
         return step
 
     def _collate(self, slices: list[list[Any]]) -> Any:
@@ -229,14 +251,22 @@ class ShardedStream(_EpochStream):
     """The samples of this rank's own shards, one list for each step."""
 
     def __iter__(self) -> Iterator[Step]:
-        samples = self._open()
         size = self.rule.per_shard
-        while chunk := list(islice(samples, size)):
+        streams = self._private_streams(self.rule.shard or 0)
+        with streams:
+            samples = self._open()
+            chunk = list(islice(samples, size))
+        private = streams if streams.were_used else nullcontext()
+        self._num_begun = 0
+        while chunk:
             if len(chunk) < size and self.rule.drop_last:
                 return
+            self._num_begun += 1
             count = len(chunk)
             filled = [*chunk, *islice(cycle(chunk), size - count)] if self.rule.even else chunk
             yield Step([filled], BatchRows((count,), (len(filled),)))
+            with private:
+                chunk = list(islice(samples, size))
 
 
 # Steps of `datasets` that sharding changes: they take, skip or interleave other samples then, or all in each shard.

@@ -23,7 +23,7 @@ from accel_trainer.data.iterable_reader import (
     num_shards_of,
     set_dataset_epoch,
 )
-from accel_trainer.data.plan import BatchRows, mix_seed
+from accel_trainer.data.plan import BatchRows
 from accel_trainer.data.position import Position, Progress
 from accel_trainer.data.sampler import Clock
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
@@ -57,7 +57,6 @@ def build_stream_source(
         loader.dataset,
         rule,
         seed,
-        draws_alike=shards > 1 or is_resumable,
         keeps_state=is_resumable and loader.num_workers == 0 and can_resume_itself(loader.dataset),
     )
     # Every rank must meet the same steps in the same order, whichever worker is ready first.
@@ -107,7 +106,7 @@ def _reader(loader: DataLoader[Any], stream: SlicedStream | ShardedStream, *, in
         batch_size=None,
         batch_sampler=None,
         drop_last=False,
-        collate_fn=StepCollate(loader.collate_fn, stream.rule.shard is None, loader.batch_size is None),
+        collate_fn=StepCollate(loader.collate_fn, stream.rule.shard is None, loader.batch_size is None, stream),
         in_order=in_order,
         **LOADER_AT_REST,
     )
@@ -256,8 +255,9 @@ class _StreamSource:
 
     def _begin(self, progress: Progress, shard: int) -> Iterator[Any]:
         self._stream.begin_epoch(progress.epoch)
-        seed = mix_seed(self._seed, progress.epoch, stream_index(shard))
-        return begin_pass(self._reader, self._reader.__iter__, seed, is_mid_epoch=progress.start[1] > 0)
+        is_mid_epoch = progress.start[1] > 0
+        begin = self._reader.__iter__
+        return begin_pass(self._reader, begin, self._seed, progress.epoch, stream_index(shard), is_mid_epoch)
 
 
 class SliceSource(_StreamSource):
@@ -340,6 +340,10 @@ def _last_marked(items: Iterator[Any], num_readers: int) -> Iterator[Any]:
         yield held
 
 
+def _not_yet(step: Step) -> Step:
+    return step
+
+
 class ShardSource(_StreamSource):
     """A stream in shards: each rank reads its own, and the ranks exchange at every step which of them have samples.
 
@@ -352,6 +356,10 @@ class ShardSource(_StreamSource):
     def __init__(self, reader: DataLoader[Any], stream: ShardedStream, seed: int, process: ProcessContext) -> None:
         super().__init__(reader, stream, seed)
         self._process = process
+        self._collate: Any = reader.collate_fn
+        if reader.num_workers == 0:
+            # Two batches are read ahead, and what collating draws belongs to the step that is yielded.
+            reader.collate_fn = _not_yet
 
     @property
     def readers(self) -> int:
@@ -386,9 +394,16 @@ class ShardSource(_StreamSource):
                 pending = self._announce(current, following, spare)
             progress.change(BatchRows(rows, sizes, is_last=not goes_on))
             progress.num_yielded += 1
-            yield present.content
+            yield self._collated(present).content
             if not goes_on:
                 return
+
+    def _collated(self, step: Step) -> Step:
+        """Return a step collated, whoever does it: a worker, or this process now."""
+        if step.is_collated:
+            return step
+        collated: Step = self._collate(step)
+        return collated
 
     def _announce(self, current: Step | None, following: Step | None, spare: Step | None) -> Any:
         """Begin the exchange of this rank's next batch: its valid rows, its size, and whether another follows."""
@@ -400,5 +415,6 @@ class ShardSource(_StreamSource):
     def _lend(self, current: Step | None, rows: Sequence[int], sizes: Sequence[int]) -> tuple[Step, tuple[int, ...]]:
         """Lend ranks that never had a sample the first batch of one that has. Collective."""
         donor = next(rank for rank, count in enumerate(rows) if count)
-        spare = broadcast_object(current if self._process.rank == donor else None, self._process, donor)
+        own = self._collated(current) if current is not None and self._process.rank == donor else None
+        spare = broadcast_object(own, self._process, donor)
         return spare, tuple(size or sizes[donor] for size in sizes)

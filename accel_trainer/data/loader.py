@@ -23,7 +23,7 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.tensor_trees import send_to_device
 from accel_trainer.runtime.torch_private import LOADER_AT_REST, keeps_iterator
 
-__all__ = ["LoaderCheckpoint", "PreparedDataLoader", "prepare_data_loader", "skip_first_batches"]
+__all__ = ["LoaderCheckpoint", "PreparedDataLoader", "keeping_epoch", "prepare_data_loader", "skip_first_batches"]
 
 logger = get_logger(__name__)
 
@@ -145,6 +145,11 @@ class PreparedDataLoader(DataLoader[Any]):
         """This loader: it is the user's own class, and wraps no other one."""
         return self
 
+    @property
+    def begins_within_epoch(self) -> bool:
+        """Whether the next pass leaves out steps of its epoch."""
+        return self._source.start > 0 or self._source.loaded is not None
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, in the samplers and in the dataset, through whatever wraps them."""
         self._source.set_epoch(epoch)
@@ -237,6 +242,14 @@ class PreparedDataLoader(DataLoader[Any]):
     def native_iterator(self) -> Iterator[Any]:
         """Return the iterator of the user's own loader class, over this loader's samplers."""
         return super().__iter__()
+
+    def _get_iterator(self) -> Any:
+        """Return torch's iterator of the batches; every way of reading a loader comes here for it."""
+        reader = self
+        if self.num_workers > 0 and isinstance(self._source, IndexSource):
+            reader = type(self).__new__(type(self))
+            reader.__dict__.update(self.__dict__, **self._source.seeded_reading(self))
+        return super(PreparedDataLoader, reader)._get_iterator()
 
     def _advance_epoch(self, epoch: int, is_complete: bool) -> None:
         """Move to the next epoch after a full pass, unless the user has chosen one meanwhile.
@@ -448,6 +461,20 @@ def prepare_data_loader(
     prepared = _restore(type(loader), state)
     prepared.add_hooks(config, on_begin, on_end)
     return prepared.skipping(skipped) if skipped else prepared
+
+
+@contextmanager
+def keeping_epoch(loader: Any) -> Iterator[None]:
+    """Context after which a prepared loader is in the epoch that it was in, though a pass over it has ended.
+
+    Evaluations draw alike then, however many there have been before; of another loader, nothing is known.
+    """
+    epoch = loader.epoch if isinstance(loader, PreparedDataLoader) else None
+    try:
+        yield
+    finally:
+        if epoch is not None and loader.epoch != epoch:
+            loader.set_epoch(epoch)
 
 
 def skip_first_batches(loader: DataLoader[Any], num_batches: int) -> PreparedDataLoader:

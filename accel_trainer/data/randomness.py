@@ -1,4 +1,4 @@
-"""Random numbers that all ranks draw alike: private streams in place of the process's global ones."""
+"""Random numbers that repeat: private streams in place of the process's global ones, and streams that begin anew."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-__all__ = ["PrivateStreams", "draw_alike"]
+from accel_trainer.data.plan import mix_seed
+
+__all__ = ["PrivateStreams", "StepStreams", "draw_alike"]
 
 
 class PrivateStreams:
@@ -52,6 +54,32 @@ class PrivateStreams:
         random.setstate(python_state)
         torch.set_rng_state(torch_state)
         set_bit_generator(numpy_generator)
+
+
+class StepStreams:
+    """Python's, NumPy's and torch's CPU streams of a loader's worker, which begin anew at every step.
+
+    A step's numbers depend on its place, and on where the worker's streams are when the first one begins: a
+    `worker_init_fn` that seeds some of them is respected, and what was read before makes no difference.
+    """
+
+    def __init__(self) -> None:
+        self._seeds: tuple[int, int, int] | None = None
+
+    @property
+    def seeds(self) -> tuple[int, int, int]:
+        """The seeds of the three streams, drawn from them when they are first asked for."""
+        if self._seeds is None:
+            self._seeds = random.getrandbits(63), int(np.random.randint(2**63)), int(torch.randint(2**63 - 1, ()))
+        return self._seeds
+
+    def begin(self, *place: int) -> None:
+        """Begin the streams of a place: an epoch and a step, for instance. 15 us."""
+        python_seed, numpy_seed, torch_seed = self.seeds
+        random.seed(mix_seed(python_seed, *place))
+        np.random.seed(mix_seed(numpy_seed, *place) % 2**32)
+        # Not torch.manual_seed: it goes through all kinds of accelerators, in 100 us.
+        torch.default_generator.manual_seed(mix_seed(torch_seed, *place))
 
 
 def draw_alike(source: Any, seed: int) -> Iterator[Any]:

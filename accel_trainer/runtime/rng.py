@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ __all__ = [
     "check_rng_types",
     "get_rng_state",
     "keep_streams",
+    "keeping_streams",
     "reseed_from_saved",
     "seed_own_streams",
     "set_rng_state",
@@ -137,6 +139,16 @@ def keep_streams() -> Callable[[], None]:
         _seed_in_common = seed_in_common
 
     return put_back
+
+
+@contextmanager
+def keeping_streams() -> Iterator[None]:
+    """Context after which the random streams are where they were before it: what is drawn inside moves none of them."""
+    put_back = keep_streams()
+    try:
+        yield
+    finally:
+        put_back()
 
 
 def reseed_from_saved(saved: Mapping[str, Any], rank: int) -> None:

@@ -99,6 +99,9 @@ PRIVATE_NAMES = {
     "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data": "exposed communication is not measured",
     "torch.utils._pytree.tree_leaves": _REFUSED,
     "torch.utils.data.DataLoader._IterableDataset_len_called": "torch may warn about the length of a stream",
+    "torch.utils.data.DataLoader._get_iterator": (
+        "overridden in data/loader.py: what workers draw would depend on where a pass begins, as with torch alone"
+    ),
     "torch.utils.data.DataLoader._iterator": "persistent workers would be shared by a prepared loader and its copies",
     "torch.utils.data.dataloader._BaseDataLoaderIter": "a loader that keeps an iterator of the dataset is not refused",
 }

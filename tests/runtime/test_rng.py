@@ -13,7 +13,14 @@ import torch
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.rng import get_rng_state, seed_own_streams, set_rng_state, set_seed, stream_index
+from accel_trainer.runtime.rng import (
+    get_rng_state,
+    keeping_streams,
+    seed_own_streams,
+    set_rng_state,
+    set_seed,
+    stream_index,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -146,3 +153,25 @@ def test_a_state_is_plain_data():
     buffer.seek(0)
     set_rng_state(torch.load(buffer, weights_only=True))
     assert draw() == expected
+
+
+def test_what_is_drawn_while_streams_are_kept_moves_none_of_them():
+    set_seed(7)
+    draw()  # of the Gaussian numbers, one is held back
+    state = get_rng_state()
+    alone = draw()
+    set_rng_state(state)
+    with keeping_streams():
+        draw()
+    assert draw() == alone
+
+
+def test_ranks_still_part_after_streams_were_kept():
+    numbers = []
+    for number in (0, 1):
+        set_seed(7)
+        with keeping_streams():
+            seed_own_streams(rank(number))
+        seed_own_streams(rank(number))
+        numbers.append(draw())
+    assert numbers[0] != numbers[1]

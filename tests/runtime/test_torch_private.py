@@ -54,6 +54,7 @@ TORCHS_OWN = {name for thing in HANDLED for name in dir(thing) if re.match("_[a-
 NAMED = {path.rpartition(".")[2] for path in PRIVATE_NAMES if not path.endswith("__")}
 TORCHS_OWN |= NAMED
 ALLOWED = {
+    ("data/loader.py", "super(PreparedDataLoader, reader)._get_iterator"),
     ("launch/torchrun.py", "super()._start_workers"),  # overrides have to carry the name
     ("launch/torchrun.py", "super()._shutdown"),
 }
