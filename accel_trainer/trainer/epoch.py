@@ -193,7 +193,8 @@ class EpochRun:
         """Train the updates of the epoch that are left, until it ends or a callback stops it. Collective.
 
         Args:
-            restore_rng_from: checkpoint whose RNG state is restored once the first window has been read.
+            restore_rng_from: checkpoint whose random streams are restored once the first window has been read; None
+                where they have been already.
         """
         accumulation = self.trainer.args.gradient_accumulation_steps
         steps = max(self.steps_in_epoch, 1)
@@ -225,7 +226,6 @@ class EpochRun:
         # Divides the loss of a model that does not normalise by `num_items` itself; the last window may be short.
         trainer.current_gradient_accumulation_steps = len(batches)
         if restore_rng_from is not None:
-            # After the read: drawing the order of the data has used up random numbers in the interrupted run, too.
             trainer._load_rng_state(restore_rng_from)
         for index, inputs in enumerate(batches):
             self.step += 1

@@ -11,6 +11,7 @@ import functools
 import operator
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +19,17 @@ import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import EvalLoopOutput, RemoveColumnsCollator, SaveStrategy, TrainOutput
 
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
-from accel_trainer.data.loader import skip_first_batches
+from accel_trainer.data.loader import keeping_epoch, skip_first_batches
 from accel_trainer.errors import ConfigError, MissingExtraError
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.memory import clear_device_cache, is_out_of_memory
+from accel_trainer.runtime.rng import keeping_streams
 from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
 from accel_trainer.trainer.batch_size_search import BatchSizeSearch
 from accel_trainer.trainer.checkpoint import upstream_files
@@ -312,7 +314,10 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         if trained and not self._loader_has_position:
             train_dataloader = skip_first_batches(train_dataloader, trained)
         restore_rng_from = resume_from_checkpoint if is_resumed else None
-        if not trained and restore_rng_from is not None:
+        # Before the first window is read: collators and datasets draw, and a pass that begins within an epoch does not.
+        # Only a stream without a position is read up to there first, and its draws are those of batches left out.
+        reads_up = trained and not self._loader_has_position and isinstance(train_dataloader.dataset, IterableDataset)
+        if restore_rng_from is not None and not reads_up:
             self._load_rng_state(restore_rng_from)
             restore_rng_from = None
         if hasattr(train_dataloader, "set_epoch"):
@@ -496,9 +501,12 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         """Evaluate or predict: every sample once, in order, with the exact mean loss. Collective."""
         begin = time.perf_counter()
         model, preparation_seconds = self._preparation.prepare_for_evaluation(self)
-        output = run_evaluation(
-            self, model, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-        )
+        # Predictions that a script asks for go on with its streams: those that are sampled differ from call to call.
+        is_alone = self.is_in_train or description != "Prediction"
+        with keeping_streams() if is_alone else nullcontext(), keeping_epoch(dataloader):
+            output = run_evaluation(
+                self, model, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
         self.run_record.clock.evaluation_seconds += time.perf_counter() - begin
         if preparation_seconds is not None:
             # Only in the evaluation that spent them: transformers 5.23 repeats the number in every later one, and takes
@@ -516,7 +524,9 @@ class Trainer(CheckpointMethods, transformers.Trainer):
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
         searches, self.args.auto_find_batch_size = self.args.auto_find_batch_size, False
         try:
-            return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+            # Whatever a subclass evaluates with: what is drawn must not move the streams that training goes on with.
+            with keeping_streams():
+                return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
         except RuntimeError as error:
             if searches and is_out_of_memory(error):
                 # Without "out of memory": the search must not answer with a smaller training batch.

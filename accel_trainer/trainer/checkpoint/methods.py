@@ -77,7 +77,9 @@ class CheckpointMethods(_Upstream):
     @contextmanager
     def _resuming(self, given: Any) -> Iterator[str | None]:
         """Choose and verify a checkpoint for one train(), and return its path. Collective."""
-        self.run_checkpoints = checkpoints = RunCheckpoints(self.accelerator.process)
+        self.run_checkpoints = checkpoints = RunCheckpoints(
+            self.accelerator.process, saves_within_updates=self.args.enable_jit_checkpoint
+        )
         if given is not None and given is not False:
             checkpoints.select(given, Path(self.args.output_dir), is_sharded=self.is_sharded)
         is_over = False
@@ -293,7 +295,8 @@ def _write(trainer: CheckpointingTrainer, target: Path, staged: StagedDirectory)
     if not args.save_only_model:
         trainer._save_optimizer_and_scheduler(directory)
         trainer._save_scaler(directory)
-        trainer._save_rng_state(directory)
+        with trainer.run_checkpoints.streams_of_position():
+            trainer._save_rng_state(directory)
     if args.should_save:
         _save_state(trainer, os.path.join(directory, TRAINER_STATE_NAME))
     staged.metadata |= {"trainer": _describe_progress(trainer), "reserved_names": _reserved_names(trainer.model)}

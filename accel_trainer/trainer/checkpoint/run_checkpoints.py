@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.rng import get_rng_state, keeping_streams, set_rng_state
 from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.trainer.checkpoint.resuming import PREFIX, TRAINER_CHECKPOINTS, Resumption, files_to_read
 
@@ -67,7 +69,12 @@ class RunMetrics(CheckpointMetrics):
 class RunCheckpoints:
     """State of a Trainer's saves and of its resume, from the beginning of one train() to its end."""
 
-    def __init__(self, process: ProcessContext) -> None:
+    def __init__(self, process: ProcessContext, *, saves_within_updates: bool = False) -> None:
+        """Begin one train().
+
+        Args:
+            saves_within_updates: remember the random streams before each update, too: 15 us.
+        """
         self.metrics = RunMetrics()
         self.checkpointer = Checkpointer(process, TRAINER_CHECKPOINTS, self.metrics)
         self.resumption: Resumption | None = None
@@ -75,6 +82,8 @@ class RunCheckpoints:
         self.staged: StagedDirectory | None = None
         """The directory of the last save. Files that this package writes to it are hashed on their way."""
         self._position: dict[str, Any] | None = None
+        self._saves_within_updates = saves_within_updates
+        self._streams: dict[str, Any] | None = None
         self._note: UpdateNote | None = None
 
     def select(self, given: bool | str | os.PathLike[str], run_dir: Path, *, is_sharded: bool) -> None:
@@ -111,16 +120,34 @@ class RunCheckpoints:
     def begin_update(self, loader: Any) -> None:
         """Remember the position of the training loader, before the batches of an update are read."""
         self._position = _position_of(loader)
+        if self._saves_within_updates:
+            self._streams = get_rng_state()
 
     def end_update(self, step: int | None) -> None:
         """Forget that position, and note the update; None where there were no batches for one."""
-        self._position = None
+        self._position = self._streams = None
         if self._note is not None and step is not None:
             self._note.write(step)
 
     def position(self, loader: Any) -> dict[str, Any] | None:
         """Return the loader's position after the last update that is complete; None of one not made by us."""
         return self._position or _position_of(loader)
+
+    @contextmanager
+    def streams_of_position(self) -> Iterator[None]:
+        """Context in which the random streams are where they were at `position`: before the next batch is read."""
+        if self._streams is None:
+            if self._position is not None:
+                logger.warning(
+                    "a checkpoint is saved while an update is under way, and a run that resumes from it does that "
+                    "update again: what it draws for dropout and data is other than now. Save at the end of an update "
+                    "(control.should_save), or set enable_jit_checkpoint=True, which remembers the streams before each"
+                )
+            yield
+            return
+        with keeping_streams():
+            set_rng_state(self._streams)
+            yield
 
     def note_saved(self, run_dir: Path, step: int) -> None:
         """Take note of updates from the first checkpoint on; on rank 0, elsewhere nothing."""

@@ -1,0 +1,234 @@
+"""A run that is resumed draws what the run that never stopped draws: masks, crops and dropout."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+from transformers import TrainerCallback
+
+from tests.ranks import preload
+from tests.trainer_jobs import arguments, build_trainer, on_ranks, strategy_arguments, summary
+
+preload("transformers.data.data_collator", "tokenizers")
+
+WORDS = 40
+
+
+class Cropped(Dataset):
+    """Rows of words, each cropped and disturbed at random by Python's, NumPy's and torch's streams."""
+
+    def __init__(self, num_rows: int, seed: int = 0) -> None:
+        self.rows = torch.randint(5, WORDS, (num_rows, 12), generator=torch.Generator().manual_seed(seed)).tolist()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        row = self.rows[index][random.randrange(4) :]
+        row[np.random.randint(len(row))] = 5
+        row[int(torch.randint(len(row), ()))] = 6
+        return {"input_ids": row}
+
+
+class CroppedStream(IterableDataset):
+    """The same rows as a stream, in a random order."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.cropped = Cropped(num_rows)
+
+    def __len__(self) -> int:
+        return len(self.cropped)
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        for index in torch.randperm(len(self.cropped)).tolist():
+            yield self.cropped[index]
+
+
+def masking() -> Any:
+    """Return transformers' collator for masked language models."""
+    from tokenizers import Tokenizer, models
+    from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
+
+    words = {name: index for index, name in enumerate(["[PAD]", "[MASK]", "[UNK]", "[CLS]", "[SEP]"])}
+    words |= {f"w{index}": index for index in range(len(words), WORDS)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="[UNK]")),
+        **{f"{name}_token": f"[{name.upper()}]" for name in ("pad", "mask", "unk", "cls", "sep")},
+    )
+    return DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3)
+
+
+class SaveAfter(TrainerCallback):
+    """Saves after some updates."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = state.global_step in self.steps
+
+
+def train(
+    output_dir: str, *, strategy: str = "single", resume: str | None = None, steps: tuple[int, ...] = (),
+    dataset: Any = None, **changes: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Train a masked language model with dropout for two epochs; return its summary."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    from accel_trainer.trainer import Trainer
+
+    torch.manual_seed(0)
+    model = BertForMaskedLM(
+        BertConfig(
+            vocab_size=WORDS, max_position_embeddings=16, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2, hidden_dropout_prob=0.2,
+        )
+    )  # fmt: skip
+    options = {"num_train_epochs": 2, "per_device_train_batch_size": 2, **strategy_arguments(strategy), **changes}
+    trainer = Trainer(
+        model, arguments(output_dir, **options), data_collator=masking(), train_dataset=dataset or Cropped(14),
+        eval_dataset=Cropped(5, seed=1), callbacks=[SaveAfter(*steps)],
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    for loader in (trainer.callback_handler.train_dataloader, trainer.callback_handler.eval_dataloader):
+        if loader is not None:
+            loader._iterator = None  # persistent workers go at once; with the Trainer's cycles, in 5 s each
+    return summary(trainer)
+
+
+def assert_same_end(resumed: dict[str, Any], whole: dict[str, Any], case: Any) -> None:
+    """Compare everything that a resumed run did with the end of the other."""
+    for name in ("losses", "grad_norms", "eval_losses"):
+        assert resumed[name] == whole[name][len(whole[name]) - len(resumed[name]) :], (case, name)
+    assert resumed["losses"], case
+    assert resumed["weights"].keys() == whole["weights"].keys()
+    for name, value in resumed["weights"].items():
+        np.testing.assert_array_equal(value, whole["weights"][name], err_msg=f"{case} {name}")
+
+
+def train_and_resume(output_dir: str, *, strategy: str) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
+    """Stop within the first epoch and at its end, before the evaluation that comes there."""
+    found = []
+    for workers, accumulation in itertools.product((0, 2), (1, 2)):
+        per_epoch = -(-7 // accumulation) if strategy == "single" else -(-4 // accumulation)
+        options = {
+            "strategy": strategy, "dataloader_num_workers": workers, "gradient_accumulation_steps": accumulation,
+            "eval_strategy": "epoch",
+        }  # fmt: skip
+        folder = f"{output_dir}/{strategy}-{workers}-{accumulation}"
+        whole = train(folder, steps=(1, per_epoch), **options)
+        for step in (1, per_epoch):
+            case = strategy, workers, accumulation, step
+            found.append((case, train(f"{folder}-again", resume=f"{folder}/checkpoint-{step}", **options), whole))
+    return found
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_losses_and_weights_of_a_resumed_run_are_those_of_the_run_that_never_stopped(tmp_path, strategy) -> None:
+    for results in on_ranks(strategy, train_and_resume, str(tmp_path)):
+        for case, resumed, whole in results:
+            assert_same_end(resumed, whole, case)
+
+
+OTHER_LOADERS: dict[str, dict[str, Any]] = {
+    "persistent workers": {"dataloader_num_workers": 2, "dataloader_persistent_workers": True},
+    "three workers": {"dataloader_num_workers": 3, "dataloader_prefetch_factor": 1},
+    "grouped by length": {"train_sampling_strategy": "group_by_length"},
+    "stream": {"dataset": CroppedStream(14)},
+    "stream in workers": {"dataset": CroppedStream(8), "dataloader_num_workers": 2, "max_steps": 12},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_LOADERS)
+def test_a_resumed_run_draws_alike_however_its_data_is_read(tmp_path: Path, name: str) -> None:
+    options = {**OTHER_LOADERS[name], "eval_strategy": "steps", "eval_steps": 2}
+    whole = train(str(tmp_path), steps=(3, 9), **options)
+
+    for step in (3, 9):
+        resumed = train(str(tmp_path / "again"), resume=str(tmp_path / f"checkpoint-{step}"), **options)
+        assert_same_end(resumed, whole, step)
+
+
+def train_on_a_stream(output_dir: str, *, strategy: str) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
+    import datasets
+
+    found = []
+    rows = datasets.Dataset.from_list([{"input_ids": row} for row in Cropped(16).rows])
+    for workers in (0, 2):
+        # In shards of its own for each rank, and, with one shard, as slices of one stream.
+        for num_shards in (4, 1):
+            stream = rows.to_iterable_dataset(num_shards=num_shards).map(_disturb)
+            options = {"strategy": strategy, "dataset": stream, "dataloader_num_workers": workers, "max_steps": 5}
+            folder = f"{output_dir}/{workers}-{num_shards}"
+            whole = train(folder, steps=(2,), **options)
+            resumed = train(f"{folder}-again", resume=f"{folder}/checkpoint-2", **options)
+            found.append(((workers, num_shards), resumed, whole))
+    return found
+
+
+def _disturb(row: dict[str, list[int]]) -> dict[str, list[int]]:
+    return {"input_ids": [5 if random.random() < 0.2 else word for word in row["input_ids"]]}
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(120)
+def test_a_resumed_run_draws_alike_over_streams_that_ranks_share(tmp_path: Path) -> None:
+    for results in on_ranks("ddp", train_on_a_stream, str(tmp_path)):
+        for case, resumed, whole in results:
+            assert_same_end(resumed, whole, case)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_evaluation_leaves_the_streams_of_training_where_they_are(tmp_path: Path, workers: int) -> None:
+    options = {"dataloader_num_workers": workers, "dataloader_persistent_workers": workers > 0}
+    without = train(str(tmp_path), **options)
+    evaluated = train(str(tmp_path), eval_strategy="steps", eval_steps=1, eval_on_start=True, **options)
+
+    assert evaluated["losses"] == without["losses"]
+    assert len(set(evaluated["eval_losses"])) == len(evaluated["eval_losses"])
+
+
+def test_predictions_that_a_script_asks_for_go_on_with_its_streams(tmp_path: Path) -> None:
+    trainer = build_trainer(tmp_path, options={"data_collator": masking()})
+    trainer.eval_dataset = Cropped(5)
+    before = torch.get_rng_state()
+    first, second = (trainer.evaluate()["eval_loss"] for _ in range(2))
+    assert first == second
+    assert torch.get_rng_state().equal(before)
+
+    first, second = (trainer.predict(trainer.eval_dataset).metrics["test_loss"] for _ in range(2))
+    assert first != second
+
+
+class SaveWithin(TrainerCallback):
+    """Saves while the third update is under way, as transformers' callback for SIGTERM does."""
+
+    trainer: Any = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_a_save_within_an_update_has_the_streams_from_before_that_update(tmp_path, caplog, remembers) -> None:
+    options = {"dropout": 0.2, "gradient_accumulation_steps": 2, "enable_jit_checkpoint": remembers}
+    callback = SaveWithin()
+    callback.trainer = build_trainer(tmp_path, options={"callbacks": [callback]}, **options)
+    callback.trainer.train()
+    again = build_trainer(tmp_path / "again", **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+    whole, resumed = summary(callback.trainer)["losses"], summary(again)["losses"]
+    assert (resumed == whole) is remembers
+    assert ("saved while an update is under way" in caplog.text) is not remembers
