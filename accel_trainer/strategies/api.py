@@ -135,9 +135,10 @@ class CheckpointIO(Protocol):
         """Return all parameters and persistent buffers as CPU tensors on rank 0, and an empty dict elsewhere."""
 
     def lazy_model_state(self) -> Mapping[str, LazyTensor]:
-        """Return parameters and persistent buffers as tensors that are gathered on rank 0 when they are called.
+        """Return parameters and persistent buffers as tensors that are gathered when they are called.
 
-        Names of tied parameters have one such object. Calls are collective: every rank makes them, in the same order.
+        Names of tied parameters have one such object. Calls are collective: every rank makes them, in the same order,
+        and gets the values.
         """
 
     def load_full_model_state(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
@@ -153,10 +154,14 @@ class CheckpointIO(Protocol):
             IncompatibleCheckpointError: names or shapes differ; on every rank.
         """
 
-    def full_optimizer_state(self) -> dict[str, Any]:
+    def full_optimizer_state(self, keep: bool | None = None) -> dict[str, Any]:
         """Return `{"state": {name: ...}, "param_groups": [{"params": [name, ...], ...}]}` on rank 0, `{}` elsewhere.
 
         Of this unit's parameters, which one or several optimizers hold: the groups of all, one after the other.
+        Collective.
+
+        Args:
+            keep: whether this rank gets it; rank 0 alone when None.
         """
 
     def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:

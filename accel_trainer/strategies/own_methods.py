@@ -114,7 +114,7 @@ class SavePretrained:
         save = type(self.model).save_pretrained  # type: ignore[attr-defined]
         with (
             raise_together(self.process, "save_pretrained"),
-            gather_adapters(self.model, lazy, directory, self.process) as state,
+            gather_adapters(self.model, lazy, directory, self.process, writes=self.process.is_main) as state,
         ):
             if self.process.is_main:
                 return save(self.model, *call.args, **{**call.kwargs, "state_dict": state})

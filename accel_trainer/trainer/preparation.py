@@ -53,11 +53,6 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
     check_optimizer_name(args, shards)
     if shards:
         check_recomputation(args, accelerator.resolved)
-    if shards and args.save_on_each_node:
-        raise ConfigError(
-            "save_on_each_node is set with a sharded model, whose full weights rank 0 alone gathers; leave it out; "
-            "give an output_dir that all nodes share"
-        )
     if args.auto_find_batch_size and accelerator.strategy.capabilities.builds_engine:
         raise ConfigError(
             f"auto_find_batch_size is set with strategy {accelerator.strategy.name!r}, whose engine is built for one "

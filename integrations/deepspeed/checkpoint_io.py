@@ -67,7 +67,7 @@ class DeepSpeedCheckpointIO(BaseCheckpointIO):
         return tensor.dtype if self.partitions.trained(tensor) is None else self.partitions.master_dtype
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the unsharded values on rank 0, a meta tensor elsewhere. Collective."""
+        """Return the unsharded values, on every rank. Collective."""
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -76,10 +76,9 @@ class DeepSpeedCheckpointIO(BaseCheckpointIO):
             full = safe_get_full_fp32_param(tensor)
         else:
             with GatheredParameters([tensor]):  # does nothing for a tensor that ZeRO-3 has not partitioned
-                full = tensor.detach().to("cpu", copy=True) if dist.get_rank() == 0 else tensor
-        if dist.get_rank() == 0:
-            return full.detach().view(self.shape_of(tensor))
-        return torch.empty(self.shape_of(tensor), dtype=self.dtype_of(tensor), device="meta")
+                # Before it is partitioned again. Only rank 0 writes them, unless each node does.
+                full = tensor.detach().to("cpu" if dist.get_rank() == 0 else tensor.device, copy=True)
+        return full.detach().view(self.shape_of(tensor))
 
     @torch.no_grad()
     def fill(self, tensor: Tensor, source: Tensor | None) -> None:
@@ -168,12 +167,12 @@ class DeepSpeedCheckpointIO(BaseCheckpointIO):
         scaler = getattr(self._zero, "loss_scaler", None)
         return scaler if getattr(scaler, "dynamic", False) else None
 
-    def full_optimizer_state(self) -> dict[str, Any]:
-        """Return the optimizer's state keyed by parameter name on rank 0, `{}` elsewhere. Collective."""
+    def full_optimizer_state(self, keep: bool | None = None) -> dict[str, Any]:
+        """Return the optimizer's state keyed by parameter name where `keep` is set, `{}` elsewhere. Collective."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         self.require_optimizer()
-        options, is_main = self._options(), dist.get_rank() == 0
+        options, keeps = self._options(), dist.get_rank() == 0 if keep is None else keep
         self.partitions.link_state()
         state: dict[str, Any] = {}
         outlines = self.partitions.state_outlines()
@@ -182,12 +181,12 @@ class DeepSpeedCheckpointIO(BaseCheckpointIO):
             for key, value in outlines[run.flat].items():
                 if isinstance(value, Tensor) and value.is_meta:
                     full = safe_get_full_optimizer_state(parameter, key)
-                    entry[key] = full.detach().to("cpu", copy=True).view(run.shape) if is_main else None
+                    entry[key] = full.detach().to("cpu", copy=True).view(run.shape) if keeps else None
                 else:
                     entry[key] = value.to("cpu", copy=True) if isinstance(value, Tensor) else value
             if entry:
                 state[name] = entry
-        return {"state": state, **options} if is_main else {}
+        return {"state": state, **options} if keeps else {}
 
     def outline_optimizers(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state with shapes in place of tensors of a parameter's shape, and the loss scale."""

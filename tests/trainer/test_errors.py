@@ -130,10 +130,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"fsdp": True, "auto_find_batch_size": True},
         r"auto_find_batch_size is set with strategy 'fsdp2', which shards the model in place.*model_init",
     ),
-    (
-        {"fsdp": True, "save_on_each_node": True},
-        r"save_on_each_node is set with a sharded model.*output_dir that all nodes",
-    ),
 ]
 
 
@@ -145,7 +141,7 @@ def train_refused(output_dir: str) -> None:
 
 @pytest.mark.multirank
 def test_what_two_ranks_cannot_do_is_refused_on_both(tmp_path):
-    """Unknown layers to wrap, two kinds of recomputation, a search for the batch size, a sharded save on each node."""
+    """Unknown layers to wrap, two kinds of recomputation, a search for the batch size."""
     run_ranks(train_refused, 2, str(tmp_path))
 
 

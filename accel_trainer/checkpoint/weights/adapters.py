@@ -183,7 +183,7 @@ def _names_to_gather(model: nn.Module, state: State) -> list[str]:
 
 @contextmanager
 def gather_adapters(
-    model: nn.Module, lazy: Mapping[str, LazyTensor], target: Path, process: ProcessContext
+    model: nn.Module, lazy: Mapping[str, LazyTensor], target: Path, process: ProcessContext, *, writes: bool
 ) -> Iterator[dict[str, Tensor]]:
     """Gather the adapters of a sharded model, for its own `save_pretrained` in this block. Collective.
 
@@ -191,9 +191,10 @@ def gather_adapters(
 
     Args:
         target: the directory of the save; the adapters are gathered into a file beside it, see `gather_to_file`.
+        writes: whether this rank is to save them.
 
     Yields:
-        On rank 0 the state_dict to hand over, elsewhere nothing.
+        Where this rank writes, the state_dict to hand over, elsewhere nothing.
     """
     names: list[str] = []
     error: Exception | None = None
@@ -203,8 +204,8 @@ def gather_adapters(
         except Exception as raised:
             error = raised
     names = gather_or_raise(process, "naming of the adapters", error, names)[0]
-    gathered = gather_to_file({name: lazy[name] for name in names}, target, writes=process.is_main)
-    if not process.is_main:
+    gathered = gather_to_file({name: lazy[name] for name in names}, target, writes=writes)
+    if not writes:
         yield {}
         return
     with unsharded_prompts(model, gathered):

@@ -125,15 +125,15 @@ class TorchCheckpointIO(BaseCheckpointIO):
             seen.add(id(optimizer))
         return {"state": state, "param_groups": groups}
 
-    def full_optimizer_state(self) -> dict[str, Any]:
-        """Return the optimizers' state keyed by parameter name on rank 0, `{}` elsewhere. Collective."""
-        is_main, saved = current_rank() == 0, self._optimizer_state()
+    def full_optimizer_state(self, keep: bool | None = None) -> dict[str, Any]:
+        """Return the optimizers' state keyed by parameter name where `keep` is set, `{}` elsewhere. Collective."""
+        keeps, saved = current_rank() == 0 if keep is None else keep, self._optimizer_state()
         for entry in saved["state"].values():
             for key, value in entry.items():
                 if isinstance(value, Tensor):
                     full = self.gather(value)
-                    entry[key] = full.to("cpu", copy=True) if is_main else None
-        return saved if is_main else {}
+                    entry[key] = full.to("cpu", copy=True) if keeps else None
+        return saved if keeps else {}
 
     def outline_optimizers(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state with shapes and dtypes in place of tensors."""

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -70,6 +70,7 @@ __all__ = [
     "save_model",
     "save_optimizer",
     "save_trained_beside",
+    "saving_on_this_rank",
 ]
 
 logger = logging.get_logger("transformers.trainer")
@@ -107,9 +108,10 @@ def _create(trainer: CheckpointingTrainer, directory: Path, name: str) -> Abstra
 def save_model(trainer: CheckpointingTrainer, output_dir: str) -> None:
     """Write weights, configuration and processing class so that `from_pretrained` reads them. Collective.
 
-    Sharded weights are gathered one by one into a file without a name: they take disk room twice, and no rank's memory.
+    Rank 0 writes; with `save_on_each_node` the first rank of each node. Sharded weights are gathered one by one into a
+    file without a name: they take disk room twice, and no rank's memory.
     """
-    writes = trainer.args.should_save and trainer.is_world_process_zero()
+    writes = trainer.args.should_save
     if adapter_folders(trainer.model) and trainer.accelerator.is_prepared(trainer.model):
         _save_sharded_adapters(trainer, output_dir, writes=writes)
         return
@@ -125,12 +127,30 @@ def save_model(trainer: CheckpointingTrainer, output_dir: str) -> None:
             trainer._save(output_dir, state_dict=state)
 
 
+@contextmanager
+def saving_on_this_rank(model: nn.Module) -> Iterator[None]:
+    """Let a model's `save_pretrained` write on this rank, whichever it is.
+
+    transformers 5.17 to 5.23 write on rank 0 of the job alone (distributed/mixin.py:349), and leave the other nodes
+    without a model where each is to have one.
+    """
+    name = "should_save_on_this_rank"
+    if not hasattr(model, name):
+        yield
+        return
+    setattr(model, name, lambda is_main_process: is_main_process)
+    try:
+        yield
+    finally:
+        delattr(model, name)
+
+
 def _save_sharded_adapters(trainer: CheckpointingTrainer, output_dir: str, *, writes: bool) -> None:
     """Write the adapters and their configurations. Collective; the base model is not gathered."""
     process, lazy = trainer.accelerator.process, _io(trainer).lazy_model_state()
     with (
         raise_together(process, "save_model"),
-        gather_adapters(trainer.model, lazy, Path(output_dir), process) as state,
+        gather_adapters(trainer.model, lazy, Path(output_dir), process, writes=writes) as state,
     ):
         if writes:
             trainer._save(output_dir, state_dict=state)
@@ -193,19 +213,19 @@ def _copy_into(model: nn.Module, found: Mapping[str, Tensor]) -> None:
 def save_optimizer(trainer: CheckpointingTrainer, output_dir: str) -> None:
     """Write the optimizer's and the scheduler's state next to the model. Collective where the model is sharded."""
     directory, writes = Path(output_dir), trainer.args.should_save
+    staged, in_shards = _staged(trainer, directory), _saves_in_shards(trainer)
     if not trainer.is_sharded:
         if writes:
             with _create(trainer, directory, PLAIN_OPTIMIZER_NAME) as file:
                 torch.save(trainer.optimizer.state_dict(), file)
-    elif trainer.accelerator.config.fsdp.state_dict_type is StateDictType.SHARDED:
+    elif staged is not None and in_shards and (trainer.args.save_on_each_node or _builds_engine(trainer)):
+        # Not by DCP, whose shards of one directory need each other: of what several nodes hold, each writes its own.
+        _io(trainer).save(staged, SHARDS_PREFIX, weights=False)
+    elif in_shards and not _builds_engine(trainer):
         _io(trainer).save_sharded_optimizer(directory / SHARDED_OPTIMIZER_NAME)
         _adopt_own_shards(trainer, directory)
-    elif (
-        trainer.accelerator.strategy.capabilities.builds_engine and (staged := _staged(trainer, directory)) is not None
-    ):
-        _io(trainer).save(staged, SHARDS_PREFIX, weights=False)
     else:
-        state = _io(trainer).full_optimizer_state()
+        state = _io(trainer).full_optimizer_state(keep=writes)
         if state:
             with _create(trainer, directory, FULL_OPTIMIZER_NAME) as file:
                 torch.save(state, file)
@@ -213,6 +233,15 @@ def save_optimizer(trainer: CheckpointingTrainer, output_dir: str) -> None:
         with warnings.catch_warnings(record=True) as caught, _create(trainer, directory, SCHEDULER_NAME) as file:
             torch.save(trainer.lr_scheduler.state_dict(), file)
         reissue_pt_warnings(caught)
+
+
+def _builds_engine(trainer: CheckpointingTrainer) -> bool:
+    return trainer.accelerator.strategy.capabilities.builds_engine
+
+
+def _saves_in_shards(trainer: CheckpointingTrainer) -> bool:
+    """Whether each rank writes its shards of the optimizer's state."""
+    return _builds_engine(trainer) or trainer.accelerator.config.fsdp.state_dict_type is StateDictType.SHARDED
 
 
 def _adopt_own_shards(trainer: CheckpointingTrainer, directory: Path) -> None:
