@@ -17,7 +17,6 @@ _ROOMS = re.compile(r"config/|launch/|.*(deepspeed|fsdp|ddp|comm_hooks)")
 ALLOWED = {
     ("checkpoint/weights/into_model.py", "_copy_of"): "FSDP2 puts a class of its own before the module's",
     ("runtime/model_wrappers.py", "_holds_replica"): "models that the user has wrapped",
-    ("trainer/checkpoint/upstream_files.py", "save_optimizer"): "the option fsdp.state_dict_type",
     ("trainer/preparation.py", "_resolve_for_model"): "transformers' default of ddp.find_unused_parameters",
 }
 
