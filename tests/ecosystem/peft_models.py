@@ -58,6 +58,11 @@ def adapt(model: nn.Module, method: str, **changes: Any) -> Any:
         return peft.get_peft_model(model, peft.PromptTuningConfig(num_virtual_tokens=4, **options))
     if method == "reparameterized":
         return peft.get_peft_model(model, peft.PromptEncoderConfig(num_virtual_tokens=4, **options))
+    if method == "projected":
+        config = peft.PrefixTuningConfig(
+            num_virtual_tokens=4, prefix_projection=True, encoder_hidden_size=16, **options
+        )
+        return peft.get_peft_model(model, config)
     options = {"r": 4, "target_modules": ["q_proj", "v_proj"], **options}
     if method == "modules_to_save":
         options["modules_to_save"] = ["lm_head"]

@@ -69,6 +69,7 @@ def built_in() -> Any:
 
 KINDS: dict[str, Any] = {
     "reparameterized": lambda: adapt(build_model(), "reparameterized"),
+    "projected": lambda: adapt(build_model(), "projected"),
     "two": two_adapters,
     "unfrozen": unfrozen,
     "tied": tied,
@@ -77,6 +78,7 @@ KINDS: dict[str, Any] = {
 }
 BESIDE = {
     "reparameterized": {"embedding.weight", *(f"mlp_head.{n}.{p}" for n in (0, 2, 4) for p in ("weight", "bias"))},
+    "projected": {"embedding.weight", *(f"transform.{n}.{p}" for n in (0, 2) for p in ("weight", "bias"))},
     "unfrozen": {"model.norm.weight"},
 }
 
