@@ -20,6 +20,7 @@ ACCELERATE := accelerate==1.15.0
 # Libraries around transformers that tests/ecosystem trains with, each with what only it needs.
 ECOSYSTEM := peft==0.21.2 bitsandbytes==0.50.2 $(ACCELERATE) psutil
 ECOSYSTEM += apollo-torch==1.0.3 galore-torch==1.0 grokadamw==0.1.2 schedulefree==1.4.1 torch-optimi==0.3.3 torchao==0.18.0
+ECOSYSTEM += optuna==5.0.0 alembic==1.20.1 colorlog==6.12.0 mako==1.4.3 sqlalchemy==2.1.9
 # Releases of transformers that the Trainer is tested on besides the pinned one, each with what only that release needs.
 TRANSFORMERS := 5.17.0 5.20.0
 NEEDS_5.17.0 := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9

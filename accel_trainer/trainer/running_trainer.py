@@ -28,6 +28,7 @@ __all__ = [
     "RunningTrainer",
     "SearchingTrainer",
     "SteppingTrainer",
+    "TrialTrainer",
 ]
 
 
@@ -112,6 +113,16 @@ class SearchingTrainer(RunningTrainer, Protocol):
     """Of the hook that adds noise to embeddings, which every attempt adds."""
     _train_batch_size: int
     """Samples of a micro-batch on one device."""
+
+
+class TrialTrainer(RunningTrainer, Protocol):
+    """A Trainer that runs the trials of a search for hyperparameters."""
+
+    objective: Any
+    """What the present trial is judged by; None before its first evaluation."""
+    compute_objective: Callable[[dict[str, float]], Any]
+    train: Callable[..., Any]
+    evaluate: Callable[..., dict[str, float]]
 
 
 class EvaluatingTrainer(RunningTrainer, Protocol):

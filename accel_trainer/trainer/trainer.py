@@ -20,12 +20,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
+from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS, default_hp_search_backend
 from transformers.trainer_pt_utils import get_model_param_count
-from transformers.trainer_utils import EvalLoopOutput, RemoveColumnsCollator, SaveStrategy, TrainOutput
+from transformers.trainer_utils import (
+    BestRun,
+    EvalLoopOutput,
+    HPSearchBackend,
+    RemoveColumnsCollator,
+    SaveStrategy,
+    TrainOutput,
+    default_compute_objective,
+)
 
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.data.loader import keeping_epoch, skip_first_batches
-from accel_trainer.errors import ConfigError, MissingExtraError
+from accel_trainer.errors import ConfigError
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.memory import clear_device_cache, is_out_of_memory
@@ -50,6 +59,7 @@ from accel_trainer.trainer.inputs import (
 from accel_trainer.trainer.loss_normalization import LossKind, LossNormalization, count_labels
 from accel_trainer.trainer.preparation import ModelPreparation, build_accelerator, create_optimizer, overrides
 from accel_trainer.trainer.run_record import RunRecord
+from accel_trainer.trainer.search import search_with_optuna
 from accel_trainer.trainer.taken_arguments import TakenArguments
 
 __all__ = ["AccelTrainerMixin", "CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
@@ -543,12 +553,26 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         count: int = get_model_param_count(self.model, trainable_only=True)
         return count
 
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Search for hyperparameters; see upstream.
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], Any] | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "minimize",
+        backend: str | None = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> BestRun | list[BestRun]:
+        """Search for hyperparameters; see upstream. Collective.
+
+        With Optuna, `hp_space` and `model_init` may ask the trial for values on every rank, a trial that is pruned ends
+        on all of them, and all get the best run. Each trial's checkpoints are in a directory of its own,
+        `output_dir/run-N`, and can be resumed.
 
         Raises:
-            ConfigError: under DeepSpeed, whose engine holds the model and the optimizer of an earlier trial.
-            MissingExtraError: the search runs a loop of transformers that imports accelerate, which is not installed.
+            ConfigError: under DeepSpeed, whose engine holds the model and the optimizer of an earlier trial; with
+                Optuna's `n_jobs`.
+            RuntimeError: no backend, or not the one that was asked for, is installed; there is no `model_init`.
         """
         strategy = self.accelerator.strategy
         if strategy.capabilities.builds_engine:
@@ -557,15 +581,25 @@ class Trainer(CheckpointMethods, transformers.Trainer):
                 f"of strategy {strategy.name!r} keeps hold of those before; start each trial as a job of its own, or "
                 "search with fsdp=True"
             )
+        chosen = HPSearchBackend(default_hp_search_backend() if backend is None else backend)
         try:
-            return super().hyperparameter_search(*args, **kwargs)
-        except ModuleNotFoundError as error:
-            if error.name != "accelerate":
-                raise
-            raise MissingExtraError(
-                f"the search loop of transformers {transformers.__version__} imports accelerate, which is not "
-                "installed (nothing else needs it); run `pip install accelerate`, or choose backend='ray' or 'wandb'"
-            ) from error
+            if chosen is not HPSearchBackend.OPTUNA:
+                return super().hyperparameter_search(
+                    hp_space, compute_objective, n_trials, direction, chosen, hp_name, **kwargs
+                )
+            # Upstream's loop (5.23, integration_utils.py:235) needs accelerate, and waits for ever for a pruned rank 0.
+            optuna = ALL_HYPERPARAMETER_SEARCH_BACKENDS[chosen]()
+            optuna.ensure_available()
+            if self.model_init is None:
+                raise RuntimeError(
+                    "To use hyperparameter search, you need to pass your model through a model_init function."
+                )
+            self.hp_search_backend, self.hp_name = chosen, hp_name
+            self.hp_space = hp_space or optuna.default_hp_space
+            self.compute_objective = compute_objective or default_compute_objective
+            return search_with_optuna(self, n_trials, direction, **kwargs)
+        finally:
+            self.hp_search_backend = None
 
 
 AccelTrainerMixin = CoreTrainerMixin = Trainer

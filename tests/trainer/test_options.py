@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from typing import Any
 
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from accel_trainer.errors import ConfigError, MissingExtraError
+from accel_trainer.errors import ConfigError
 from accel_trainer.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer, summary, weights_of
@@ -165,24 +163,18 @@ def test_arguments_for_accelerate_are_not_built(tmp_path):
         build_trainer(tmp_path)._build_accelerator_args()
 
 
-def test_a_search_that_needs_accelerate_says_so(tmp_path, monkeypatch):
-    class Backend:
-        def ensure_available(self) -> None:
-            pass
-
-        def default_hp_space(self, trial: Any) -> dict[str, Any]:
-            return {}
-
-        def run(self, *args: Any, **kwargs: Any) -> None:
-            importlib.import_module("accelerate")
-
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    backends = transformers.trainer.ALL_HYPERPARAMETER_SEARCH_BACKENDS
-    monkeypatch.setitem(backends, transformers.trainer_utils.HPSearchBackend.OPTUNA, Backend)
+@pytest.mark.parametrize("backend", ["optuna", "ray", "wandb", None])
+def test_a_search_names_the_package_that_it_needs(tmp_path, monkeypatch, backend):
+    backends = transformers.trainer.ALL_HYPERPARAMETER_SEARCH_BACKENDS.values()
+    for kind in backends:
+        monkeypatch.setattr(kind, "is_available", staticmethod(lambda: False))
     trainer = Trainer(model_init=lambda: build_model(), args=arguments(tmp_path), train_dataset=TokenDataset(8))
 
-    with pytest.raises(MissingExtraError, match=r"imports accelerate, which is not installed.*pip install accelerate"):
-        trainer.hyperparameter_search(backend="optuna")
+    package = r"'ray\[tune\]'" if backend == "ray" else backend
+    message = rf"You picked the {backend} backend.*pip install {package}`" if backend else "No hyperparameter search"
+    with pytest.raises(RuntimeError, match=message):
+        trainer.hyperparameter_search(backend=backend)
+    assert trainer.hp_search_backend is None
 
 
 def test_a_model_function_is_called_for_each_train(tmp_path):

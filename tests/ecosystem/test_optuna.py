@@ -1,0 +1,202 @@
+"""hyperparameter_search with Optuna, on one process, DDP and FSDP2: no accelerate is needed, and all ranks agree."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_trainer import Trainer
+from accel_trainer.errors import ConfigError
+from tests.ranks import RankFailure, preload, run_ranks
+from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer, on_ranks, strategy_arguments
+
+optuna = pytest.importorskip("optuna")
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+preload("optuna")
+pytestmark = pytest.mark.multirank
+
+
+def build(output_dir: Any, strategy: str, model_init: Any = None, **changes: Any) -> Trainer:
+    ranks = 1 if strategy == "single" else 2
+    options = {"per_device_train_batch_size": 4 // ranks, "eval_strategy": "steps", "eval_steps": 2, **changes}
+    args = arguments(output_dir, **strategy_arguments(strategy), **options)
+    data = {"train_dataset": TokenDataset(16), "eval_dataset": TokenDataset(6, seed=1)}
+    return Trainer(args=args, model_init=model_init or build_model_for, **data)
+
+
+def build_model_for(trial: Any = None) -> Any:
+    """A model whose seed the trial suggests: on every rank, though only rank 0 has the study."""
+    return build_model(seed=0 if trial is None else trial.suggest_int("seed", 0, 3))
+
+
+def space(trial: Any) -> dict[str, Any]:
+    return {
+        "learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-1, log=True),
+        "num_train_epochs": trial.suggest_categorical("num_train_epochs", [1, 2]),
+    }
+
+
+def search(output_dir: str, strategy: str) -> dict[str, Any]:
+    trainer = build(output_dir, strategy, save_strategy="epoch")
+    losses: dict[str, float] = {}
+
+    def objective(metrics: dict[str, float]) -> float:
+        losses[str(trainer._trial.number)] = metrics["eval_loss"]
+        return metrics["eval_loss"]
+
+    best = trainer.hyperparameter_search(
+        space, objective, n_trials=3, backend="optuna", sampler=optuna.samplers.RandomSampler(seed=0)
+    )
+    again = build(Path(output_dir, "again"), strategy, lambda: build_model(seed=best.hyperparameters["seed"]))
+    for name in ("learning_rate", "num_train_epochs"):
+        setattr(again.args, name, best.hyperparameters[name])
+    again.train()
+    return {"best": tuple(best), "losses": losses, "again": again.evaluate()["eval_loss"]}
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_every_rank_gets_the_best_run_and_each_trial_its_checkpoints(tmp_path, strategy):
+    results = on_ranks(strategy, search, str(tmp_path))
+
+    for found in results:
+        assert found == results[0]
+        run_id, objective, parameters, _ = found["best"]
+        assert objective == min(found["losses"].values()) == found["losses"][run_id]
+        assert set(parameters) == {"learning_rate", "num_train_epochs", "seed"}
+        assert found["again"] == pytest.approx(objective, rel=1e-6)
+    for number in range(3):
+        checkpoints = sorted(path.name for path in (tmp_path / f"run-{number}").glob("checkpoint-*"))
+        state = json.loads((tmp_path / f"run-{number}" / checkpoints[-1] / "trainer_state.json").read_text())
+        assert state["trial_params"]["seed"] in range(4)
+        assert state["log_history"][-1]["eval_loss"] == pytest.approx(results[0]["losses"][str(number)])
+        assert checkpoints in (["checkpoint-4"], ["checkpoint-4", "checkpoint-8"])
+
+
+def resume(output_dir: str, strategy: str) -> list[float]:
+    trainer = build(output_dir, strategy, lambda: build_model(), save_strategy="steps", save_steps=2)
+    trainer.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-2, 2e-2)}, n_trials=1, backend="optuna"
+    )
+    state = json.loads(Path(output_dir, "run-0/checkpoint-4/trainer_state.json").read_text())
+    again = build(Path(output_dir, "again"), strategy, lambda: build_model())
+    again.args.learning_rate = state["trial_params"]["learning_rate"]
+    again.train(resume_from_checkpoint=f"{output_dir}/run-0/checkpoint-2")
+    return [
+        [entry["loss"] for entry in log if "loss" in entry] for log in (state["log_history"], again.state.log_history)
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_a_trial_is_resumed_from_its_checkpoint(tmp_path, strategy):
+    for whole, again in on_ranks(strategy, resume, str(tmp_path)):
+        assert again == whole
+
+
+class Worse(optuna.pruners.BasePruner):
+    """Prunes every trial but the first at its first report."""
+
+    def prune(self, study: Any, trial: Any) -> bool:
+        return trial.number > 0
+
+
+def prune(output_dir: str, strategy: str) -> Any:
+    trainer = build(output_dir, strategy)
+    steps: list[tuple[int, int]] = []
+    report = trainer._report_to_hp_search
+
+    def reported(trial: Any, step: int, metrics: Any) -> None:
+        steps.append((trial.number, step))
+        report(trial, step, metrics)
+
+    trainer._report_to_hp_search = reported
+    best = trainer.hyperparameter_search(space, n_trials=3, backend="optuna", pruner=Worse())
+    return best.run_id, steps, trainer.hp_search_backend
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_a_trial_that_is_pruned_ends_on_every_rank(tmp_path, strategy):
+    for best, steps, backend in on_ranks(strategy, prune, str(tmp_path)):
+        assert best == "0"
+        assert steps[0] == (0, 2)
+        assert [entry for entry in steps if entry[0] > 0] == [(1, 2), (2, 2)]
+        assert backend is None
+
+
+def several(output_dir: str, strategy: str) -> Any:
+    trainer = build(output_dir, strategy)
+    best = trainer.hyperparameter_search(
+        space, lambda metrics: (metrics["eval_loss"], -metrics["eval_loss"]), n_trials=2, backend="optuna",
+        direction=["minimize", "minimize"],
+    )  # fmt: skip
+    return sorted(run.run_id for run in best)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_several_objectives_have_several_best_runs(tmp_path, strategy):
+    assert on_ranks(strategy, several, str(tmp_path)) == [["0", "1"]] * (1 if strategy == "single" else 2)
+
+
+def fail(output_dir: str, strategy: str, catch: Any) -> Any:
+    def model_init(trial: Any = None) -> Any:
+        if trial is not None and trial.number == 0:
+            raise ArithmeticError("no model for trial 0")
+        return build_model()
+
+    trainer = build(output_dir, strategy, model_init)
+    return trainer.hyperparameter_search(space, n_trials=2, backend="optuna", catch=catch).run_id
+
+
+def test_a_trial_that_fails_is_left_out_or_ends_the_search(tmp_path):
+    assert on_ranks("ddp", fail, str(tmp_path), catch=ArithmeticError) == ["1", "1"]
+    with pytest.raises(RankFailure, match="no model for trial 0"):
+        on_ranks("ddp", fail, str(tmp_path), catch=())
+
+
+def time_out(output_dir: str, strategy: str) -> Any:
+    def slow(metrics: dict[str, float]) -> float:
+        time.sleep(0.2)
+        return metrics["eval_loss"]
+
+    trainer = build(output_dir, strategy)
+    return trainer.hyperparameter_search(space, slow, n_trials=50, timeout=0.5, backend="optuna").run_id
+
+
+def test_a_search_that_is_out_of_time_ends_on_every_rank(tmp_path):
+    first, second = on_ranks("ddp", time_out, str(tmp_path))
+    assert first == second
+
+
+def bad_study(output_dir: str, strategy: str) -> None:
+    build(output_dir, strategy).hyperparameter_search(space, n_trials=1, backend="optuna", direction="sideways")
+
+
+def test_a_study_that_cannot_be_made_is_told_to_every_rank(tmp_path):
+    with pytest.raises(RankFailure, match=r"the search ended on rank 0, which has the study: ValueError") as failure:
+        on_ranks("ddp", bad_study, str(tmp_path))
+    assert len(failure.value.failures) == 2
+
+
+def test_trials_at_the_same_time_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"n_jobs asks for trials at the same time.*storage=.*load_if_exists"):
+        build(tmp_path, "single").hyperparameter_search(space, n_trials=2, backend="optuna", n_jobs=2)
+
+
+def test_a_search_without_a_model_function_is_refused(tmp_path):
+    with pytest.raises(RuntimeError, match="pass your model through a model_init function"):
+        build_trainer(tmp_path).hyperparameter_search(backend="optuna")
+
+
+def space_on_rank_zero_fails(output_dir: str, strategy: str) -> None:
+    bad = {"learning_rate": lambda trial: trial.suggest_float("learning_rate", 1.0, 0.1)}
+    build(output_dir, strategy).hyperparameter_search(lambda trial: bad["learning_rate"](trial), backend="optuna")
+
+
+def test_a_suggestion_that_fails_fails_on_every_rank(tmp_path):
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(space_on_rank_zero_fails, 2, str(tmp_path), "ddp")
+    assert all("ValueError" in text for text in failure.value.failures.values())
+    assert len(failure.value.failures) == 2
