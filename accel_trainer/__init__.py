@@ -14,6 +14,10 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "accelerator": "Accelerator",
+    "big_modeling": (
+        "cpu_offload cpu_offload_with_hook disk_offload dispatch_model infer_auto_device_map init_empty_weights "
+        "init_on_device load_checkpoint_and_dispatch load_checkpoint_in_model"
+    ),
     "data_loader": "prepare_data_loader skip_first_batches",
     "launch.notebook": "debug_launcher notebook_launcher",
     "optimizer": "AcceleratedOptimizer",
@@ -26,10 +30,7 @@ _NAMES = {
     "scheduler": "AcceleratedScheduler",
     "state": "AcceleratorState DistributedType GradientState PartialState",
     "trainer": "Seq2SeqTrainer Seq2SeqTrainingArguments Trainer TrainingArguments",
-    "utils": (
-        "find_executable_batch_size init_empty_weights init_on_device load_checkpoint_and_dispatch "
-        "load_checkpoint_in_model set_seed synchronize_rng_states"
-    ),
+    "utils": "find_executable_batch_size set_seed synchronize_rng_states",
 }
 """Public names by the module that has them."""
 

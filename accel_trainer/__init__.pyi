@@ -1,6 +1,15 @@
 """The names of `accel_trainer.__getattr__` for type checkers and editors, which do not follow it."""
 
 from accel_trainer.accelerator import Accelerator as Accelerator
+from accel_trainer.big_modeling import cpu_offload as cpu_offload
+from accel_trainer.big_modeling import cpu_offload_with_hook as cpu_offload_with_hook
+from accel_trainer.big_modeling import disk_offload as disk_offload
+from accel_trainer.big_modeling import dispatch_model as dispatch_model
+from accel_trainer.big_modeling import infer_auto_device_map as infer_auto_device_map
+from accel_trainer.big_modeling import init_empty_weights as init_empty_weights
+from accel_trainer.big_modeling import init_on_device as init_on_device
+from accel_trainer.big_modeling import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+from accel_trainer.big_modeling import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_trainer.data_loader import prepare_data_loader as prepare_data_loader
 from accel_trainer.data_loader import skip_first_batches as skip_first_batches
 from accel_trainer.launch.notebook import debug_launcher as debug_launcher
@@ -31,10 +40,6 @@ from accel_trainer.trainer import Seq2SeqTrainingArguments as Seq2SeqTrainingArg
 from accel_trainer.trainer import Trainer as Trainer
 from accel_trainer.trainer import TrainingArguments as TrainingArguments
 from accel_trainer.utils import find_executable_batch_size as find_executable_batch_size
-from accel_trainer.utils import init_empty_weights as init_empty_weights
-from accel_trainer.utils import init_on_device as init_on_device
-from accel_trainer.utils import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
-from accel_trainer.utils import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_trainer.utils import set_seed as set_seed
 from accel_trainer.utils import synchronize_rng_states as synchronize_rng_states
 

@@ -51,6 +51,10 @@ class BatchSizeError(ConfigError, RuntimeError):
     """No batch size leaves enough memory."""
 
 
+class OffloadedModelError(ConfigError, RuntimeError):
+    """A model whose weights come to their device for each forward only was to be moved or cast."""
+
+
 class CannotPadNestedTensorWarning(UserWarning):
     """A nested tensor was to be padded, and is left as it is."""
 

@@ -16,7 +16,7 @@ _MOVED = {
         "absent:unsupported accumulation:accelerator.accumulation checkpointing:accelerator.checkpointing "
         "deepspeed_plugin:plugins.deepspeed_plugin described:accelerator.preparing "
         "engine_plugins:plugins.deepspeed_plugin exchange:accelerator.gathering fsdp_plugin:plugins.fsdp_plugin "
-        "gathering:accelerator.gathering operations:accelerator.gathering options:accelerator.options "
+        "gathering:accelerator.gathering hooks:big_models operations:accelerator.gathering options:accelerator.options "
         "pairing:accelerator.prepared preparing:accelerator.preparing progress:logging "
         "launchers:launch.notebook memory_utils:utils parallelism_config:plugins.parallelism "
         "reporting:accelerator.trackers saving:accelerator.checkpointing stepping:accelerator.stepping "

@@ -19,24 +19,10 @@ _OPTIONS = {
 }
 
 _FP8 = "fp8 is not offered; use mixed_precision='bf16'"
-_ONE_DEVICE = (
-    "one process has one device here; shard with FullyShardedDataParallelPlugin or DeepSpeedPlugin, or load to one "
-    "device with load_checkpoint_and_dispatch"
-)
 _RECIPES = ("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs")
-_SPREAD = (
-    "cpu_offload",
-    "cpu_offload_with_hook",
-    "disk_offload",
-    "dispatch_model",
-    "get_balanced_memory",
-    "get_max_memory",
-    "infer_auto_device_map",
-)
 
 _NAMES = {
     **dict.fromkeys(_RECIPES, _FP8),
-    **dict.fromkeys(_SPREAD, _ONE_DEVICE),
     "MegatronLMPlugin": "Megatron-LM is not offered",
     "TorchTensorParallelPlugin": "tensor parallelism is not offered",
     "deepspeed_required": "compare accelerator.distributed_type with DistributedType.DEEPSPEED",

@@ -11,8 +11,16 @@ import accel_trainer
 # By module, the names that scripts use; a name of the package itself is the same object there.
 FAMILIAR = {
     "accelerator": ["Accelerator"],
-    "big_modeling": ["init_empty_weights", "init_on_device", "load_checkpoint_and_dispatch"],
+    "big_modeling": [
+        "cpu_offload",
+        "dispatch_model",
+        "infer_auto_device_map",
+        "init_empty_weights",
+        "init_on_device",
+        "load_checkpoint_and_dispatch",
+    ],
     "data_loader": ["SeedableRandomSampler", "prepare_data_loader", "skip_first_batches"],
+    "hooks": ["AlignDevicesHook", "ModelHook", "UserCpuOffloadHook", "add_hook_to_module", "remove_hook_from_module"],
     "logging": ["get_logger"],
     "optimizer": ["AcceleratedOptimizer"],
     "scheduler": ["AcceleratedScheduler"],
@@ -48,6 +56,7 @@ FAMILIAR = {
         "reduce",
         "release_memory",
         "send_to_device",
+        "set_module_tensor_to_device",
         "set_seed",
         "synchronize_rng_states",
         "tqdm",
@@ -74,7 +83,6 @@ def test_what_a_familiar_module_says_it_has_it_has(module: str):
     [
         ("utils", "MSAMPRecipeKwargs", "fp8 is not offered"),
         ("utils", "MegatronLMPlugin", "Megatron-LM is not offered"),
-        ("big_modeling", "dispatch_model", "one process has one device here"),
     ],
 )
 def test_a_familiar_name_that_is_absent_says_what_to_use(module: str, name: str, way_out: str):

@@ -16,16 +16,18 @@ from accel_trainer.accelerator.accumulation import PreparedUnit
 from accel_trainer.accelerator.settings import AcceleratorSettings
 from accel_trainer.accelerator.single_files import save
 from accel_trainer.accelerator.token_mean import TokenWindow
+from accel_trainer.big_models.offloaded_state import is_offloaded, lazy_state_dict
 from accel_trainer.checkpoint.checkpointer import SaveJob
 from accel_trainer.checkpoint.commit.retention import PREFIX
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.manifest import Manifest
+from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.interop.accelerate_state import is_accelerate_or_dcp_state, load_accelerate_or_dcp_state
 from accel_trainer.checkpoint.reader import check_verify
 from accel_trainer.checkpoint.selection import CheckpointKind, Selection
 from accel_trainer.checkpoint.train_state import TrainState, files_to_read, load_train_state, save_train_state
-from accel_trainer.checkpoint.weights.writing import save_weights
+from accel_trainer.checkpoint.weights.writing import make_tensors, save_weights
 from accel_trainer.data.loader import LoaderCheckpoint
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.model_wrappers import model_has_dtensor, unwrap_module
@@ -71,9 +73,11 @@ def _is_stateful(item: Any) -> bool:
     return all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def _own_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state_dict of a model that was never prepared, by the user's own names."""
-    return {uncompiled_name(name): tensor for name, tensor in unwrap_module(model).state_dict().items()}
+def _own_state(model: nn.Module) -> dict[str, Tensor | LazyTensor]:
+    """Return the state_dict of a model that was never prepared, by the user's own names; offloaded weights are read."""
+    own = unwrap_module(model)
+    state = lazy_state_dict(own) if is_offloaded(own) else own.state_dict()
+    return {uncompiled_name(name): tensor for name, tensor in state.items()}
 
 
 def _add_hook(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
@@ -328,7 +332,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         """
         found = self._find_unit(model)
         if found is None:
-            return _own_state(model)
+            return make_tensors(_own_state(model))
         io = found.unit.checkpoint_io()
         if self.process.is_main or self.strategy.capabilities.shards_parameters:
             return io.full_model_state()

@@ -6,6 +6,7 @@ import functools
 import gc
 import inspect
 import itertools
+import os
 import resource
 import sys
 import threading
@@ -30,6 +31,7 @@ from accel_trainer.runtime.torch_private import (
 )
 
 __all__ = [
+    "available_host_bytes",
     "clear_device_cache",
     "find_executable_batch_size",
     "is_out_of_memory",
@@ -71,6 +73,20 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
         gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
+
+
+def available_host_bytes() -> int:
+    """Return the bytes of host memory that this process could take now without swapping; a container's bound counts."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    with suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(statistics["inactive_file"])
+        available = min(available, int((group / "memory.max").read_text()) - used)  # "max" is no number
+    return available
 
 
 def release_memory(*objects: Any) -> list[None]:

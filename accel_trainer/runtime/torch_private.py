@@ -50,10 +50,12 @@ __all__ = [
     "group_device_types",
     "group_timeout",
     "keeps_iterator",
+    "non_persistent_buffers",
     "parameter_like",
     "queue_callback",
     "scaler_states",
     "set_group_timeout",
+    "tensor_registry",
     "tree_leaves",
 ]
 
@@ -94,6 +96,7 @@ PRIVATE_NAMES = {
     "torch.nn.Module._forward_hooks": f"{_REFUSED}: prompts of PEFT are saved under FSDP2 and ZeRO-3",
     "torch.nn.Module._forward_pre_hooks": f"{_REFUSED}: likewise",
     "torch.nn.Module._modules": _REFUSED,
+    "torch.nn.Module._non_persistent_buffers_set": f"{_REFUSED}: such buffers are in no state dict, and not offloaded",
     "torch.nn.Module._parameters": _REFUSED,
     "torch.nn.MultiheadAttention._reset_parameters": "values that a checkpoint lacks are reported as not initialised",
     "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data": "exposed communication is not measured",
@@ -215,6 +218,23 @@ def copy_module(
         # An entry of None is registered, and has no value yet.
         copied.__dict__[registry] = {name: None if entry is None else copier(entry) for name, entry in entries.items()}
     return copied
+
+
+def tensor_registry(module: nn.Module, name: str) -> dict[str, Any] | None:
+    """Return the dict in which a module keeps its parameter or buffer `name`; None where it has neither.
+
+    Offloading exchanges tensors at every call of every layer, and `nn.Module.__setattr__` would take most of that time.
+    """
+    for registry in ("_parameters", "_buffers"):
+        entries: dict[str, Any] = _need(module, f"torch.nn.Module.{registry}")
+        if name in entries:
+            return entries
+    return None
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Return the names of a module's own buffers that its state dict leaves out."""
+    return set(_need(module, "torch.nn.Module._non_persistent_buffers_set"))
 
 
 def dtensor_like(tensor: Any, local: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from accel_trainer.big_models.layerwise_casting import LAYERS_TO_CAST
 
 SCALER_NAME = "scaler.pt"
 MODEL_NAME = "pytorch_model"
@@ -76,15 +76,7 @@ TORCH_LAUNCH_PARAMS = [
     "master_addr",
     "master_port",
 ]
-SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Linear,
-)
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = LAYERS_TO_CAST
 
 SAGEMAKER_PYTORCH_VERSION = "1.10.2"
 SAGEMAKER_PYTHON_VERSION = "py38"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,22 @@ from torch.distributed.tensor import DTensor
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.format.boxes import Box
-from accel_trainer.checkpoint.format.placement import local_box, local_tensor, materialize
+from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, Manifest
+from accel_trainer.checkpoint.format.placement import local_box, local_tensor, materialize, release
+from accel_trainer.checkpoint.format.verification import check_files
+from accel_trainer.checkpoint.weights.offloaded import Index, offload_weight, save_offload_index
 from accel_trainer.checkpoint.weights.reading import BroadcastFiles, WeightFiles
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
+from accel_trainer.runtime.cores import usable_cores
 from accel_trainer.runtime.model_wrappers import unwrap_module
 from accel_trainer.runtime.torch_private import RESET_METHODS, copy_module
 
-__all__ = ["LoadReport", "WeightFiles", "load_checkpoint_and_dispatch", "load_checkpoint_in_model"]
+__all__ = ["DISK", "LoadReport", "WeightFiles", "describe_names", "load_and_index", "load_checkpoint_in_model"]
 
 logger = logging.get_logger(__name__)
+
+DISK: Literal["disk"] = "disk"
+"""The place of tensors that stay in files while the model computes with them."""
 
 Device = int | str | torch.device
 DeviceMap = Mapping[str, Device]
@@ -47,11 +54,18 @@ def load_checkpoint_in_model(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],
     device_map: DeviceMap | None = None,
-    dtype: torch.dtype | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Iterable[str] | None = None,
+    offload_8bit_bnb: bool = False,
     strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
     *,
     init_missing: bool = False,
-    broadcast_from_rank0: bool = False,
+    verify: bool = False,
 ) -> LoadReport:
     """Load weights into a model, tensor by tensor, each rank reading its own shards only. Every rank calls it.
 
@@ -59,80 +73,151 @@ def load_checkpoint_in_model(
     sharded, whose shards stay where they are: both together load a model that no process could hold. Parameters and
     buffers stay the objects they were, tied ones tied, so that an optimizer keeps them.
     Buffers on the meta device that no file has (rotary frequencies, positions) are computed as the model computes them.
-    Ranks do not communicate, but for the two options that say so.
+    Ranks do not communicate, but for the two options that say so. `offload_state_dict` and `full_state_dict` change
+    nothing: one tensor is in memory at a time anyway, and files hold full tensors.
 
     Args:
         checkpoint: a directory with `model.safetensors` or `pytorch_model.bin`, one file or shards with an index; an
             index; or one file.
         device_map: which device each module's tensors go to, by the start of their names; `{"": device}` is all of
             them. None leaves them where they are; those on the meta device go to the CPU, or the devices of their mesh.
+            On `"disk"` they stay in the files, and `dispatch_model(model, device_map, offload_dir=offload_folder)` lets
+            the model compute with them.
+        offload_folder: gets the index of what stays on disk, and copies of what is in no safetensors file.
         dtype: of floating-point tensors from now on; None keeps that of the model.
+        offload_buffers: buffers of modules on disk stay there, too.
+        keep_in_fp32_modules: names of modules, at any depth, that a `dtype` of float16 leaves in float32.
         strict: raise when names differ; otherwise they are logged as a warning, and returned.
         init_missing: initialise meta parameters that the files lack as their modules do, equal on all ranks (rank 0
             says from which seed: collective in a distributed job).
         broadcast_from_rank0: only rank 0 sees the files; it sends one tensor at a time. Collective.
+        verify: compare the files with the checksums of a manifest beside them, before anything changes.
 
     Raises:
         CheckpointNotFoundError: there are no weights.
         IncompatibleCheckpointError: shapes differ, or names with `strict`; nothing was loaded then.
-        ConfigError: `device_map` does not say where a tensor goes, or `dtype` is not that of a sharded model.
+        CorruptCheckpointError: a file differs from what was written.
+        ConfigError: `device_map` does not say where a tensor goes, or nothing says where the disk is; `dtype` is not
+            that of a sharded model; or an option of bitsandbytes is given.
     """
+    if offload_8bit_bnb:
+        raise ConfigError("offload_8bit_bnb=True is not offered; load the model with transformers' own quantization")
+    if offload_folder is None and isinstance(device_map, Mapping) and DISK in device_map.values():
+        raise ConfigError(
+            "device_map sends modules to 'disk', and nothing says where dispatch_model() will find them; give "
+            "offload_folder, or call load_checkpoint_and_dispatch()"
+        )
+    report, index = load_and_index(
+        model,
+        checkpoint,
+        device_map,
+        offload_folder,
+        dtype,
+        offload_buffers=offload_buffers,
+        keep_in_fp32_modules=keep_in_fp32_modules,
+        strict=strict,
+        broadcast_from_rank0=broadcast_from_rank0,
+        init_missing=init_missing,
+        verify=verify,
+    )
+    if index and offload_folder is not None:
+        Path(offload_folder).mkdir(parents=True, exist_ok=True)
+        save_offload_index(index, offload_folder)
+    return report
+
+
+def load_and_index(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: DeviceMap | None,
+    offload_folder: str | os.PathLike[str] | None,
+    dtype: str | torch.dtype | None,
+    *,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Iterable[str] | None = None,
+    strict: bool = False,
+    broadcast_from_rank0: bool = False,
+    init_missing: bool = False,
+    verify: bool = False,
+) -> tuple[LoadReport, Index]:
+    """Do what `load_checkpoint_in_model` does, and return the index of the tensors that stay on disk as well."""
     model = unwrap_module(model)
     weights = _open(Path(checkpoint), broadcast_from_rank0)
+    if verify:
+        _verify(weights)
     own = model.state_dict(keep_vars=True)
     sources, missing, unexpected = _match(own, weights)
     if strict and (missing or unexpected):
         raise IncompatibleCheckpointError(
             f"{weights.path} {_describe(missing, unexpected, model)}; load with strict=False to accept"
         )
-    devices = {name: _device(name, device_map) for name in own}
-    dtypes = {name: _dtype(name, own[name], dtype) for name in sources}
+    buffers = set() if offload_buffers else {name for name, _ in model.named_buffers()}
+    devices = {name: _device(name, device_map, stays_in_memory=name in buffers) for name in own}
+    kept = () if _as_dtype(dtype) != torch.float16 else tuple(keep_in_fp32_modules or ())
+    dtypes = {name: _dtype(name, own[name], _as_dtype(dtype), kept) for name in sources}
     order = {name: position for position, name in enumerate(weights)}
+    index: Index = {}
     for name, stored in sorted(sources.items(), key=lambda pair: order[pair[1]]):
-        _fill(own[name], weights, stored, devices[name], dtypes[name])
+        # A tied tensor is in memory if one of its names has to be.
+        names = [each for each in own if own[each] is own[name]]
+        device = next((devices[each] for each in names if devices[each] != DISK), DISK)
+        if device == DISK:
+            index[name] = _leave_on_disk(own[name], weights, stored, dtypes[name], name, offload_folder)
+        else:
+            _fill(own[name], weights, stored, device, dtypes[name])
     left = _fill_missing(model, missing, init_missing, device_map)
+    on_disk = {id(own[name]) for name in index}
+    left = [name for name in left if name not in own or id(own[name]) not in on_disk]
     if missing or unexpected or left:
         logger.warning("%s %s", weights.path, _describe(missing, unexpected, model, left))
-    return LoadReport(missing, unexpected, left)
+    return LoadReport(missing, unexpected, left), index
 
 
-def load_checkpoint_and_dispatch(
-    model: nn.Module,
-    checkpoint: str | os.PathLike[str],
-    device_map: DeviceMap | Device | None = None,
-    dtype: torch.dtype | None = None,
-    strict: bool = False,
-    *,
-    init_missing: bool = False,
-    broadcast_from_rank0: bool = False,
-) -> nn.Module:
-    """Load weights and return the model ready to run on one device: each process has one. Arguments as for loading.
-
-    Args:
-        device_map: a device, `{"": device}`, or "auto" for the first one that this process sees. Layers are not spread
-            over several devices of one process: `strategy="fsdp2"` spreads them over the processes.
+def _verify(weights: Weights) -> None:
+    """Compare the files with the checksums of the manifest beside them.
 
     Raises:
-        ConfigError: `device_map` names several devices, or none that can compute.
-        IncompatibleCheckpointError: parameters or buffers would be left without values.
+        ConfigError: there is none.
+        CorruptCheckpointError: one differs.
     """
-    device = _only_device(device_map)
-    report = load_checkpoint_in_model(
-        model,
-        checkpoint,
-        None if device is None else {"": device},
-        dtype,
-        strict,
-        init_missing=init_missing,
-        broadcast_from_rank0=broadcast_from_rank0,
-    )
-    if report.left_on_meta:
-        raise IncompatibleCheckpointError(
-            f"{checkpoint} has no values for {_some(report.left_on_meta)} of {type(model).__name__}, which are on the "
-            "meta device; give init_missing=True to initialise new parameters, and build the model with "
-            "init_empty_weights(), which leaves computed buffers their values"
+    directory = weights.path.parent
+    if not isinstance(weights, WeightFiles) or not (directory / MANIFEST_NAME).is_file():
+        raise ConfigError(
+            f"verify=True: there is no {MANIFEST_NAME} with checksums beside {weights.path}; expected a checkpoint "
+            "that accel_trainer wrote, read by every rank. Load without verify"
         )
-    return model if device is None else model.to(device)
+    manifest, names = Manifest.read(directory), weights.file_names()
+    unknown = [name for name in names if name not in manifest.files]
+    if unknown:
+        raise ConfigError(
+            f"verify=True: the manifest in {directory} has no {describe_names(unknown)}; load without verify"
+        )
+    check_files(directory, manifest, names, "full", usable_cores())
+
+
+def _leave_on_disk(
+    tensor: Tensor, weights: Weights, stored: str, dtype: torch.dtype, name: str, folder: str | os.PathLike[str] | None
+) -> dict[str, Any]:
+    """Take a tensor's memory, and return its entry in an index: the file that has it, or a copy in `folder`."""
+    if isinstance(tensor, DTensor) or not isinstance(weights, WeightFiles):
+        raise ConfigError(
+            f"device_map sends {name!r} to 'disk': a sharded model stays on its devices, and so does what rank 0 "
+            "broadcasts; give devices only"
+        )
+    release(tensor, dtype)
+    file = weights.file_of(stored)
+    if file.suffix == ".safetensors":
+        entry = {"safetensors_file": str(file.absolute()), "weight_name": stored}
+        return {**entry, "dtype": str(dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    if folder is None:
+        raise ConfigError(
+            f"device_map sends {name!r} to 'disk', and {file} cannot be mapped tensor by tensor; give offload_folder "
+            "for a copy, or save the weights as safetensors"
+        )
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    copied: Index = {}
+    offload_weight(weights[stored].to(dtype), name, folder, copied)
+    return copied[name]
 
 
 def _open(checkpoint: Path, broadcast: bool) -> Weights:
@@ -168,19 +253,26 @@ def _check_shapes(own: Mapping[str, Tensor], weights: Weights, sources: Mapping[
         )
 
 
-def _some(names: list[str]) -> str:
+def describe_names(names: list[str]) -> str:
+    """Return the first ten of some names, quoted, and how many more there are."""
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return f"{', '.join(map(repr, names[:10]))}{more}"
 
 
 def _describe(missing: list[str], unexpected: list[str], model: nn.Module, left: list[str] | None = None) -> str:
-    differences = [f"lacks {_some(missing)}"] if missing else []
-    differences += [f"has, and the model has not, {_some(unexpected)}"] if unexpected else []
+    differences = [f"lacks {describe_names(missing)}"] if missing else []
+    if unexpected:
+        differences.append(f"has {describe_names(unexpected)}, which were not used when it was loaded")
     text = f"does not match {type(model).__name__}: it {' and '.join(differences)}" if differences else "is loaded"
-    return f"{text}; {len(left)} tensor(s) are left on the meta device, without values: {_some(left)}" if left else text
+    if not left:
+        return text
+    return f"{text}; {len(left)} tensor(s) are left on the meta device, without values: {describe_names(left)}"
 
 
-def _device(name: str, device_map: DeviceMap | None) -> torch.device | None:
+def _device(
+    name: str, device_map: DeviceMap | None, *, stays_in_memory: bool = False
+) -> torch.device | Literal["disk"] | None:
+    """Return where a tensor goes; None for where it is. On disk, buffers that stay in memory go to the host."""
     if device_map is None:
         return None
     if not isinstance(device_map, Mapping):
@@ -189,6 +281,8 @@ def _device(name: str, device_map: DeviceMap | None) -> torch.device | None:
     if not fitting:
         raise ConfigError(f"device_map says nothing about {name!r}; add its module, or an entry '' for all the rest")
     value = device_map[max(fitting, key=len)]
+    if value == DISK:
+        return torch.device("cpu") if stays_in_memory else DISK
     try:
         return torch.device(value)
     except RuntimeError as error:
@@ -197,26 +291,16 @@ def _device(name: str, device_map: DeviceMap | None) -> torch.device | None:
         ) from error
 
 
-def _only_device(device_map: DeviceMap | Device | None) -> torch.device | None:
-    """Return the one device that a model goes to, or None to leave it where it is."""
-    if device_map is None:
-        return None
-    if isinstance(device_map, str) and device_map == "auto":
-        return torch.device(torch.accelerator.current_accelerator() or "cpu")
-    values = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
-    try:
-        devices = {torch.device(value) for value in values}
-    except (RuntimeError, TypeError):
-        devices = set()
-    if len(devices) != 1 or torch.device("meta") in devices:
-        raise ConfigError(
-            f"device_map={device_map!r}: a process computes on one device; give that device, 'auto', or "
-            "{'': device}, and use strategy='fsdp2' for a model that does not fit on one"
-        )
-    return devices.pop()
+def _as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not isinstance(found, torch.dtype):
+        raise ConfigError(f"dtype={dtype!r} is no dtype of torch; give one, such as torch.bfloat16 or 'bfloat16'")
+    return found
 
 
-def _dtype(name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def _dtype(name: str, tensor: Tensor, dtype: torch.dtype | None, kept_in_fp32: Sequence[str]) -> torch.dtype:
+    if any(f".{module}." in f".{name}." for module in kept_in_fp32):
+        dtype = torch.float32
     if dtype is None or not tensor.is_floating_point() or dtype == tensor.dtype:
         return tensor.dtype
     if isinstance(tensor, DTensor):
@@ -253,8 +337,14 @@ def _fill_missing(model: nn.Module, missing: list[str], init_missing: bool, devi
             dist.broadcast_object_list(message, src=0)
             seed = message[0]
     names = [name for name in on_meta if name in initialized]
-    unknown = initialize_tensors(model, names, seed, lambda name: _device(name, device_map))
+    unknown = initialize_tensors(model, names, seed, lambda name: _device_in_memory(name, device_map))
     return [name for name in on_meta if name in unknown or name not in initialized]
+
+
+def _device_in_memory(name: str, device_map: DeviceMap | None) -> torch.device | None:
+    """Return the device of a tensor that no file has: what goes to disk is computed on the host."""
+    device = _device(name, device_map, stays_in_memory=True)
+    return None if device == DISK else device
 
 
 Initializer = Callable[[nn.Module], Any]

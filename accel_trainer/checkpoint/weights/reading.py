@@ -50,6 +50,14 @@ class WeightFiles(TensorReader):
     def __len__(self) -> int:
         return len(self._files)
 
+    def file_of(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
+        return self.path.parent / self._files[name]
+
+    def file_names(self) -> list[str]:
+        """Return the names of the files with tensors."""
+        return sorted(set(self._files.values()))
+
     def fill(self, name: str, index: Index, target: Tensor) -> None:
         """Copy a slice of a tensor into `target`; see `SafetensorsFile.fill`."""
         self._open(self._files[name]).fill(name, index, target)
@@ -126,8 +134,8 @@ def find_weight_file(directory: Path, unit: int = 0) -> Path:
     """Return the index or the file that holds a model's weights in `directory`; of `unit`, where there are several.
 
     Safetensors come before torch's own files, and an index before a single file: the file that lies beside an index is
-    older, for a save that needed no index would have removed it. Names with a number are accelerate's, those with
-    "fsdp" are accelerate's and its Trainer's for FULL_STATE_DICT.
+    older, for a save that needed no index would have removed it. The only index of another name comes last. Names with
+    a number are accelerate's, those with "fsdp" are accelerate's and its Trainer's for FULL_STATE_DICT.
 
     Raises:
         CheckpointNotFoundError: there are no weights.
@@ -138,6 +146,9 @@ def find_weight_file(directory: Path, unit: int = 0) -> Path:
     found = next((directory / name for name in names if (directory / name).is_file()), None)
     if found is not None:
         return found
+    indexes = [] if unit else list(directory.glob("*.index.json"))
+    if len(indexes) == 1:
+        return indexes[0]
     hint = ""
     if (directory / "adapter_config.json").is_file():
         hint = (

@@ -332,8 +332,10 @@ def read_index(path: Path) -> dict[str, str]:
         CheckpointNotFoundError: it names a file that is missing.
     """
     try:
-        weight_map: dict[str, str] = dict(parse_json(path.read_bytes(), path)["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+        content = parse_json(path.read_bytes(), path)
+        is_bare = bool(content) and all(isinstance(value, str) for value in content.values())
+        weight_map: dict[str, str] = dict(content if is_bare else content["weight_map"])
+    except (AttributeError, ValueError, KeyError, TypeError) as error:
         raise IncompatibleCheckpointError(
             f"{path} is not an index of weights ({type(error).__name__}: {error}); expected a JSON object with "
             "'weight_map'. Save the weights again"

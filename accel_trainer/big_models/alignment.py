@@ -1,0 +1,432 @@
+"""Hooks that bring a module's inputs to its device, and its weights for the time of each forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from accel_trainer.big_models.module_hooks import ModelHook, add_hook_to_module, hooks_of
+from accel_trainer.big_models.module_tensors import (
+    Device,
+    TiedTensors,
+    find_registry,
+    get_non_persistent_buffers,
+    named_module_tensors,
+    same_device,
+    set_module_tensor_to_device,
+    with_data,
+)
+from accel_trainer.big_models.read_ahead import ReadAhead
+from accel_trainer.checkpoint.weights.offloaded import PrefixedDataset
+from accel_trainer.runtime.tensor_trees import find_device, send_to_device
+
+__all__ = [
+    "AlignDevicesHook",
+    "align_module_device",
+    "attach_align_device_hook",
+    "attach_align_device_hook_on_blocks",
+    "attach_execution_device_hook",
+    "has_offloaded_params",
+    "offload_hooks",
+]
+
+Keys = str | Iterable[str] | None
+
+
+class _Slot(NamedTuple):
+    """The place of an offloaded tensor in its module."""
+
+    name: str
+    registry: dict[str, Any]
+    leaf: str
+    placeholder: Tensor
+    """Without memory: it stands there while the module does not compute."""
+
+
+class AlignDevicesHook(ModelHook):
+    """Brings inputs and weights of a module to one device for its forward; offloaded weights leave it afterwards."""
+
+    def __init__(
+        self,
+        execution_device: Device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Any] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: Keys = None,
+        tied_params_map: TiedTensors | None = None,
+        *,
+        read_ahead: ReadAhead | None = None,
+        excluded: Iterable[str] = (),
+    ) -> None:
+        """Describe the hook; nothing moves before it is added to a module.
+
+        Args:
+            execution_device: where the module computes; None leaves inputs and weights where they are.
+            offload: the weights have memory there during forward only.
+            io_same_device: outputs go back to the device of the first input tensor.
+            weights_map: values of offloaded weights by name; None is a copy of the present ones in host memory.
+            offload_buffers: offload the buffers that are in the state dict, too.
+            place_submodules: the tensors of the modules inside, too.
+            skip_keys: keyword arguments, and keys of outputs, that stay on their device.
+            tied_params_map: as of `set_module_tensor_to_device`.
+            read_ahead: shared by the hooks of a model: reads the weights of the next one while this one computes.
+            excluded: names of modules inside, which have a place of their own.
+        """
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.input_device: torch.device | None = None
+        self.original_devices: dict[str, torch.device] = {}
+        self._slots: list[_Slot] = []
+        self._borrowed: list[tuple[dict[Any, Tensor], Any]] = []
+        self._read_ahead = read_ahead
+        self._excluded = tuple(f"{name}." for name in excluded)
+
+    def __repr__(self) -> str:
+        shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
+        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Move the module's tensors to the device, or out of it."""
+        if self.execution_device is not None and torch.device(self.execution_device).type == "meta":
+            self.tied_params_map = None  # addresses on meta are all zero
+        if self.offload:
+            self._take_out(module)
+            rest = (
+                get_non_persistent_buffers(module, self.place_submodules, fqns=True)
+                if self.offload_buffers
+                else [name for name, _ in module.named_buffers(recurse=self.place_submodules)]
+            )
+        else:
+            rest = [name for name, _ in named_module_tensors(module, recurse=self.place_submodules)]
+        if self.execution_device is not None:
+            for name in rest:
+                registry, leaf = find_registry(module, name)
+                if registry[leaf] is not None and not name.startswith(self._excluded):
+                    set_module_tensor_to_device(
+                        module, name, self.execution_device, tied_params_map=self.tied_params_map, clear_cache=False
+                    )
+        return module
+
+    def _take_out(self, module: nn.Module) -> None:
+        recurse = self.place_submodules
+        self.original_devices = {name: tensor.device for name, tensor in named_module_tensors(module, recurse=recurse)}
+        if self.weights_map is None:
+            named = named_module_tensors(module, self.offload_buffers, recurse)
+            self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in named}
+        self._slots = []
+        names = [name for name, _ in named_module_tensors(module, self.offload_buffers, recurse, True)]
+        for name in names:
+            registry, leaf = find_registry(module, name)
+            tensor = registry[leaf]
+            placeholder = tensor if tensor.is_meta else with_data(tensor, tensor.detach().to("meta"))
+            registry[leaf] = placeholder
+            self._slots.append(_Slot(name, registry, leaf, placeholder))
+        if self._read_ahead is not None:
+            self._read_ahead.add(self)
+
+    def stored(self) -> list[Tensor]:
+        """Return the offloaded weights as they are stored, in the order of the module's tensors."""
+        assert self.weights_map is not None
+        return [self.weights_map[slot.name] for slot in self._slots]
+
+    def is_read_in_place(self) -> bool:
+        """Whether the module computes with the stored weights themselves: on the host, in their dtype."""
+        if self.execution_device is not None and torch.device(self.execution_device).type != "cpu":
+            return False
+        pairs = zip(self._slots, self.stored(), strict=True)
+        return all(value.device.type == "cpu" and value.dtype == slot.placeholder.dtype for slot, value in pairs)
+
+    def read(self, device: Device | None) -> list[Tensor]:
+        """Return the offloaded weights on a device, in the module's dtypes and the order of its tensors."""
+        target = None if device is None else same_device(device)
+        found = []
+        for slot, value in zip(self._slots, self.stored(), strict=True):
+            shared = (self.tied_params_map or {}).get(value.data_ptr())
+            if shared is not None and device in shared:
+                found.append(shared[device].detach())
+                continue
+            dtype = slot.placeholder.dtype
+            if value.dtype != dtype or target is not None and value.device != target:
+                value = value.to(target, dtype, non_blocking=True)
+            if shared is not None:
+                shared[device] = value
+                self._borrowed.append((shared, device))
+            found.append(value)
+        return found
+
+    def put_in(self, device: Device | None = None) -> None:
+        """Give the module its weights, on `device` instead of the execution device where that is given."""
+        if self._read_ahead is not None and device is None and not self.tied_params_map:
+            values = self._read_ahead.take(self)
+        else:
+            values = self.read(self.execution_device if device is None else device)
+        for slot, value in zip(self._slots, values, strict=True):
+            slot.registry[slot.leaf] = with_data(slot.placeholder, value)
+
+    def take_out(self) -> None:
+        """Take the weights out of the module again: their memory is free once nobody else holds them."""
+        for slot in self._slots:
+            slot.registry[slot.leaf] = slot.placeholder
+        while self._borrowed:
+            shared, device = self._borrowed.pop()
+            shared.pop(device, None)
+
+    def names(self) -> list[str]:
+        """Return the names of the offloaded tensors, from the module on."""
+        return [slot.name for slot in self._slots]
+
+    def dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes in which the module has the offloaded tensors."""
+        return [slot.placeholder.dtype for slot in self._slots]
+
+    @torch.compiler.disable
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Bring in the weights, and move the inputs."""
+        if self.io_same_device:
+            self.input_device = find_device([args, kwargs])
+        if self.offload:
+            self.put_in()
+        if self.execution_device is None:
+            return args, kwargs
+        device = same_device(self.execution_device)
+        return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
+
+    @torch.compiler.disable
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Take the weights out, and move the output."""
+        if self.offload:
+            self.take_out()
+        if self.io_same_device and self.input_device is not None:
+            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Give the module its weights back, on the devices where they were; those that had no memory get none."""
+        if self.offload:
+            self.take_out()
+            for name, device in self.original_devices.items():
+                value = self.weights_map.get(name) if self.weights_map is not None else None
+                if device.type != "meta":
+                    set_module_tensor_to_device(module, name, device, value=value, clear_cache=False)
+        return module
+
+
+def offload_hooks(module: nn.Module) -> list[AlignDevicesHook]:
+    """Return the hooks of a module that bring in its offloaded weights."""
+    return [hook for hook in hooks_of(module) if isinstance(hook, AlignDevicesHook) and hook.offload]
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Return whether a module's own weights have memory during its forward only."""
+    return bool(offload_hooks(module))
+
+
+@contextmanager
+def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
+    """Have a module's own tensors on a device, offloaded ones brought in, as long as the context lasts.
+
+    Args:
+        execution_device: None is that of the module's hook; a module without offloaded weights stays where it is then.
+    """
+    hooks = offload_hooks(module)
+    moved = {} if hooks or execution_device is None else dict(module.named_parameters(recurse=False))
+    devices = {name: parameter.device for name, parameter in moved.items()}
+    try:
+        for hook in hooks:
+            hook.put_in(hook.execution_device if execution_device is None else execution_device)
+        for name in devices:
+            assert execution_device is not None
+            set_module_tensor_to_device(module, name, execution_device, clear_cache=False)
+        yield
+    finally:
+        for hook in hooks:
+            hook.take_out()
+        for name, device in devices.items():
+            set_module_tensor_to_device(module, name, device, clear_cache=False)
+
+
+def _walk(
+    module: nn.Module, name: str, whole: Iterable[str] | None, excluded: Iterable[str] = ()
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Yield the modules in a module, itself first; of the classes in `whole`, with True and without those inside."""
+    classes = set(whole or ())
+    seen: set[nn.Module] = set()
+    waiting = [(name, module)]
+    while waiting:
+        path, found = waiting.pop()
+        if found in seen or path in excluded:
+            continue
+        seen.add(found)
+        is_whole = type(found).__name__ in classes
+        yield path, found, is_whole
+        if not is_whole:
+            children = [(f"{path}.{child}" if path else child, inner) for child, inner in found.named_children()]
+            waiting.extend(reversed(children))
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: Device,
+    skip_keys: Keys = None,
+    preload_module_classes: Iterable[str] | None = None,
+    tied_params_map: TiedTensors | None = None,
+    *,
+    excluded: Iterable[str] = (),
+) -> None:
+    """Let each module inside of a module that has tensors and no hook bring its inputs to a device.
+
+    Args:
+        skip_keys: as of `AlignDevicesHook`, and `tied_params_map`.
+        preload_module_classes: names of classes; modules inside of theirs get no hook.
+        excluded: names of modules inside that get none, either, nor what is in them.
+    """
+    for _, inner, _ in list(_walk(module, "", preload_module_classes, excluded)):
+        if not hooks_of(inner) and next(named_module_tensors(inner, recurse=True), None) is not None:
+            hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+            add_hook_to_module(inner, hook)
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: Device | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: Keys = None,
+    preload_module_classes: Iterable[str] | None = None,
+    tied_params_map: TiedTensors | None = None,
+    *,
+    read_ahead: ReadAhead | None = None,
+    excluded: Iterable[str] = (),
+) -> None:
+    """Add an `AlignDevicesHook` to each module that has tensors of its own, this one and those inside.
+
+    Args:
+        weights_map: values of offloaded weights by their names from `module_name` on.
+        module_name: the name of `module` in the model that `weights_map` is of.
+        preload_module_classes: names of classes whose modules get all weights at the beginning of their forward, for
+            they use those of modules inside without calling them.
+        read_ahead: of the model, where several calls add the hooks of one.
+        excluded: names of modules that are left out, with all inside.
+    """
+    if offload and read_ahead is None:
+        read_ahead = ReadAhead()
+    whole = preload_module_classes if offload else None
+    for name, inner, is_whole in list(_walk(module, module_name, whole, excluded)):
+        if not is_whole and next(named_module_tensors(inner), None) is None:
+            continue
+        prefix = f"{name}." if name else ""
+        hook = AlignDevicesHook(
+            execution_device=execution_device,
+            offload=offload,
+            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+            offload_buffers=offload_buffers,
+            place_submodules=is_whole,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+            read_ahead=read_ahead,
+        )
+        add_hook_to_module(inner, hook, append=True)
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: Device | Mapping[str, Device] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: Keys = None,
+    preload_module_classes: Iterable[str] | None = None,
+    tied_params_map: TiedTensors | None = None,
+) -> None:
+    """Add the hooks with which the blocks of a model compute on devices of their own, offloaded or not.
+
+    Args:
+        execution_device: of each block, by its name; or one device for the whole module.
+        offload: whether the block's weights have memory during forward only; likewise.
+        weights_map, module_name, preload_module_classes: as of `attach_align_device_hook`.
+    """
+    read_ahead = ReadAhead()
+    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
+        if offload:
+            attach_align_device_hook(
+                module,
+                execution_device,
+                offload=True,
+                weights_map=weights_map,
+                offload_buffers=offload_buffers,
+                module_name=module_name,
+                skip_keys=skip_keys,
+                tied_params_map=tied_params_map,
+            )
+        else:
+            hook = AlignDevicesHook(
+                execution_device,
+                io_same_device=True,
+                skip_keys=skip_keys,
+                place_submodules=True,
+                tied_params_map=tied_params_map,
+            )
+            add_hook_to_module(module, hook)
+        return
+    if isinstance(execution_device, Mapping):
+        devices: dict[str, Any] = dict(execution_device)
+    else:
+        devices = dict.fromkeys(offload if isinstance(offload, Mapping) else (), execution_device)
+    offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    for name, inner in list(module.named_modules(prefix=module_name)):
+        is_root = name == ""
+        if name not in devices or name not in offloads:
+            if is_root:
+                add_hook_to_module(
+                    inner,
+                    AlignDevicesHook(
+                        devices.get(""), io_same_device=True, skip_keys=skip_keys, tied_params_map=tied_params_map
+                    ),
+                )
+            continue
+        device = devices[name]
+        prefix = f"{name}." if name else ""
+        elsewhere = [key for key in devices if key != name and key.startswith(prefix)]
+        inside = [key.removeprefix(prefix) for key in elsewhere]
+        if offloads[name]:
+            attach_align_device_hook(
+                inner,
+                device,
+                offload=True,
+                weights_map=weights_map,
+                offload_buffers=offload_buffers,
+                module_name=name,
+                skip_keys=skip_keys,
+                preload_module_classes=preload_module_classes,
+                tied_params_map=tied_params_map,
+                read_ahead=read_ahead,
+                excluded=elsewhere,
+            )
+        if not (offloads[name] and hooks_of(inner)):
+            hook = AlignDevicesHook(
+                device,
+                offload_buffers=offload_buffers,
+                io_same_device=is_root,
+                place_submodules=not offloads[name],
+                skip_keys=skip_keys,
+                tied_params_map=tied_params_map,
+                excluded=inside,
+            )
+            add_hook_to_module(inner, hook)
+        whole = preload_module_classes if offloads[name] else None
+        attach_execution_device_hook(inner, device, skip_keys, whole, tied_params_map, excluded=inside)

@@ -1,0 +1,415 @@
+"""Which device each module of a model goes to, computed from sizes before anything has memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_trainer import logging
+from accel_trainer.big_models.sizes import (
+    Entry,
+    class_names,
+    compute_module_sizes,
+    compute_module_total_buffer_size,
+    convert_file_size_to_int,
+    get_max_layer_size,
+    get_module_leaves,
+    is_unit,
+    top_entries,
+)
+from accel_trainer.big_models.tied_weights import check_tied_parameters_in_config, find_tied_parameters
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.memory import available_host_bytes
+
+__all__ = [
+    "check_device_map",
+    "clean_device_map",
+    "fallback_allocate",
+    "get_balanced_memory",
+    "get_max_memory",
+    "get_module_size_with_ties",
+    "infer_auto_device_map",
+]
+
+logger = logging.get_logger(__name__)
+
+Place = int | str
+DTypes = Mapping[str, str | torch.dtype]
+
+_HOST = ("mps", "cpu", "disk")
+"""Places that have a name, in the order in which they are filled; accelerators have a number, and come before."""
+
+
+def get_max_memory(max_memory: Mapping[Place, int | str] | None = None) -> dict[Place, int]:
+    """Return how many bytes of a model each device may hold, accelerators first.
+
+    Args:
+        max_memory: bytes, or text such as `"10GB"`, by number of the accelerator, and for `"mps"`, `"cpu"` and
+            `"disk"`. None is what is free now.
+
+    Raises:
+        ConfigError: a key is no such device, or a size cannot be read.
+    """
+    if max_memory is None:
+        return _free_memory()
+    unknown = [place for place in max_memory if not isinstance(place, int) and place not in _HOST]
+    if unknown:
+        raise ConfigError(
+            f"max_memory has {unknown[0]!r}; expected numbers of accelerators, 'mps', 'cpu' or 'disk' for its keys"
+        )
+    numbers = sorted(place for place in max_memory if isinstance(place, int))
+    count = torch.accelerator.device_count()
+    for number in numbers:
+        if not 0 <= number < count:
+            logger.warning("max_memory names device %s, and this machine has %s accelerator(s)", number, count)
+    ordered: list[Place] = [*numbers, *(place for place in _HOST if place in max_memory)]
+    return {place: convert_file_size_to_int(max_memory[place]) for place in ordered}
+
+
+def _free_memory() -> dict[Place, int]:
+    accelerator = torch.accelerator.current_accelerator()
+    free: dict[Place, int] = {}
+    shares_host_memory = False
+    if accelerator is not None and accelerator.type == "mps":
+        return {"mps": available_host_bytes()}
+    if accelerator is not None:
+        module = torch.get_device_module(accelerator)
+        for number in range(torch.accelerator.device_count()):
+            try:
+                free[number] = module.mem_get_info(number)[0]
+                properties = module.get_device_properties(number)
+            except RuntimeError as error:
+                logger.warning("device %s is left out, since it does not answer: %s", number, error)
+                continue
+            shares_host_memory |= bool(getattr(properties, "is_integrated", False))
+    if not shares_host_memory:
+        free["cpu"] = available_host_bytes()
+    return free
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: Mapping[Place, int | str] | None = None,
+    no_split_module_classes: str | Iterable[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: DTypes | None = None,
+    low_zero: bool = False,
+) -> dict[Place, int]:
+    """Return a `max_memory` with which `infer_auto_device_map` fills all accelerators about alike.
+
+    Args:
+        max_memory: bounds, as of `get_max_memory`; a device with 0 takes no part. The last accelerator keeps its own.
+        no_split_module_classes: names of classes whose modules stay on one device.
+        dtype: which floating-point tensors are going to be converted to; `special_dtypes` by name.
+        low_zero: leave as much as possible of the first accelerator free.
+    """
+    bounds = get_max_memory(max_memory)
+    used = [place for place in bounds if (isinstance(place, int) or place == "mps") and bounds[place] > 0]
+    if not used:
+        return bounds
+    if len(used) == 1:
+        low_zero = False
+        if max_memory is None and isinstance(used[0], int):
+            # The rest is for activations, and for layers that are brought in from the host.
+            bounds[used[0]] = int(bounds[used[0]] * 0.9)
+            logger.info("90%% of device %s is for the model; give max_memory to use more", used[0])
+    sizes = compute_module_sizes(model, dtype, special_dtypes)
+    share = sizes[""] // (len(used) - low_zero) + _slack(model, sizes, class_names(no_split_module_classes))
+    numbers = [place for place in used if isinstance(place, int)]
+    for place in numbers[:-1]:
+        if not (low_zero and place == numbers[0]):
+            bounds[place] = min(share, bounds[place])
+    if low_zero:
+        rest = sizes[""] - sum(bounds[place] for place in numbers[1:])
+        bounds[numbers[0]] = min(max(0, rest), bounds[numbers[0]])
+    return bounds
+
+
+def _slack(model: nn.Module, sizes: Mapping[str, int], no_split: Sequence[str]) -> int:
+    """Return how much more than its mean share a device gets: layers do not fill one to the brim.
+
+    A fourth more than the larger of the first block that stays together, of each class, and the mean layer.
+    """
+    blocks: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if name in sizes and name and type(module).__name__ in no_split:
+            blocks.setdefault(type(module).__name__, sizes[name])
+    tensors = set(get_module_leaves(sizes))
+    layers = get_module_leaves(name for name in sizes if name not in tensors)
+    mean = sum(sizes[name] for name in layers) // max(len(layers), 1)
+    return int(1.25 * max(mean, *blocks.values(), 0))
+
+
+def _is_inside(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+def get_module_size_with_ties(
+    tied_params: Sequence[str], module_size: int, module_sizes: Mapping[str, int], modules_to_treat: Sequence[Entry]
+) -> tuple[int, list[str], list[Any]]:
+    """Return the bytes of a module with the modules that its tied parameters bring along, their names, and themselves.
+
+    Args:
+        tied_params: names outside of the module of parameters that it has, too.
+        module_size: its own bytes, which count the shared values.
+        modules_to_treat: the entries that have no device yet; a tied parameter in none of them brings nothing.
+    """
+    names, modules, total = [], [], module_size
+    for parameter in tied_params:
+        entry = next((entry for entry in modules_to_treat if _is_inside(parameter, entry[0])), None)
+        if entry is not None:
+            names.append(entry[0])
+            modules.append(entry[1])
+            total += module_sizes[entry[0]] - module_sizes[parameter]
+    return total, names, modules
+
+
+def _ties_outside(name: str, groups: Iterable[Sequence[str]]) -> list[str]:
+    """Return the names outside of a module of parameters that stand inside of it, too."""
+    found = []
+    for group in groups:
+        outside = [parameter for parameter in group if not _is_inside(parameter, name)]
+        if len(outside) < len(group):
+            found += outside
+    return found
+
+
+def fallback_allocate(
+    modules: Sequence[Entry],
+    module_sizes: Mapping[str, int],
+    size_limit: int | str,
+    no_split_module_classes: Iterable[str] | None = None,
+    tied_parameters: Iterable[Sequence[str]] | None = None,
+) -> tuple[str | None, Any, list[Entry]]:
+    """Return the first module, at any depth, that fits into `size_limit` with its ties: name, module and what remains.
+
+    The modules around it are split up in what remains. Two None and `modules` where nothing fits.
+    """
+    rest = list(modules)
+    try:
+        limit = convert_file_size_to_int(size_limit)
+    except ConfigError:
+        return None, None, rest
+    no_split, groups = class_names(no_split_module_classes), list(tied_parameters or ())
+    # Each candidate with the list of entries that it was taken out of: only what stands around it is split up.
+    candidates = [(entry, rest) for entry in reversed(rest)]
+    while candidates:
+        (name, entry), around = candidates.pop()
+        others = [other for other in around if other[0] != name]
+        ties = _ties_outside(name, groups)
+        needed, _, _ = get_module_size_with_ties(ties, module_sizes[name], module_sizes, others)
+        if needed <= limit:
+            return name, entry, others
+        if not is_unit(entry, no_split):
+            parts = top_entries(entry, name)
+            place = [other[0] for other in around].index(name)
+            split = [*around[:place], *parts, *around[place + 1 :]]
+            candidates.extend((part, split) for part in reversed(parts))
+    return None, None, rest
+
+
+class _Allocation:
+    """One walk over a model: devices are filled one after the other, and what does not fit is split or goes on.
+
+    The first accelerator and the host keep room for the largest layer that comes after: it is brought in to compute.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        budget: Mapping[Place, int],
+        sizes: Mapping[str, int],
+        no_split: Sequence[str],
+        *,
+        uses_fallback: bool,
+        says_why: bool,
+    ) -> None:
+        self.budget, self.sizes, self.no_split = budget, sizes, no_split
+        self.tied = find_tied_parameters(model)
+        self.waiting = top_entries(model)
+        self.devices: list[Place] = [*budget, *(() if "disk" in budget else ("disk",))]
+        accelerators = [place for place in self.devices if place not in ("cpu", "disk")]
+        self.keeping_room = ["mps"] if "mps" in accelerators else [*accelerators[:1], "cpu"]
+        self.position = 0
+        self.used: dict[Place, int] = dict.fromkeys(self.devices, 0)
+        self.found: dict[str, Place] = {}
+        self.placed: dict[Place, list[Any]] = {place: [] for place in self.devices}
+        self.too_small: dict[Place, int] = {}
+        self._uses_fallback, self._says_why = uses_fallback, says_why
+        self._measure()
+
+    def _measure(self) -> None:
+        modules = [(name, entry) for name, entry in self.waiting if isinstance(entry, nn.Module)]
+        self._largest, self._largest_names = get_max_layer_size(modules, self.sizes, self.no_split)
+
+    def _say(self, text: str) -> None:
+        if self._says_why:
+            print(text)
+
+    def place_next(self) -> None:
+        """Give the next entry a device, or split it, or go on to the next device."""
+        name, entry = self.waiting.pop(0)
+        self._largest_names = [each for each in self._largest_names if not _is_inside(each, name)]
+        if not self._largest_names:
+            self._measure()
+        place = self.devices[self.position]
+        reserved = self._largest if place in self.keeping_room and place != "disk" else 0
+        size = self.sizes[name]
+        needed, names, modules = get_module_size_with_ties(
+            _ties_outside(name, self.tied), size, self.sizes, self.waiting
+        )
+        free = needed if place == "disk" else self.budget[place] - reserved - self.used[place]
+        if needed <= free:
+            self._say(f"{name}{f' with {names}' if names else ''}: {needed} bytes on {place}, of {free}")
+            self._assign(place, needed, dict([(name, entry), *zip(names, modules, strict=True)]))
+            return
+        self._say(f"{name}: {needed} bytes do not fit into {free} on {place}")
+        if names and size <= free and self._split_first(dict(zip(names, modules, strict=True))):
+            self.waiting.insert(0, (name, entry))
+        elif size >= free and not is_unit(entry, self.no_split):
+            self.waiting[:0] = top_entries(entry, name)
+            self._measure()
+        elif not self._place_another(place, (name, entry), needed):
+            if not self.used[place]:
+                self.too_small[place] = needed + reserved
+            self.used[place] += reserved
+            self.position += 1
+            self.waiting.insert(0, (name, entry))
+
+    def _assign(self, place: Place, num_bytes: int, entries: Mapping[str, Any]) -> None:
+        self.used[place] += num_bytes
+        self.found.update(dict.fromkeys(entries, place))
+        self.placed[place] += entries.values()
+        self.waiting = [waiting for waiting in self.waiting if waiting[0] not in entries]
+
+    def _split_first(self, entries: Mapping[str, Any]) -> bool:
+        """Split the first of some entries that can be, so that less of it has to come along with a tied parameter."""
+        name = next((name for name, entry in entries.items() if not is_unit(entry, self.no_split)), None)
+        if name is not None:
+            place = [waiting[0] for waiting in self.waiting].index(name)
+            self.waiting[place : place + 1] = top_entries(entries[name], name)
+            self._measure()
+        return name is not None
+
+    def _place_another(self, place: Place, entry: Entry, needed: int) -> bool:
+        """Put the first later entry that fits before this one, where a device would stay empty."""
+        if self.used[place] or not self._uses_fallback or place == "disk":
+            return False
+        free = self.budget[place] - max(self._largest, needed)
+        name, module, rest = fallback_allocate(self.waiting, self.sizes, free, self.no_split, self.tied)
+        if name is not None:
+            self.waiting = [(name, module), entry, *rest]
+        return name is not None
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Mapping[Place, int | str] | None = None,
+    no_split_module_classes: str | Iterable[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: DTypes | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+) -> dict[str, Place]:
+    """Return a device for each module: accelerators are filled first, in order, then the host, then the disk.
+
+    Modules keep their order, so that activations cross devices as seldom as possible, and names of a tied parameter
+    come together. The first accelerator and the host keep room for the largest layer behind them. Only sizes are read:
+    the model may be on the meta device.
+
+    Args:
+        max_memory: as of `get_max_memory`.
+        no_split_module_classes: names of classes whose modules stay on one device: blocks with a residual connection.
+        dtype: which floating-point tensors are going to be converted to; `special_dtypes` by name.
+        verbose: print each decision.
+        clean_result: name a module once where all that is in it goes to one device.
+        offload_buffers: buffers of offloaded modules are offloaded too, and take no room on an accelerator.
+        fallback_allocation: where the next module does not fit on a device that is still empty, take a later one that
+            does.
+
+    Raises:
+        ConfigError: `max_memory` cannot be read.
+    """
+    budget = get_max_memory(max_memory)
+    sizes = compute_module_sizes(model, dtype, special_dtypes)
+    allocation = _Allocation(
+        model,
+        budget,
+        sizes,
+        class_names(no_split_module_classes),
+        uses_fallback=fallback_allocation,
+        says_why=verbose,
+    )
+    if not allocation.tied and check_tied_parameters_in_config(model):
+        logger.warning("the configuration ties weights, and the model's are not: call model.tie_weights() before")
+    while allocation.waiting:
+        allocation.place_next()
+    if not offload_buffers:
+        _warn_of_buffers(allocation, dtype, special_dtypes)
+    for place, needed in allocation.too_small.items():
+        logger.warning(
+            "insufficient memory on %s: no module was placed there, and the first one needs %s bytes, room for the "
+            "largest layer included; raise max_memory, or give fallback_allocation=True",
+            place,
+            needed,
+        )
+    return clean_device_map(allocation.found) if clean_result else allocation.found
+
+
+def _warn_of_buffers(allocation: _Allocation, dtype: str | torch.dtype | None, special_dtypes: DTypes | None) -> None:
+    """Warn where the buffers of offloaded modules, which stay on an accelerator, fit on none."""
+    offloaded = [each for place in ("cpu", "disk") for each in allocation.placed.get(place, ())]
+    modules = [entry for entry in offloaded if isinstance(entry, nn.Module)]
+    num_bytes = sum(compute_module_total_buffer_size(module, dtype, special_dtypes) for module in modules)
+    accelerators = [place for place in allocation.budget if place not in ("cpu", "disk")]
+    fits = any(allocation.budget[place] >= num_bytes + allocation.used[place] for place in accelerators)
+    if num_bytes and accelerators and not fits:
+        warnings.warn(
+            f"the buffers of the offloaded modules take {num_bytes} bytes, which are left on none of the accelerators "
+            f"{accelerators}; give offload_buffers=True to offload them too",
+            stacklevel=3,
+        )
+
+
+def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
+    """Name a module once where all that is in it goes to one device; in place, and returned.
+
+    Args:
+        module_name: only what is inside of this module.
+    """
+    inside = {name: place for name, place in device_map.items() if not module_name or _is_inside(name, module_name)}
+    if len(inside) > 1 and len(set(inside.values())) == 1:
+        kept = {name: place for name, place in device_map.items() if name not in inside}
+        device_map.clear()
+        device_map.update({**kept, module_name: next(iter(inside.values()))})
+        return device_map
+    depth = len(module_name.split(".")) + 1 if module_name else 1
+    for child in dict.fromkeys(".".join(name.split(".")[:depth]) for name in inside if name != module_name):
+        clean_device_map(device_map, child)
+    return device_map
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    """Check that a device map says where each tensor of a model's state dict goes.
+
+    Raises:
+        ConfigError: it leaves some out. Names that are no module of the model are a warning.
+    """
+    stored = model.state_dict(keep_vars=True)
+    modules = dict(model.named_modules())
+    unknown = [name for name in device_map if name not in modules and name not in stored]
+    if unknown:
+        warnings.warn(f"device_map keys do not match any submodules of the model: {unknown}", stacklevel=2)
+    if "" not in device_map:
+        left = [name for name in stored if not any(_is_inside(name, module) for module in device_map)]
+        if left:
+            raise ConfigError(
+                f"device_map says nothing about {', '.join(map(repr, left[:10]))}{', ...' if len(left) > 10 else ''}; "
+                "add their modules, or an entry '' for all the rest"
+            )

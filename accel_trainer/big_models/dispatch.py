@@ -1,0 +1,408 @@
+"""Models larger than a device: blocks spread over accelerators, host memory and disk, and brought in to compute."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_trainer import logging
+from accel_trainer.big_models.alignment import (
+    AlignDevicesHook,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+)
+from accel_trainer.big_models.cpu_offload_hook import CpuOffload, UserCpuOffloadHook
+from accel_trainer.big_models.device_map import check_device_map, get_balanced_memory, infer_auto_device_map
+from accel_trainer.big_models.module_hooks import add_hook_to_module, watch_moves
+from accel_trainer.big_models.module_tensors import Device, TiedTensors
+from accel_trainer.big_models.tied_weights import (
+    check_tied_parameters_on_same_device,
+    find_tied_parameters,
+    retie_parameters,
+)
+from accel_trainer.checkpoint.weights.into_model import describe_names, load_and_index
+from accel_trainer.checkpoint.weights.offloaded import (
+    OFFLOAD_INDEX_NAME,
+    OffloadedWeightsLoader,
+    offload_state_dict,
+    read_offload_index,
+)
+from accel_trainer.errors import ConfigError, IncompatibleCheckpointError, OffloadedModelError
+
+__all__ = [
+    "cpu_offload",
+    "cpu_offload_with_hook",
+    "disk_offload",
+    "dispatch_model",
+    "load_checkpoint_and_dispatch",
+]
+
+logger = logging.get_logger(__name__)
+
+_STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+
+Keys = str | Iterable[str] | None
+Classes = Iterable[str] | None
+Folder = str | os.PathLike[str]
+Index = Mapping[str, Mapping[str, Any]]
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, Tensor] | None = None,
+    preload_module_classes: Classes = None,
+) -> nn.Module:
+    """Keep a model's weights in host memory, bring those of each layer in for its forward, and return the model.
+
+    Args:
+        execution_device: where it computes; None is the device of its first parameter.
+        offload_buffers: do so with buffers, too.
+        state_dict: the weights; None is those of the model.
+        preload_module_classes: names of classes whose modules use the weights of modules inside without calling them.
+    """
+    if state_dict is None:
+        state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
+    weights = OffloadedWeightsLoader(state_dict, aliases=_aliases(model, state_dict))
+    return _offload(model, weights, execution_device, offload_buffers, preload_module_classes)
+
+
+def cpu_offload_with_hook(
+    model: nn.Module, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keep a whole model in host memory until its forward, and return it with a hook that moves it back.
+
+    It stays on the device after forward: for pipelines, in which one model runs in a loop before the next one does.
+
+    Args:
+        execution_device: None is the accelerator, or the host where there is none.
+        prev_module_hook: what this function returned for the model before, which leaves the device then.
+    """
+    hook = CpuOffload(execution_device, prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: Folder,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Classes = None,
+) -> nn.Module:
+    """Keep a model's weights in files, map those of each layer for its forward, and return the model.
+
+    Weights that have memory are written, also where the folder has files of their names. Those on the meta device are
+    taken from the folder.
+
+    Args:
+        offload_dir: one file for each weight, and their index.
+        execution_device, offload_buffers, preload_module_classes: as of `cpu_offload`.
+
+    Raises:
+        IncompatibleCheckpointError: a weight has no values, neither in the model nor in the folder.
+        DiskFullError: there is no room.
+    """
+    index = _write_missing(model, model.state_dict(keep_vars=True), offload_dir)
+    weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index, aliases=_aliases(model, index))
+    return _offload(model, weights, execution_device, offload_buffers, preload_module_classes)
+
+
+def _offload(
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    execution_device: Device | None,
+    offload_buffers: bool,
+    preload_module_classes: Classes,
+) -> nn.Module:
+    if execution_device is None:
+        execution_device = next((each.device for each in model.parameters() if not each.is_meta), torch.device("cpu"))
+    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
+    attach_align_device_hook(
+        model,
+        execution_device=execution_device,
+        offload=True,
+        offload_buffers=offload_buffers,
+        weights_map=weights,
+        preload_module_classes=preload_module_classes,
+    )
+    return model
+
+
+def _aliases(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
+    """Return the stored name of each tied weight that is stored under another of its names only."""
+    known = set(stored)
+    found = {}
+    for group in find_tied_parameters(model):
+        source = next((name for name in group if name in known), None)
+        if source is not None:
+            found.update({name: source for name in group if name not in known})
+    return found
+
+
+def _write_missing(model: nn.Module, state: Mapping[str, Tensor], folder: Folder) -> Index:
+    """Write the weights of `state` that have memory, and return the folder's index, which has the others.
+
+    Raises:
+        IncompatibleCheckpointError: it has not.
+    """
+    present = {name: tensor for name, tensor in state.items() if not tensor.is_meta}
+    if present:
+        offload_state_dict(folder, present)
+    index = read_offload_index(folder) if Path(folder, OFFLOAD_INDEX_NAME).is_file() else {}
+    _check_index(model, state, index, str(folder))
+    return index
+
+
+def _check_index(model: nn.Module, state: Mapping[str, Tensor], index: Index, place: str) -> None:
+    known = {*index, *_aliases(model, index)}
+    missing = [name for name, tensor in state.items() if tensor.is_meta and name not in known]
+    if missing:
+        raise IncompatibleCheckpointError(
+            f"{describe_names(missing)} of {type(model).__name__} have no values: they are on the meta device, and "
+            f"{place} does not have them; load them with load_checkpoint_and_dispatch(model, checkpoint, device_map)"
+        )
+    for name, tensor in state.items():
+        shape = index.get(name, {}).get("shape")
+        if tensor.is_meta and shape is not None and list(shape) != list(tensor.shape):
+            raise IncompatibleCheckpointError(
+                f"{name} is {tuple(shape)} in {place} and {tuple(tensor.shape)} in the model; "
+                "it is the folder of another model: give a new one"
+            )
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    main_device: Device | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    offload_dir: Folder | None = None,
+    offload_index: Index | None = None,
+    offload_buffers: bool = False,
+    skip_keys: Keys = None,
+    preload_module_classes: Classes = None,
+    force_hooks: bool = False,
+) -> nn.Module:
+    """Send each block of a model to its device, add the hooks with which it computes, and return the model.
+
+    Blocks on `"disk"`, and those on `"cpu"` where there is an accelerator in the map, compute on the main device:
+    their weights are brought in for the forward of each layer, those of the next one while it computes.
+
+    Args:
+        device_map: a device, or `"disk"`, by the names of modules; see `infer_auto_device_map`.
+        main_device: where offloaded blocks compute; None is the first accelerator in the map.
+        state_dict: the weights of the blocks on the host; None is those of the model.
+        offload_dir: where the weights of the blocks on disk are, or are written to.
+        offload_index: where they are stored already, by name, as `read_offload_index` returns it.
+        offload_buffers: offload buffers, too.
+        skip_keys: keyword arguments, and keys of outputs, that stay on their device.
+        preload_module_classes: as of `cpu_offload`.
+        force_hooks: add hooks also where all goes to one device.
+
+    Raises:
+        ConfigError: the map leaves tensors out, or nobody says where those on disk are.
+        IncompatibleCheckpointError: a block on disk has no values.
+    """
+    check_device_map(model, device_map)
+    places = list(dict.fromkeys(device_map.values()))
+    if len(places) == 1 and places != ["disk"] and not force_hooks:
+        model.to(places[0])
+        model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+        return model
+    if main_device is None:
+        main_device = next((place for place in places if place not in ("cpu", "disk")), "cpu")
+    is_on_host = str(main_device) in ("cpu", "mps")
+    offloaded = {name: place == "disk" or place == "cpu" and not is_on_host for name, place in device_map.items()}
+    tied = find_tied_parameters(model)
+    weights = _weights_of(model, device_map, is_on_host, state_dict, offload_dir, offload_index, offload_buffers)
+    shared: TiedTensors = {}
+    for group in tied:
+        parameter = model.get_parameter(group[0])
+        if not parameter.is_meta:
+            shared[parameter.data_ptr()] = {}
+    devices = {name: main_device if place in ("cpu", "disk") else place for name, place in device_map.items()}
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device={**devices, "": main_device},
+        offload=offloaded,
+        offload_buffers=offload_buffers,
+        weights_map=weights,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        tied_params_map=shared,
+    )
+    retie_parameters(model, tied)
+    watch_moves(model, _check_move)
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
+
+
+def _weights_of(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    is_on_host: bool,
+    state_dict: Mapping[str, Tensor] | None,
+    folder: Folder | None,
+    index: Index | None,
+    offload_buffers: bool,
+) -> OffloadedWeightsLoader | None:
+    """Return the weights of the offloaded blocks; None where there are none."""
+    own = model.state_dict(keep_vars=True)
+    if not offload_buffers:
+        buffers = {name for name, _ in model.named_buffers()}
+        own = {name: tensor for name, tensor in own.items() if name not in buffers}
+    places = {name: _place_of(name, device_map) for name in own}
+    on_disk = {name: tensor for name, tensor in own.items() if places[name] == "disk"}
+    if "cpu" in places.values() and not is_on_host and state_dict is None:
+        state_dict = {name: each.detach().to("cpu") for name, each in own.items() if places[name] == "cpu"}
+    if on_disk and index is None:
+        if folder is None:
+            raise ConfigError(
+                f"device_map sends {describe_names(list(on_disk))} to 'disk', and nothing says where that is; "
+                "give offload_dir"
+            )
+        index = _write_missing(model, on_disk, folder)
+    elif on_disk:
+        assert index is not None
+        _check_index(model, on_disk, index, "offload_index")
+        # In memory anyway, for a tied weight of a block on the host: no file has to hold it.
+        kept = {name: each.detach() for name, each in on_disk.items() if not each.is_meta and name not in index}
+        state_dict = {**(state_dict or {}), **kept}
+    if state_dict is None and index is None:
+        return None
+    known = [*(state_dict or ()), *(index or ())]
+    return OffloadedWeightsLoader(state_dict, folder, index or {}, aliases=_aliases(model, known))
+
+
+def _place_of(name: str, device_map: Mapping[str, Device]) -> Device:
+    """Return the device of a tensor, by the longest name in the map that it is in."""
+    fitting = [key for key in device_map if key == "" or name == key or name.startswith(f"{key}.")]
+    return device_map[max(fitting, key=len)]
+
+
+def _check_move(model: nn.Module) -> None:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise OffloadedModelError(
+            f"{type(model).__name__} is offloaded: its weights are on the host or on disk and come to their device for "
+            "each forward, so that it cannot be moved or cast; take the hooks off with "
+            "remove_hook_from_submodules(model), or dispatch it with another device_map"
+        )
+    logger.warning(
+        "%s is spread over devices by its device_map, and is moved now: its hooks still bring inputs to the devices "
+        "of the map; take them off with remove_hook_from_submodules(model)",
+        type(model).__name__,
+    )
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: Folder,
+    device_map: str | Device | Mapping[str, Device] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: str | Iterable[str] | None = None,
+    offload_folder: Folder | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: Keys = None,
+    preload_module_classes: Classes = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+    *,
+    init_missing: bool = False,
+    verify: bool = False,
+) -> nn.Module:
+    """Load weights, send each block to its device, and return the model ready to run.
+
+    Blocks on `"disk"` compute with the mapped safetensors files of the checkpoint: nothing is written, and of torch's
+    own files one copy.
+
+    Args:
+        checkpoint: as of `load_checkpoint_in_model`, like the arguments that are not named here.
+        device_map: devices by the names of modules; "auto" or "balanced" to fill accelerators alike,
+            "balanced_low_0" to leave the first one free, "sequential" to fill one after the other; or one device. None
+            loads the weights, and leaves the model where it is.
+        max_memory: bounds for the words, as of `get_max_memory`.
+        no_split_module_classes: names of classes whose modules stay on one device.
+        offload_folder: for copies of weights that go to disk and are in no safetensors file.
+        skip_keys, preload_module_classes, force_hooks: as of `dispatch_model`.
+
+    Raises:
+        ConfigError: `device_map` is none of these, or leaves tensors out.
+        IncompatibleCheckpointError: parameters or buffers would be left without values.
+    """
+    if device_map is not None and not isinstance(device_map, Mapping):
+        device_map = _choose_map(
+            model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers
+        )
+    if device_map is not None:
+        if any(str(place) == "meta" for place in device_map.values()):
+            raise ConfigError("device_map has 'meta', where nothing can compute; give devices, 'cpu' or 'disk'")
+        check_device_map(model, device_map)
+        check_tied_parameters_on_same_device(find_tied_parameters(model), device_map)
+    report, index = load_and_index(
+        model,
+        checkpoint,
+        device_map,
+        offload_folder,
+        dtype,
+        offload_buffers=offload_buffers,
+        strict=strict,
+        broadcast_from_rank0=broadcast_from_rank0,
+        init_missing=init_missing,
+        verify=verify,
+    )
+    if report.left_on_meta:
+        raise IncompatibleCheckpointError(
+            f"{checkpoint} has no values for {describe_names(report.left_on_meta)} of {type(model).__name__}, which "
+            "are on the meta device; give init_missing=True to initialise new parameters, and build the model with "
+            "init_empty_weights(), which leaves computed buffers their values"
+        )
+    if device_map is None:
+        return model
+    return dispatch_model(
+        model,
+        device_map,
+        offload_dir=offload_folder,
+        offload_index=index or None,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )
+
+
+def _choose_map(
+    model: nn.Module,
+    wanted: str | Device,
+    max_memory: Mapping[int | str, int | str] | None,
+    no_split: str | Iterable[str] | None,
+    dtype: str | torch.dtype | None,
+    *,
+    offload_buffers: bool,
+) -> Mapping[str, Device]:
+    """Return the device map for a word, or for one device.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if wanted in _STRATEGIES:
+        bounds = max_memory
+        if wanted != "sequential":
+            bounds = get_balanced_memory(model, max_memory, no_split, dtype, low_zero=wanted == "balanced_low_0")
+        return infer_auto_device_map(model, bounds, no_split, dtype, offload_buffers=offload_buffers)
+    try:
+        return {"": wanted if wanted == "disk" else torch.device(wanted)}
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"device_map={wanted!r} is no device; expected one, such as 'cpu' or 0, names of modules with devices, or "
+            f"one of {', '.join(map(repr, _STRATEGIES))}"
+        ) from error

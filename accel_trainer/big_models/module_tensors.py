@@ -1,0 +1,175 @@
+"""Parameters and buffers of a module by name: listed, moved to a device, and exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.memory import clear_device_cache
+from accel_trainer.runtime.torch_private import non_persistent_buffers, parameter_like, tensor_registry
+
+__all__ = [
+    "Device",
+    "TiedTensors",
+    "check_device_same",
+    "find_registry",
+    "get_non_persistent_buffers",
+    "id_tensor_storage",
+    "named_module_tensors",
+    "same_device",
+    "set_module_tensor_to_device",
+    "with_data",
+]
+
+Device = int | str | torch.device
+TiedTensors = dict[int, dict[Any, Tensor]]
+"""By the address of a tied tensor's values, its copy on each device that has one."""
+
+
+def named_module_tensors(
+    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a module and then its buffers, by name; a tied one once.
+
+    Args:
+        remove_non_persistent: leave out the buffers that are in no state dict.
+    """
+    yield from module.named_parameters(recurse=recurse)
+    if include_buffers:
+        left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set()
+        yield from ((name, buffer) for name, buffer in module.named_buffers(recurse=recurse) if name not in left_out)
+
+
+def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """Return the names of the buffers that are in no state dict.
+
+    Args:
+        recurse: those of all modules inside, too.
+        fqns: full names, from `module` on; otherwise the last word of each, which several may share.
+    """
+    owners = module.named_modules() if recurse else [("", module)]
+    return {
+        f"{owner}.{name}" if fqns and owner else name
+        for owner, inner in owners
+        for name in non_persistent_buffers(inner)
+    }
+
+
+def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
+    """Return device, address and bytes of a tensor's storage: equal for tensors that share it, and for all on meta."""
+    storage = tensor.untyped_storage()
+    return tensor.device, 0 if tensor.is_meta else storage.data_ptr(), storage.nbytes()
+
+
+def same_device(device: Device) -> torch.device:
+    """Return a device with its index: of `cuda`, the current one."""
+    found = torch.device(device)
+    if found.index is None and found.type not in ("cpu", "meta", "mps"):
+        return torch.device(found.type, torch.get_device_module(found.type).current_device())
+    return found
+
+
+def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
+    """Return whether two devices are one; a type without an index is its device 0."""
+    first, second = torch.device(first_device), torch.device(second_device)
+    return first.type == second.type and (first.index or 0) == (second.index or 0)
+
+
+def find_registry(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Return the dict in which the tensor `name` stands, and its key there.
+
+    Raises:
+        ConfigError: there is no such parameter or buffer.
+    """
+    owner, _, leaf = name.rpartition(".")
+    try:
+        registry = tensor_registry(module.get_submodule(owner), leaf)
+    except AttributeError:
+        registry = None
+    if registry is None:
+        raise ConfigError(
+            f"{type(module).__name__} has no parameter or buffer {name!r}; expected one of those that "
+            "named_module_tensors(module, recurse=True) yields"
+        )
+    return registry, leaf
+
+
+def with_data(old: Tensor | None, data: Tensor) -> Tensor:
+    """Return `data` as what `old` is: a parameter of its class with its attributes, or a plain tensor for a buffer."""
+    if not isinstance(old, nn.Parameter):
+        return data
+    if type(old) is not nn.Parameter and nn.Parameter in type(old).__mro__:
+        return parameter_like(old, data)
+    made = nn.Parameter(data, requires_grad=old.requires_grad)
+    made.__dict__.update(old.__dict__)
+    return made
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: Device,
+    value: Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: Tensor | None = None,
+    tied_params_map: TiedTensors | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Put a parameter or buffer on a device, as a new tensor in the place of the old one.
+
+    Args:
+        tensor_name: with the path to it, such as `"layers.0.weight"`.
+        value: what it holds from now on; needed where it has no memory yet.
+        dtype: of floating-point values; None is that of the old tensor.
+        fp16_statistics: the attribute `SCB` of an int8 weight of bitsandbytes.
+        tied_params_map: tied tensors that already are on a device, by the address of their values: taken from there,
+            and added to it.
+        clear_cache: return unused memory of an accelerator to it afterwards.
+
+    Raises:
+        ConfigError: there is no such tensor, it has no values, or those that are given have another shape.
+    """
+    registry, leaf = find_registry(module, tensor_name)
+    old: Tensor | None = registry[leaf]
+    target = same_device(device)
+    sources = [each for each in (value, old) if isinstance(each, Tensor)]
+    for known in sources:
+        shared = (tied_params_map or {}).get(known.data_ptr(), {})
+        if device in shared:
+            registry[leaf] = shared[device]
+            return
+    source = value if value is not None else old
+    if source is None or source.device.type == "meta" and target.type != "meta":
+        raise ConfigError(
+            f"{tensor_name!r} is on the meta device and has no values to put on {target}; give them as `value`"
+        )
+    if not isinstance(source, Tensor):
+        source = torch.tensor(source)
+    if value is not None and old is not None and source.shape != old.shape:
+        raise ConfigError(
+            f"value for {tensor_name!r} has shape {tuple(source.shape)}, and the module's tensor {tuple(old.shape)}; "
+            "give the weights of a model of this configuration"
+        )
+    wanted = source.dtype if old is None else old.dtype
+    if dtype is not None:
+        is_number = source.is_floating_point() or source.is_complex()
+        named = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+        wanted = named if is_number else source.dtype
+    if value is None and target == source.device and wanted == source.dtype:
+        return
+    with torch.no_grad():
+        made = with_data(old, source.detach().to(target, wanted, non_blocking=non_blocking))
+    if fp16_statistics is not None:
+        made.SCB = fp16_statistics.to(target, non_blocking=non_blocking)  # type: ignore[attr-defined]
+    registry[leaf] = made
+    if clear_cache and target.type not in ("cpu", "meta"):
+        clear_device_cache()
+    for each in reversed(sources):
+        if tied_params_map is not None and each.data_ptr() in tied_params_map:
+            tied_params_map[each.data_ptr()].setdefault(device, made)
+            break

@@ -1,0 +1,130 @@
+"""The real weights of an offloaded model: in a state dict, by module, and from a folder back into a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_trainer.big_models.alignment import align_module_device, has_offloaded_params, offload_hooks
+from accel_trainer.big_models.module_tensors import Device, same_device, set_module_tensor_to_device
+from accel_trainer.checkpoint.format.safetensors_file import LazyRead, LazyTensor, SafetensorsFile
+from accel_trainer.checkpoint.weights.into_model import describe_names
+from accel_trainer.checkpoint.weights.offloaded import load_offloaded_weight
+from accel_trainer.checkpoint.weights.reading import load_torch_file
+from accel_trainer.errors import ConfigError
+
+__all__ = [
+    "get_state_dict_from_offload",
+    "get_state_dict_offloaded_model",
+    "is_offloaded",
+    "lazy_state_dict",
+    "load_offloaded_weights",
+    "load_state_dict",
+]
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Return whether weights of a model come to their device for each forward only."""
+    return any(has_offloaded_params(module) for module in model.modules())
+
+
+def lazy_state_dict(model: nn.Module) -> dict[str, Tensor | LazyTensor]:
+    """Return the state dict of a model with its offloaded weights, which are read when they are called for.
+
+    Raises:
+        ConfigError: tensors have no values anywhere.
+    """
+    offloaded: dict[str, Tensor | LazyTensor] = {}
+    converted: dict[tuple[int, torch.dtype], LazyTensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for hook in offload_hooks(module):
+            for name, dtype, stored in zip(hook.names(), hook.dtypes(), hook.stored(), strict=True):
+                found: Tensor | LazyTensor = stored
+                if stored.dtype != dtype:
+                    key = (stored.data_ptr(), dtype)  # of tied weights the names share one
+                    found = converted.setdefault(key, _convert_later(stored, dtype))
+                offloaded[f"{path}.{name}" if path else name] = found
+    state = {name: offloaded.get(name, tensor) for name, tensor in model.state_dict().items()}
+    empty = [name for name, tensor in state.items() if isinstance(tensor, Tensor) and tensor.is_meta]
+    if empty:
+        raise ConfigError(
+            f"{describe_names(empty)} of {type(model).__name__} have no values: they are on the meta device, and not "
+            "offloaded; load them with load_checkpoint_and_dispatch()"
+        )
+    return state
+
+
+def _convert_later(stored: Tensor, dtype: torch.dtype) -> LazyRead:
+    return LazyRead(dtype, tuple(stored.shape), lambda: stored.to(dtype))
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict of a model in host memory, its offloaded weights included: mapped ones stay in their files.
+
+    Raises:
+        ConfigError: tensors have no values anywhere.
+    """
+    state = lazy_state_dict(model)
+    return {name: (each if isinstance(each, Tensor) else each()).to("cpu") for name, each in state.items()}
+
+
+def get_state_dict_from_offload(
+    module: nn.Module, module_name: str, state_dict: dict[str, Any], device_to_put_offload: Device = "cpu"
+) -> dict[str, Any]:
+    """Fill in those entries of `state_dict` that are tensors of a module, and return it.
+
+    Args:
+        module_name: the name of one tensor of the module, with the path to it, such as `"layers.0.weight"`.
+        device_to_put_offload: where offloaded tensors go; others stay where they are.
+    """
+    path = module_name.rpartition(".")[0]
+    with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):
+        for name, tensor in module.state_dict().items():
+            full = f"{path}.{name}" if path else name
+            if full in state_dict:
+                state_dict[full] = tensor
+    return state_dict
+
+
+def load_offloaded_weights(
+    model: nn.Module, index: Mapping[str, Mapping[str, Any]] | None, offload_folder: str | os.PathLike[str]
+) -> None:
+    """Put the weights of an index, which have a file each in a folder, into a model on the host.
+
+    Raises:
+        CheckpointNotFoundError: a file is missing.
+    """
+    for name, entry in (index or {}).items():
+        weight = load_offloaded_weight(Path(offload_folder, f"{name}.dat"), entry)
+        set_module_tensor_to_device(model, name, "cpu", value=weight)
+
+
+def load_state_dict(
+    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Device] | None = None
+) -> dict[str, Any]:
+    """Return the tensors of one file, safetensors or torch's own; those of torch's own are on the host.
+
+    Args:
+        device_map: devices by the start of the names; what it does not name, or sends to `"disk"`, is on the host.
+
+    Raises:
+        CheckpointNotFoundError: there is no file.
+        IncompatibleCheckpointError: it cannot be read, or is not in PyTorch's layout.
+    """
+    path = Path(checkpoint_file)
+    if path.suffix != ".safetensors":
+        found: dict[str, Any] = load_torch_file(path)
+        return found
+    file = SafetensorsFile(path)
+    return {name: file[name].to(_place(name, device_map or {})) for name in file}
+
+
+def _place(name: str, device_map: Mapping[str, Device]) -> torch.device:
+    fitting = [key for key in device_map if key == "" or name == key or name.startswith(f"{key}.")]
+    place = device_map[max(fitting, key=len)] if fitting else "cpu"
+    return torch.device("cpu") if place == "disk" else same_device(place)

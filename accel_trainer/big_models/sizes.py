@@ -1,0 +1,162 @@
+"""Bytes that the tensors of a model take, by the name of each module, also of one without memory."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_trainer.big_models.module_tensors import named_module_tensors
+from accel_trainer.errors import ConfigError
+
+__all__ = [
+    "Entry",
+    "as_dtype",
+    "calculate_maximum_sizes",
+    "class_names",
+    "compute_module_sizes",
+    "compute_module_total_buffer_size",
+    "convert_file_size_to_int",
+    "dtype_byte_size",
+    "get_max_layer_size",
+    "get_module_leaves",
+    "is_unit",
+    "top_entries",
+]
+
+Entry = tuple[str, Any]
+"""A name, and the module or the tensor that stands there."""
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Return a size such as `"10GB"`, `"1.5GiB"` or `500` in bytes; a lower-case b at the end counts bits.
+
+    Raises:
+        ConfigError: it is no such size.
+    """
+    if isinstance(size, int):
+        return size
+    found = _SIZE.fullmatch(size)
+    if found is None or found[3] and not found[2]:
+        raise ConfigError(f"size {size!r} is no number of bytes; write it like '10GB', '500MiB' or 1000000")
+    number, prefix, is_binary = found.groups()
+    unit = (1024 if is_binary else 1000) ** " KMGT".index(prefix.upper() or " ")
+    return int(float(number) * unit) // (8 if size.rstrip().endswith("b") else 1)
+
+
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """Return a dtype by its name, `"float16"` or `"torch.float16"`.
+
+    Raises:
+        ConfigError: torch has no such dtype.
+    """
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"dtype={dtype!r} is no dtype of torch; give one, such as torch.bfloat16 or 'bfloat16'")
+    return found
+
+
+def dtype_byte_size(dtype: torch.dtype) -> float:
+    """Return the bytes of one value: of `torch.bool` the eighth that it needs, though torch stores a byte.
+
+    Raises:
+        ConfigError: it is no dtype.
+    """
+    return 1 / 8 if as_dtype(dtype) == torch.bool else dtype.itemsize
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """Return the bytes of each tensor and of each module, the model itself under `""`. A tied tensor counts once.
+
+    Args:
+        dtype: which floating-point tensors of larger types are going to be converted to.
+        special_dtypes: by the name of a tensor, another one for it.
+    """
+    target = None if dtype is None else as_dtype(dtype)
+    special = {name: as_dtype(each) for name, each in (special_dtypes or {}).items()}
+    tensors: Iterable[tuple[str, Tensor]] = (
+        model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
+    )
+    sizes: dict[str, int] = defaultdict(int)
+    for name, tensor in tensors:
+        width = tensor.element_size()
+        if name in special:
+            width = special[name].itemsize
+        elif target is not None and (tensor.is_floating_point() or tensor.is_complex()):
+            width = min(width, target.itemsize)
+        path = name.split(".")
+        for length in range(len(path) + 1):
+            sizes[".".join(path[:length])] += tensor.numel() * width
+    return sizes
+
+
+def compute_module_total_buffer_size(
+    model: nn.Module,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+) -> int:
+    """Return the bytes of all buffers. Arguments as of `compute_module_sizes`."""
+    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
+
+
+def class_names(names: str | Iterable[str] | None) -> list[str]:
+    """Return names of classes as a list; one name is a list of one."""
+    return [names] if isinstance(names, str) else list(names or ())
+
+
+def top_entries(module: nn.Module, prefix: str = "") -> list[Entry]:
+    """Return a module's own parameters, its children and its own buffers, by name."""
+    found = [*module.named_parameters(recurse=False), *module.named_children(), *module.named_buffers(recurse=False)]
+    return [(f"{prefix}.{name}" if prefix else name, entry) for name, entry in found]
+
+
+def is_unit(entry: Any, no_split: Sequence[str]) -> bool:
+    """Whether an entry stays on one device: a tensor, a module without children, or of a class in `no_split`."""
+    if not isinstance(entry, nn.Module) or type(entry).__name__ in no_split:
+        return True
+    return next(entry.children(), None) is None
+
+
+def get_max_layer_size(
+    modules: Sequence[Entry], module_sizes: Mapping[str, int], no_split_module_classes: Sequence[str]
+) -> tuple[int, list[str]]:
+    """Return the bytes of the largest layers in `modules`, and the names of all that have this size.
+
+    A layer is a tensor, a module without children, or one of a class in `no_split_module_classes`.
+    """
+    largest, names = 0, []
+    waiting = list(reversed(modules))
+    while waiting:
+        name, entry = waiting.pop()
+        if not is_unit(entry, no_split_module_classes):
+            waiting.extend((f"{name}.{child}", inner) for child, inner in reversed(list(entry.named_children())))
+        elif module_sizes[name] > largest:
+            largest, names = module_sizes[name], [name]
+        elif module_sizes[name] == largest:
+            names.append(name)
+    return largest, names
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """Return the bytes of a model, and its largest layers as `get_max_layer_size` does."""
+    sizes = compute_module_sizes(model)
+    no_split = class_names(getattr(model, "_no_split_modules", None))
+    return sizes[""], get_max_layer_size(top_entries(model), sizes, no_split)
+
+
+def get_module_leaves(module_sizes: Iterable[str]) -> list[str]:
+    """Return the names that are no parent of another name."""
+    names = list(module_sizes)
+    parents = {name.rpartition(".")[0] for name in names}
+    return [name for name in names if name and name not in parents]

@@ -1,0 +1,1 @@
+from accel_trainer.big_models import *

@@ -1,0 +1,294 @@
+"""Models whose blocks are on the host and on disk compute what the plain model computes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from accel_trainer import (
+    Accelerator,
+    cpu_offload,
+    cpu_offload_with_hook,
+    disk_offload,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+)
+from accel_trainer.checkpoint.format.checksums import hash_file
+from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest
+from accel_trainer.checkpoint.weights.writing import save_weights
+from accel_trainer.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError, OffloadedModelError
+from accel_trainer.hooks import remove_hook_from_submodules
+from accel_trainer.utils import (
+    align_module_device,
+    get_state_dict_from_offload,
+    get_state_dict_offloaded_model,
+    has_offloaded_params,
+)
+
+
+class Used(nn.Module):
+    """Uses the weights of a module inside without calling it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.inner.weight.t() + self.inner.bias
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.hidden = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.used = Used(4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.rand(4))
+        self.register_buffer("offset", torch.rand(4), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.hidden(self.embed(ids)))
+        return self.head(self.used(x) * self.scale + self.offset)
+
+
+IDS = torch.tensor([1, 5, 7])
+
+
+@pytest.fixture
+def model() -> Net:
+    torch.manual_seed(1)
+    return Net().eval()
+
+
+@pytest.fixture
+def expected(model: Net) -> Tensor:
+    return model(IDS).detach()
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
+@pytest.mark.parametrize("to_disk", [False, True])
+def test_an_offloaded_model_computes_the_same_and_comes_back(
+    model: Net, expected: Tensor, tmp_path: Path, offload_buffers: bool, to_disk: bool
+):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    options: dict[str, Any] = {"offload_buffers": offload_buffers, "preload_module_classes": ["Used"]}
+    if to_disk:
+        disk_offload(model, tmp_path / "weights", **options)
+    else:
+        cpu_offload(model, **options)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.norm.running_mean.is_meta == offload_buffers
+    for _ in range(2):  # the second time the order of the layers is known
+        assert torch.equal(model(IDS), expected)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    state = get_state_dict_offloaded_model(model)
+    assert {name: tensor.tolist() for name, tensor in state.items()} == {n: t.tolist() for n, t in before.items()}
+    remove_hook_from_submodules(model)
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+    assert torch.equal(model(IDS), expected)
+    assert "forward" not in vars(model.hidden)
+
+
+def test_gradients_flow_through_an_offloaded_model(model: Net):
+    x = torch.rand(3, 4, requires_grad=True)
+    plain = torch.autograd.grad(model.used(x).sum(), x)[0]
+    cpu_offload(model.used)
+    assert torch.equal(torch.autograd.grad(model.used.inner(x).sum(), x)[0], plain)
+
+
+def test_weights_in_memory_replace_those_of_an_earlier_offload(model: Net, expected: Tensor, tmp_path: Path):
+    torch.manual_seed(2)
+    disk_offload(Net(), tmp_path)
+    disk_offload(model, tmp_path, preload_module_classes=["Used"])
+    assert torch.equal(model(IDS), expected)
+
+
+DISK = {"embed": "disk", "head": "disk", "hidden": "disk", "used": "disk", "norm": "disk", "scale": "cpu"}
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_a_checkpoint_runs_from_disk(model: Net, tmp_path: Path, safe: bool, dtype: torch.dtype | None):
+    expected = model.to(dtype)(IDS).detach() if dtype else model(IDS).detach()
+    save_weights(model.float().state_dict(), tmp_path, 100, safe_serialization=safe)
+    with init_empty_weights():
+        empty = Net().eval()
+    empty.offset = model.offset
+    folder = tmp_path / "copies"
+    made = load_checkpoint_and_dispatch(
+        empty,
+        tmp_path,
+        DISK,
+        offload_folder=None if safe else folder,
+        dtype=dtype,
+        preload_module_classes=["Used"],
+    )
+    assert made is empty
+    assert empty.hf_device_map == DISK
+    assert folder.exists() == (not safe)
+    for _ in range(2):
+        torch.testing.assert_close(empty(IDS), expected, rtol=0, atol=0)
+    assert empty.hidden.weight.is_meta
+    assert not empty.norm.running_mean.is_meta
+    # Tied names are one file entry, or one file.
+    assert not list(folder.glob("head*")) or not list(folder.glob("embed*"))
+
+
+def test_mapped_weights_are_the_files_own_pages(model: Net, tmp_path: Path):
+    save_weights(model.state_dict(), tmp_path)
+    load_checkpoint_and_dispatch(model, tmp_path, DISK)
+    (hook,) = [model.hidden._hf_hook]
+    address = hook.stored()[0].data_ptr()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [line.split()[0].split("-") for line in maps if line.endswith(str(tmp_path / "model.safetensors"))]
+    assert any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_loading_and_dispatching_may_be_two_steps(model: Net, expected: Tensor, tmp_path: Path):
+    save_weights(model.state_dict(), tmp_path)
+    other = Net().eval()
+    other.offset = model.offset
+    report = load_checkpoint_in_model(other, tmp_path, DISK, offload_folder=tmp_path / "index")
+    assert report.left_on_meta == []
+    assert other.hidden.weight.is_meta
+    assert other.head.weight is other.embed.weight
+    dispatch_model(other, DISK, offload_dir=tmp_path / "index", preload_module_classes=["Used"])
+    assert torch.equal(other(IDS), expected)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_an_offloaded_model_is_saved_over_its_own_checkpoint(model: Net, expected: Tensor, tmp_path: Path, safe: bool):
+    accelerator = Accelerator()
+    accelerator.save_model(model, tmp_path, safe_serialization=safe)
+    load_checkpoint_and_dispatch(model, tmp_path, DISK, offload_folder=tmp_path, preload_module_classes=["Used"])
+    state = accelerator.get_state_dict(model)
+    assert not any(tensor.is_meta for tensor in state.values())
+    accelerator.save_model(model, tmp_path, safe_serialization=safe)
+    # The files that it computes with were replaced, and are still there for it.
+    assert torch.equal(model(IDS), expected)
+    again = Net().eval()
+    again.offset = model.offset
+    load_checkpoint_in_model(again, tmp_path)
+    assert torch.equal(again(IDS), expected)
+
+
+def test_a_deep_copy_computes_with_hooks_of_its_own(model: Net, expected: Tensor, tmp_path: Path):
+    disk_offload(model, tmp_path, preload_module_classes=["Used"])
+    copied = copy.deepcopy(model)
+    remove_hook_from_submodules(model)
+    assert copied.hidden.weight.is_meta
+    assert copied.hidden.forward.args[0] is copied.hidden
+    assert torch.equal(copied(IDS), expected)
+
+
+def test_an_offloaded_model_does_not_move(model: Net, tmp_path: Path):
+    save_weights(model.state_dict(), tmp_path)
+    load_checkpoint_and_dispatch(model, tmp_path, DISK)
+    with pytest.raises(OffloadedModelError, match=r"Net is offloaded: .* remove_hook_from_submodules\(model\)"):
+        model.to("cpu")
+    remove_hook_from_submodules(model)
+    assert "to" not in vars(model)
+
+
+def test_what_has_no_values_is_an_error(model: Net, tmp_path: Path):
+    with init_empty_weights():
+        empty = Net()
+    with pytest.raises(IncompatibleCheckpointError, match=r"'scale', .* of Net have no values: they are on the meta"):
+        disk_offload(empty, tmp_path)
+    with pytest.raises(ConfigError, match=r"to 'disk', and nothing says where that is; give offload_dir"):
+        dispatch_model(model, {"": "disk"})
+    disk_offload(nn.Linear(2, 2), tmp_path)
+    with init_empty_weights():
+        larger = nn.Linear(3, 2)
+    with pytest.raises(IncompatibleCheckpointError, match=r"weight is \(2, 2\) in .* and \(2, 3\) in the model"):
+        disk_offload(larger, tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="cannot be mapped tensor by tensor; give offload_folder"):
+        load_checkpoint_and_dispatch(model, tmp_path / "pytorch_model.bin", {"": "disk"})
+
+
+def test_options_of_loading(model: Net, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    save_weights(model.state_dict(), tmp_path)
+    report = load_checkpoint_in_model(model, tmp_path, dtype="float16", keep_in_fp32_modules=["inner"])
+    assert report.missing_keys == []
+    assert model.hidden.weight.dtype == torch.float16
+    assert model.used.inner.weight.dtype == torch.float32
+    with pytest.raises(ConfigError, match="offload_8bit_bnb=True is not offered"):
+        load_checkpoint_in_model(model, tmp_path, offload_8bit_bnb=True)
+    with pytest.raises(ConfigError, match="dtype='float17' is no dtype of torch"):
+        load_checkpoint_in_model(model, tmp_path, dtype="float17")
+
+
+@pytest.mark.parametrize("device_map", [{"": "disk", "head": "cpu"}, {"": "cpu", "embed": "disk", "hidden": "disk"}])
+def test_a_tied_weight_of_which_one_name_is_in_memory_stays_there(
+    model: Net, expected: Tensor, tmp_path: Path, device_map: dict[str, Any], caplog: pytest.LogCaptureFixture
+):
+    save_weights(model.state_dict(), tmp_path)
+    with caplog.at_level(logging.WARNING):
+        load_checkpoint_and_dispatch(model, tmp_path, device_map, preload_module_classes=["Used"])
+    assert "tied parameters are sent to different devices" in caplog.text
+    assert not model.head.weight.is_meta
+    assert model.hidden.weight.is_meta
+    assert torch.equal(model(IDS), expected)
+
+
+def test_a_word_chooses_the_map(model: Net, expected: Tensor, tmp_path: Path):
+    save_weights(model.state_dict(), tmp_path)
+    load_checkpoint_and_dispatch(model, tmp_path, "auto")
+    assert model.hf_device_map == {"": "cpu"}
+    assert not has_offloaded_params(model.hidden)
+    remove_hook_from_submodules(model)
+    load_checkpoint_and_dispatch(
+        model, tmp_path, "sequential", {"cpu": 400}, no_split_module_classes="Used", preload_module_classes=["Used"]
+    )
+    assert set(model.hf_device_map.values()) == {"cpu", "disk"}
+    assert torch.equal(model(IDS), expected)
+
+
+def test_weights_are_verified_if_asked(tmp_path: Path):
+    model = nn.Linear(4, 4)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"verify=True: there is no manifest.json"):
+        load_checkpoint_and_dispatch(model, tmp_path, "disk", verify=True)
+    text = Manifest(world_size=1, files={"model.safetensors": hash_file(tmp_path / "model.safetensors")}).encode()
+    (tmp_path / MANIFEST_NAME).write_bytes(text)
+    (tmp_path / MARKER_NAME).write_bytes(Manifest.digest(text))
+    load_checkpoint_and_dispatch(nn.Linear(4, 4), tmp_path, "disk", verify=True)
+    data = bytearray((tmp_path / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors"):
+        load_checkpoint_and_dispatch(nn.Linear(4, 4), tmp_path, "disk", verify=True)
+
+
+def test_a_module_is_aligned_for_a_while(model: Net):
+    cpu_offload(model)
+    with align_module_device(model.hidden):
+        assert model.hidden.weight.device.type == "cpu"
+        assert model.used.inner.weight.is_meta
+    assert model.hidden.weight.is_meta
+    found = get_state_dict_from_offload(model.hidden, "hidden.weight", {"hidden.weight": ""})
+    assert found["hidden.weight"].shape == (4, 4)
+
+
+def test_models_of_a_pipeline_take_turns(model: Net, expected: Tensor):
+    first, hook = cpu_offload_with_hook(model)
+    second, _ = cpu_offload_with_hook(nn.Linear(10, 2), prev_module_hook=hook)
+    assert second(first(IDS)).shape == (3, 2)
+    hook.offload()
+    hook.remove()
+    assert torch.equal(first(IDS), expected)
