@@ -174,7 +174,9 @@ def test_loading_and_dispatching_may_be_two_steps(model: Net, expected: Tensor, 
 def test_an_offloaded_model_is_saved_over_its_own_checkpoint(model: Net, expected: Tensor, tmp_path: Path, safe: bool):
     accelerator = Accelerator()
     accelerator.save_model(model, tmp_path, safe_serialization=safe)
+    graph = model(IDS)  # refers to the parameters as long as it lives
     load_checkpoint_and_dispatch(model, tmp_path, DISK, offload_folder=tmp_path, preload_module_classes=["Used"])
+    assert graph.requires_grad
     state = accelerator.get_state_dict(model)
     assert not any(tensor.is_meta for tensor in state.values())
     accelerator.save_model(model, tmp_path, safe_serialization=safe)

@@ -15,7 +15,6 @@ __all__ = [
     "local_box",
     "local_tensor",
     "materialize",
-    "release",
     "set_target_device",
     "wrap_local_like",
 ]
@@ -82,15 +81,6 @@ def materialize(tensor: Tensor, device: torch.device | None = None, dtype: torch
         filled = nn.Parameter(filled, requires_grad=tensor.requires_grad)
     filled.__dict__.update(tensor.__dict__)
     torch.utils.swap_tensors(tensor, filled)
-
-
-def release(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Take the memory of a tensor, in place: it is on the meta device from now on, and of `dtype`."""
-    emptied = torch.empty_like(tensor, dtype=dtype, device="meta")
-    if isinstance(tensor, nn.Parameter):
-        emptied = nn.Parameter(emptied, requires_grad=tensor.requires_grad)
-    emptied.__dict__.update(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, emptied)
 
 
 def _default_device(tensor: Tensor) -> torch.device:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from accel_trainer import logging
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, Manifest
-from accel_trainer.checkpoint.format.placement import local_box, local_tensor, materialize, release
+from accel_trainer.checkpoint.format.placement import local_box, local_tensor, materialize
 from accel_trainer.checkpoint.format.verification import check_files
 from accel_trainer.checkpoint.weights.offloaded import Index, offload_weight, save_offload_index
 from accel_trainer.checkpoint.weights.reading import BroadcastFiles, WeightFiles
@@ -156,13 +156,17 @@ def load_and_index(
     kept = () if _as_dtype(dtype) != torch.float16 else tuple(keep_in_fp32_modules or ())
     dtypes = {name: _dtype(name, own[name], _as_dtype(dtype), kept) for name in sources}
     order = {name: position for position, name in enumerate(weights)}
+    groups: dict[int, list[str]] = {}
+    for name, tensor in own.items():
+        groups.setdefault(id(tensor), []).append(name)
     index: Index = {}
     for name, stored in sorted(sources.items(), key=lambda pair: order[pair[1]]):
         # A tied tensor is in memory if one of its names has to be.
-        names = [each for each in own if own[each] is own[name]]
+        names = groups[id(own[name])]
         device = next((devices[each] for each in names if devices[each] != DISK), DISK)
         if device == DISK:
             index[name] = _leave_on_disk(own[name], weights, stored, dtypes[name], name, offload_folder)
+            _release(model, names, own[name], dtypes[name])
         else:
             _fill(own[name], weights, stored, device, dtypes[name])
     left = _fill_missing(model, missing, init_missing, device_map)
@@ -195,16 +199,29 @@ def _verify(weights: Weights) -> None:
     check_files(directory, manifest, names, "full", usable_cores())
 
 
+def _release(model: nn.Module, names: Iterable[str], tensor: Tensor, dtype: torch.dtype) -> None:
+    """Put a tensor without memory in the place of one, under all its names.
+
+    Another object: one that a graph of autograd still refers to cannot change its memory in place.
+    """
+    emptied = torch.empty_like(tensor, dtype=dtype, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        emptied = nn.Parameter(emptied, requires_grad=tensor.requires_grad)
+    emptied.__dict__.update(tensor.__dict__)
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, emptied)
+
+
 def _leave_on_disk(
     tensor: Tensor, weights: Weights, stored: str, dtype: torch.dtype, name: str, folder: str | os.PathLike[str] | None
 ) -> dict[str, Any]:
-    """Take a tensor's memory, and return its entry in an index: the file that has it, or a copy in `folder`."""
+    """Return the entry of a tensor in an index: the file that has it, or a copy in `folder`."""
     if isinstance(tensor, DTensor) or not isinstance(weights, WeightFiles):
         raise ConfigError(
             f"device_map sends {name!r} to 'disk': a sharded model stays on its devices, and so does what rank 0 "
             "broadcasts; give devices only"
         )
-    release(tensor, dtype)
     file = weights.file_of(stored)
     if file.suffix == ".safetensors":
         entry = {"safetensors_file": str(file.absolute()), "weight_name": stored}
