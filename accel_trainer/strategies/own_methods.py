@@ -13,7 +13,7 @@ from torch import nn
 
 from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.weights.adapters import adapter_folders, gather_adapters, unsharded_prompts
-from accel_trainer.checkpoint.weights.writing import gather_to_file
+from accel_trainer.checkpoint.weights.writing import full_state_dicts, gather_to_file
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import raise_together
@@ -74,10 +74,10 @@ class SavePretrained:
         beside its target, into which they are gathered one by one: no rank has to have memory for the model. Of a model
         with adapters of PEFT, which that method saves alone, the base is not gathered.
 
-        A call that brings its own `state_dict` is passed on as it is, and gathers nothing.
+        A call that brings its own `state_dict` is passed on as it is, and gathers nothing. A method without such an
+        argument runs on rank 0 alone, where the `state_dict()` of the model and of its modules is full meanwhile.
 
         Raises:
-            ConfigError: the model's own method has no argument for weights that were gathered.
             DiskFullError: there is no room for the weights twice.
         """
         save = type(self.model).save_pretrained  # type: ignore[attr-defined]
@@ -99,13 +99,12 @@ class SavePretrained:
             call.arguments["is_main_process"] = self.process.is_main and call.arguments.get("is_main_process", True)
         if adapter_folders(self.model):
             return self._save_adapters(call, io.lazy_model_state(), directory)
-        if "state_dict" not in self.__signature__.parameters:
-            raise ConfigError(
-                f"{type(self.model).__name__} is sharded, and its save_pretrained() has no `state_dict` argument for "
-                "the gathered weights; use accelerator.save_model(model, directory)"
-            )
         with raise_together(self.process, "save_pretrained"):
-            call.arguments["state_dict"] = gather_to_file(io.lazy_model_state(), directory, writes=self.process.is_main)
+            state = gather_to_file(io.lazy_model_state(), directory, writes=self.process.is_main)
+        if "state_dict" not in self.__signature__.parameters:
+            with raise_together(self.process, "save_pretrained"), full_state_dicts(self.model, state):
+                return save(self.model, *args, **kwargs) if self.process.is_main else None
+        call.arguments["state_dict"] = state
         # Also the barrier behind which every rank may read the files.
         with raise_together(self.process, "save_pretrained"):
             return save(self.model, *call.args, **call.kwargs)

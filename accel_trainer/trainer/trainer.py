@@ -43,7 +43,7 @@ from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingAr
 from accel_trainer.trainer.batch_size_search import BatchSizeSearch
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.best_model import keeping_best
-from accel_trainer.trainer.checkpoint.methods import CheckpointMethods, SaveSkippedError
+from accel_trainer.trainer.checkpoint.methods import CheckpointMethods, SaveSkippedError, loading_by_override
 from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
 from accel_trainer.trainer.decisions import Decisions, flags_of, share_metrics
 from accel_trainer.trainer.epoch import EpochRun, WindowReader
@@ -291,7 +291,8 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             self._created_lr_scheduler = False
         model = self._preparation.prepare_for_training(self, max_steps)
         if resume_from_checkpoint is not None:
-            self._load_from_checkpoint(resume_from_checkpoint, model)
+            with loading_by_override(self):
+                self._load_from_checkpoint(resume_from_checkpoint)
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
             self._load_scaler(resume_from_checkpoint)
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -493,7 +494,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         # Losses since the last log are this rank's own; transformers 5.23 (trainer.py:1998) takes them for the job's.
         self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
         record = self.run_record.finish(self)
-        with keeping_best(self):
+        with keeping_best(self), loading_by_override(self):
             output: TrainOutput = super()._finalize_training(trial, num_train_samples, start_time)
         self.run_record.tell_end(self, record, Path(self._get_output_dir(trial)))
         return output

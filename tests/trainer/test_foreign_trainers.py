@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 
 from accel_trainer import Accelerator, Trainer, TrainingArguments
 from accel_trainer.errors import ConfigError
-from tests.trainer_jobs import TokenDataset, build_model, on_ranks, strategy_arguments, summary, train
+from tests.trainer_jobs import TokenDataset, arguments, build_model, on_ranks, strategy_arguments, summary, train
 
 
 @dataclass
@@ -92,6 +94,58 @@ def test_a_trainer_of_another_library_runs_on_ours_with_its_own_overrides(tmp_pa
         for name, value in reference["weights"].items():
             np.testing.assert_allclose(ours["weights"][name], value, rtol=1e-4, atol=1e-6)
     assert (tmp_path / "scaled" / "checkpoint-4" / "manifest.json").is_file()
+
+
+class ModularTrainer(transformers.Trainer):
+    """A Trainer of another library that saves its model's parts one by one, and loads them into another model."""
+
+    def _save(self, output_dir: str, state_dict: Any = None) -> None:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        for name, part in self.model.named_children():
+            torch.save(part.state_dict(), Path(output_dir, f"{name}.bin"))
+
+    def _load_from_checkpoint(self, checkpoint_path: str) -> None:
+        other = self.model.__class__(self.model.config)
+        for name, part in other.named_children():
+            part.load_state_dict(torch.load(Path(checkpoint_path, f"{name}.bin")))
+        self.model.load_state_dict(other.state_dict())
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
+class ModularOnOurs(ModularTrainer, Trainer):
+    """The Trainer of that library on accel_trainer."""
+
+
+def run_modular(output_dir: str, strategy: str) -> list[dict[str, Any]]:
+    """Train four updates, and once more from the second; load the best model, which is an earlier one, at the end."""
+    runs = []
+    for checkpoint in (None, str(Path(output_dir, "checkpoint-2"))):
+        args = arguments(
+            output_dir, max_steps=4, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2,
+            load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True,
+            **strategy_arguments(strategy),
+        )  # fmt: skip
+        data = TokenDataset(32)
+        trainer = ModularOnOurs(build_model(), args, train_dataset=data, eval_dataset=data)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        runs.append(summary(trainer))
+    return runs
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_a_trainer_that_saves_and_loads_by_itself_resumes(tmp_path, strategy):
+    for whole, resumed in on_ranks(strategy, run_modular, str(tmp_path)):
+        assert resumed["losses"] == whole["losses"]
+        assert resumed["eval_losses"] == whole["eval_losses"]
+        assert whole["eval_losses"][0] > whole["eval_losses"][1]
+        assert whole["best"].endswith("checkpoint-2")
+        if whole["weights"]:  # on rank 0; those of the best model, in which it was saved
+            best = torch.load(tmp_path / "checkpoint-2" / "lm_head.bin")["weight"]
+            np.testing.assert_array_equal(whole["weights"]["lm_head.weight"], best.numpy())
+            np.testing.assert_array_equal(resumed["weights"]["lm_head.weight"], best.numpy())
 
 
 def test_arguments_of_the_library_alone_are_refused_with_the_class_to_build():

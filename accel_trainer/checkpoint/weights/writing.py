@@ -8,12 +8,13 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel_trainer.checkpoint.commit.disk import explain_full_disk, fsync_path, write_durably
 from accel_trainer.checkpoint.format.manifest import parse_json
@@ -30,20 +31,26 @@ __all__ = [
     "BIN_INDEX_NAME",
     "BIN_NAME",
     "INDEX_NAME",
+    "USERS_CLASS",
     "WEIGHTS_NAME",
     "distinct",
+    "full_state_dicts",
     "gather_to_file",
     "make_tensors",
     "parse_size",
     "read_index",
     "remove_weights",
     "save_weights",
+    "users_class",
 ]
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 BIN_NAME = "pytorch_model.bin"
 BIN_INDEX_NAME = "pytorch_model.bin.index.json"
+
+USERS_CLASS = "_users_class"
+"""Attribute of a model whose class a strategy has replaced: the class that it was given with."""
 
 _ALIGNMENT = 64
 
@@ -250,6 +257,67 @@ def gather_to_file(tensors: Mapping[str, LazyTensor], target: Path, *, writes: b
         raise
     found = {key: _view(mapped, offsets[key], tensor) for key, tensor in distinct.items()}
     return {name: found[id(tensor)] for name, tensor in tensors.items()}
+
+
+@contextmanager
+def full_state_dicts(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
+    """Context in which `state_dict()` of a sharded model, and of each module in it, has the full values of `state`.
+
+    For `save_pretrained` of models that take no `state_dict`, and save their modules one by one. The model's own
+    `save_pretrained` is called in the block, not one that gathers. Not collective: one rank saves, and a forward there,
+    for the model card of sentence-transformers for instance, would wait for the others. Files name the user's class.
+
+    Args:
+        state: values by the model's names; a tied parameter has one of them.
+
+    Raises:
+        ConfigError: the model is called in the block.
+    """
+    by_tensor = {id(p): state[name] for name, p in model.named_parameters(remove_duplicate=False) if name in state}
+    handles = [model.register_forward_pre_hook(_refuse_forward, prepend=True)]
+    for prefix, module in model.named_modules():
+        own = [
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        named = ((name, state.get(f"{prefix}.{name}" if prefix else name, by_tensor.get(id(p)))) for name, p in own)
+        full = {name: tensor for name, tensor in named if tensor is not None}
+        if full:
+            handles.append(module.register_state_dict_post_hook(partial(_replace_values, full)))
+    gathering = vars(model).pop("save_pretrained", None)
+    try:
+        with users_class(model):
+            yield
+    finally:
+        if gathering is not None:
+            model.save_pretrained = gathering
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def users_class(model: nn.Module) -> Iterator[None]:
+    """Context in which a model's class is the user's, where a strategy has noted it as `USERS_CLASS`."""
+    prepared_class = type(model)
+    model.__class__ = vars(model).get(USERS_CLASS, prepared_class)
+    try:
+        yield
+    finally:
+        model.__class__ = prepared_class
+
+
+def _refuse_forward(model: nn.Module, args: Any) -> None:
+    raise ConfigError(
+        f"{type(model).__name__} is sharded over the ranks, and was called while one of them saves it: a forward takes "
+        "all ranks; compute before the save what it writes"
+    )
+
+
+def _replace_values(
+    full: Mapping[str, Tensor], module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    # Buffers that are not saved are in neither.
+    state_dict |= {prefix + name: tensor for name, tensor in full.items() if prefix + name in state_dict}
 
 
 def _append(file: IO[bytes], tensor: Tensor) -> int:

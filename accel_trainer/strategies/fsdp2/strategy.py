@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from accel_trainer import logging
+from accel_trainer.checkpoint.weights.writing import USERS_CLASS
 from accel_trainer.config import FSDPConfig
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy, apply_autocast
@@ -203,6 +204,7 @@ class FSDP2Strategy(BaseStrategy):
         for block in reversed(blocks):
             policy = _mixed_precision_policy(precision, root=False)
             fully_shard(block, reshard_after_forward=config.reshard_after_forward, mp_policy=policy, **options)
+        setattr(model, USERS_CLASS, type(model))
         root = fully_shard(model, mp_policy=_mixed_precision_policy(precision, root=True), **options)
         _set_prefetch(model, blocks, config)
         for unit in [model] if config.reshard_after_forward else [model, *blocks]:

@@ -27,6 +27,7 @@ from accel_trainer.checkpoint.weights.adapters import (
     saved_names,
     trained_beside,
 )
+from accel_trainer.checkpoint.weights.writing import users_class
 from accel_trainer.errors import AccelTrainerError
 from accel_trainer.report.recorded_run import RECORD_KEY
 from accel_trainer.runtime.shared_errors import raise_together
@@ -38,7 +39,7 @@ from accel_trainer.trainer.run_record import RunRecord
 from accel_trainer.trainer.run_setup import RunLengths
 from accel_trainer.trainer.running_trainer import CheckpointingTrainer
 
-__all__ = ["CheckpointMethods", "SaveSkippedError"]
+__all__ = ["CheckpointMethods", "SaveSkippedError", "loading_by_override"]
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Upstream
@@ -280,6 +281,26 @@ class CheckpointMethods(_Upstream):
 def _holds_adapters(trainer: CheckpointingTrainer, checkpoint: Path) -> bool:
     """Whether the model has adapters, and a checkpoint holds some."""
     return bool(adapter_folders(trainer.model)) and has_adapters(checkpoint)
+
+
+@contextmanager
+def loading_by_override(trainer: CheckpointMethods) -> Iterator[None]:
+    """Context in which a library's own `_load_from_checkpoint` finds a sharded model to be as any other.
+
+    That of sentence-transformers builds another model of the model's class from the checkpoint, and hands its state to
+    `load_state_dict`. Both are the user's here, and the state is loaded into the shards. Nothing without an override.
+    """
+    model = trainer.model
+    is_own = type(trainer)._load_from_checkpoint is CheckpointMethods._load_from_checkpoint
+    if is_own or not trainer.is_sharded or not trainer.accelerator.is_prepared(model):
+        yield
+        return
+    model.load_state_dict = trainer.accelerator.unit_of(model).checkpoint_io().load_full_model_state
+    try:
+        with users_class(model), trainer.args.whole_models():
+            yield
+    finally:
+        del model.load_state_dict
 
 
 def _push(trainer: CheckpointingTrainer, target: Path) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,7 +46,7 @@ from accel_trainer.checkpoint.weights.adapters import (
     saved_names,
     trained_beside,
 )
-from accel_trainer.checkpoint.weights.writing import gather_to_file
+from accel_trainer.checkpoint.weights.writing import full_state_dicts, gather_to_file
 from accel_trainer.config import StateDictType
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.runtime.shared_errors import raise_together
@@ -124,7 +124,10 @@ def save_model(trainer: CheckpointingTrainer, output_dir: str) -> None:
             state = trainer.accelerator.get_state_dict(trainer.model)
     with raise_together(trainer.accelerator.process, "save_model"):
         if writes:
-            trainer._save(output_dir, state_dict=state)
+            # Some save no `state_dict` that they are given: sentence-transformers saves its modules one by one.
+            is_prepared = trainer.accelerator.is_prepared(trainer.model)
+            with full_state_dicts(trainer.model, state) if is_prepared else nullcontext():
+                trainer._save(output_dir, state_dict=state)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch
 from torch import nn
 
 from accel_trainer import Accelerator
-from tests.ranks import RankFailure, preload, run_ranks
+from accel_trainer.errors import ConfigError
+from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator", "transformers.models.gpt2.modeling_gpt2")
 
@@ -52,29 +52,51 @@ def test_a_sharded_model_saves_and_loads_whole_weights(tmp_path: Path):
     assert run_ranks(save_then_load, 2, str(tmp_path)) == [fine, fine]
 
 
-class Stubborn(nn.Linear):
-    """A model whose own method takes no weights."""
+class Modular(nn.Module):
+    """A model that saves its modules one by one, and takes no weights."""
 
-    def save_pretrained(self, directory: str, **options: Any) -> str:
-        """Return what was given."""
-        return f"{directory} {sorted(options)}"
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.first.register_buffer("scale", torch.arange(3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+    def save_pretrained(self, directory: str, **options: Any) -> list[str]:
+        """Write each module to a file of its own; return what was given."""
+        for name, module in self.named_children():
+            torch.save(module.state_dict(), Path(directory, f"{name}.bin"))
+        if not options:
+            Path(directory, "class.txt").write_text(type(self).__name__)
+            with pytest.raises(ConfigError, match="was called while one of them saves it: a forward takes all ranks"):
+                self(torch.ones(1, 4))
+        return sorted(options)
 
 
-def save_stubborn(state: dict[str, Any] | None) -> str:
-    """Save a sharded model that cannot be given its gathered weights unasked."""
-    model = Accelerator(cpu=True, strategy="fsdp2", config={"fsdp": {"wrap_policy": "none"}}).prepare(Stubborn(4, 4))
-    return model.save_pretrained("here") if state is None else model.save_pretrained("here", state_dict=state)
+def save_modular(folder: str, options: dict[str, Any]) -> Any:
+    """Save a sharded model that cannot be given its gathered weights; return what it returned and the values."""
+    torch.manual_seed(0)
+    model = Accelerator(cpu=True, strategy="fsdp2", config={"fsdp": {"wrap_policy": "none"}}).prepare(Modular())
+    expected = {name: p.full_tensor() for name, p in model.named_parameters(remove_duplicate=False)}
+    return model.save_pretrained(folder, **options), expected, type(model.state_dict()["first.weight"]).__name__
 
 
-def test_shards_are_never_written_for_the_whole():
-    message = "save_pretrained() has no `state_dict` argument for the gathered weights; use accelerator.save_model("
-    with pytest.raises(RankFailure, match=re.escape(message)) as failure:
-        run_ranks(save_stubborn, 2, None)
-    assert set(failure.value.failures) == {0, 1}
+def test_modules_that_save_themselves_write_full_weights_on_rank_0(tmp_path: Path):
+    (first, expected, kind), (second, _, _) = run_ranks(save_modular, 2, str(tmp_path), {})
+
+    assert (first, second, kind) == ([], None, "DTensor")
+    for name in ("first", "second"):
+        saved = torch.load(tmp_path / f"{name}.bin")
+        assert all(torch.equal(saved[key], expected[f"{name}.{key}"]) for key in ("weight", "bias"))
+    assert (tmp_path / "class.txt").read_text() == "Modular"
+    assert torch.load(tmp_path / "first.bin")["scale"].tolist() == [0.0, 1.0, 2.0]
 
 
-def test_weights_that_are_given_are_passed_on():
-    assert run_ranks(save_stubborn, 2, {}) == ["here ['state_dict']"] * 2
+def test_weights_that_are_given_are_passed_on(tmp_path: Path):
+    found = [returned for returned, _, _ in run_ranks(save_modular, 2, str(tmp_path), {"state_dict": {}})]
+    assert found == [["state_dict"]] * 2
 
 
 def load_wrong(change: str) -> str:
