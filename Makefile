@@ -92,6 +92,10 @@ format: $(VENV)/.dev ## mend what ruff can mend
 bench: $(VENV)/.installed .compat/accelerate/.installed ## compare with plain PyTorch and with upstream's Trainer
 	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
 
+.PHONY: names
+names: $(VENV)/.installed ## write docs/accelerate_names.md, the table of accelerate's names
+	$(BIN)/python -m tests.migration.names
+
 .PHONY: clean
 clean: ## remove everything that these targets created
 	rm -rf $(VENV) .compat build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

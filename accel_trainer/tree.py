@@ -19,11 +19,11 @@ def is_namedtuple(data: Any) -> bool:
     return isinstance(data, tuple) and hasattr(data, "_fields") and hasattr(data, "_asdict")
 
 
-def honor_type(original: T, values: Iterator[Any]) -> T:
-    """Build a list, tuple or namedtuple of `original`'s class from `values`."""
-    if is_namedtuple(original):
-        return type(original)(*values)
-    return type(original)(values)  # type: ignore[call-arg]
+def honor_type(obj: T, generator: Iterator[Any]) -> T:
+    """Build a list, tuple or namedtuple of `obj`'s class from `generator`."""
+    if is_namedtuple(obj):
+        return type(obj)(*generator)
+    return type(obj)(generator)  # type: ignore[call-arg]
 
 
 def map_leaves(function: Callable[[Any], Any], data: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> Any:

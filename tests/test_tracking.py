@@ -153,6 +153,22 @@ def test_a_registered_class_is_asked_for_by_its_name(registered: dict[str, type]
         tracking.register_tracker_class(Shadow)
 
 
+def test_a_class_in_the_form_of_accelerates_is_made_with_its_name_alone(registered: dict[str, type]):
+    class Plain(Notes):
+        """Takes no directory."""
+
+        def __init__(self, run_name: str, **kwargs: Any) -> None:
+            super().__init__()
+            self.run_name, self.options = run_name, kwargs
+
+    tracking.register_tracker_class(Plain)
+    accelerator = Accelerator(cpu=True, log_with="notes")
+    accelerator.init_trackers("project", init_kwargs={"notes": {"colour": "green"}})
+    tracker = accelerator.get_tracker("notes")
+    assert (tracker.run_name, tracker.options) == ("project", {"colour": "green"})
+    accelerator.end_training()
+
+
 def test_what_is_no_tracker_class_is_not_registered(registered: dict[str, type]):
     class Nameless(GeneralTracker):
         """Has no name."""

@@ -149,9 +149,9 @@ def gather(tensor: Any) -> Any:
     return collectives.gather(tensor, current_process(), debug=_checks())
 
 
-def gather_object(item: Any) -> list[Any]:
+def gather_object(object: Any) -> list[Any]:
     """Collect any picklable object from all ranks; lists are joined, others become one entry each. Collective."""
-    return collectives.gather_object(item, current_process())
+    return collectives.gather_object(object, current_process())
 
 
 def reduce(tensor: Any, reduction: ReduceOp | str = ReduceOp.SUM, scale: float = 1.0) -> Any:

@@ -84,7 +84,7 @@ class Trackers:
         try:
             # Trackers that are written for other libraries open their run when they are made.
             if isinstance(choice, type):
-                tracker = choice(project_name, self._project.logging_dir, **options)
+                tracker = _make(choice, project_name, self._project.logging_dir, options)
             else:
                 tracker = choice
             tracker.start()
@@ -147,6 +147,18 @@ class Trackers:
                 redact(str(error), self._secrets),
                 main_process_only=False,
             )
+
+
+def _make(
+    kind: type[GeneralTracker], project_name: str, logging_dir: str | Path | None, options: Mapping[str, Any]
+) -> GeneralTracker:
+    """Return a tracker of a class; one that is written for accelerate takes a directory only where it needs one."""
+    parameters = inspect.signature(kind).parameters.values()
+    takes = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    takes_any = any(each.kind is each.VAR_POSITIONAL for each in parameters)
+    if len(takes) > 1 or takes_any:
+        return kind(project_name, logging_dir, **options)
+    return kind(project_name, **options)
 
 
 def _choose(

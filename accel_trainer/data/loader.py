@@ -477,24 +477,24 @@ def keeping_epoch(loader: Any) -> Iterator[None]:
             loader.set_epoch(epoch)
 
 
-def skip_first_batches(loader: DataLoader[Any], num_batches: int) -> PreparedDataLoader:
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int) -> PreparedDataLoader:
     """Return the loader with the first `num_batches` steps of its next pass left out; later passes are full.
 
     A map-style dataset is not read to get there: the steps are skipped where the indices are drawn. A stream is read
-    and not collated. The loader that is returned has every setting of `loader` and shares its epoch.
+    and not collated. The loader that is returned has every setting of `dataloader` and shares its epoch.
 
     Raises:
         ConfigError: `num_batches` is negative.
     """
     if num_batches < 0:
         raise ConfigError(f"num_batches={num_batches} cannot be skipped; give a number from 0 on")
-    if not isinstance(loader, PreparedDataLoader):
+    if not isinstance(dataloader, PreparedDataLoader):
         alone = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
-        prepared = prepare_data_loader(loader, process=alone, config=DataConfig(), seed=torch.initial_seed())
+        prepared = prepare_data_loader(dataloader, process=alone, config=DataConfig(), seed=torch.initial_seed())
         skipping = prepared.skipping(num_batches)
-        skipping._plain = (loader, num_batches)
+        skipping._plain = (dataloader, num_batches)
         return skipping
-    skipping = loader.skipping(num_batches)
-    if loader._plain is not None:
-        skipping._plain = (loader._plain[0], loader._plain[1] + num_batches)
+    skipping = dataloader.skipping(num_batches)
+    if dataloader._plain is not None:
+        skipping._plain = (dataloader._plain[0], dataloader._plain[1] + num_batches)
     return skipping

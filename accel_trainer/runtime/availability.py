@@ -461,15 +461,15 @@ def is_fp8_available() -> bool:
     return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
 
 
-def torchao_required(function: F) -> F:
+def torchao_required(func: F) -> F:
     """Decorate a function so that it raises MissingExtraError where torchao is not installed."""
 
-    @functools.wraps(function)
+    @functools.wraps(func)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not is_torchao_available():
             raise MissingExtraError(
-                f"{function.__name__}() needs torchao 0.6.1 or later, which is not installed: pip install torchao"
+                f"{func.__name__}() needs torchao 0.6.1 or later, which is not installed: pip install torchao"
             )
-        return function(*args, **kwargs)
+        return func(*args, **kwargs)
 
     return run  # type: ignore[return-value]

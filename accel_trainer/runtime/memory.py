@@ -60,11 +60,11 @@ def register_memory_owner(owner: Any) -> None:
     _owners.add(owner)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory, of the device or of the machine, ran out."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+def is_out_of_memory(exception: BaseException) -> bool:
+    """Whether `exception` says that memory, of the device or of the machine, ran out."""
+    if isinstance(exception, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
+    return isinstance(exception, RuntimeError) and any(message in str(exception) for message in _MESSAGES)
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:

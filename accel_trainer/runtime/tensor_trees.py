@@ -30,13 +30,13 @@ __all__ = [
 ]
 
 
-def is_tensor(node: Any) -> bool:
+def is_tensor(tensor: Any) -> bool:
     """Return whether a node of a structure is a tensor."""
-    return isinstance(node, Tensor)
+    return isinstance(tensor, Tensor)
 
 
 def send_to_device(
-    data: Any,
+    tensor: Any,
     device: torch.device | str,
     non_blocking: bool = False,
     skip_keys: str | Iterable[str] | None = None,
@@ -64,7 +64,7 @@ def send_to_device(
             move, node, is_leaf=lambda inner: hasattr(inner, "to") or bool(skipped and isinstance(inner, Mapping))
         )
 
-    return send(data)
+    return send(tensor)
 
 
 def find_batch_size(data: Any) -> int | None:
@@ -75,7 +75,7 @@ def find_batch_size(data: Any) -> int | None:
     return None
 
 
-def concatenate(parts: Sequence[Any], dim: int = 0, *, pad_index: float | None = None) -> Any:
+def concatenate(data: Sequence[Any], dim: int = 0, *, pad_index: float | None = None) -> Any:
     """Concatenate structures of the same nesting, leaf by leaf: tensors along `dim`, lists of other values end to end.
 
     Args:
@@ -85,11 +85,11 @@ def concatenate(parts: Sequence[Any], dim: int = 0, *, pad_index: float | None =
     Raises:
         ConfigError: there is nothing to concatenate.
     """
-    if not parts:
+    if not data:
         raise ConfigError("concatenate got no parts; give at least one")
-    columns = [list(leaves(part, is_leaf=_is_column)) for part in parts]
+    columns = [list(leaves(part, is_leaf=_is_column)) for part in data]
     joined = iter([_concatenate_leaves(column, dim, pad_index) for column in zip(*columns, strict=True)])
-    return map_leaves(lambda _: next(joined), parts[0], is_leaf=_is_column)
+    return map_leaves(lambda _: next(joined), data[0], is_leaf=_is_column)
 
 
 def recursively_apply(
@@ -155,9 +155,9 @@ class TensorInformation:
     dtype: torch.dtype
 
 
-def is_tensor_information(node: Any) -> bool:
+def is_tensor_information(tensor_info: Any) -> bool:
     """Return whether a node of a structure is a TensorInformation."""
-    return isinstance(node, TensorInformation)
+    return isinstance(tensor_info, TensorInformation)
 
 
 def get_data_structure(data: Any) -> Any:
@@ -174,7 +174,7 @@ def initialize_tensors(data_structure: Any) -> Any:
     return recursively_apply(build, data_structure, test_type=is_tensor_information)
 
 
-def pad_input_tensors(data: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
     """Return a structure whose tensors of `batch_size` along `dim` repeat their last row up to a multiple.
 
     Args:
@@ -182,13 +182,13 @@ def pad_input_tensors(data: Any, batch_size: int, num_processes: int, dim: int =
     """
     missing = -batch_size % num_processes
 
-    def pad(tensor: Tensor) -> Tensor:
-        if not missing or tensor.shape[dim] != batch_size:
-            return tensor
-        last = tensor.narrow(dim, batch_size - 1, 1)
-        return torch.cat([tensor, *[last] * missing], dim=dim)
+    def pad(each: Tensor) -> Tensor:
+        if not missing or each.shape[dim] != batch_size:
+            return each
+        last = each.narrow(dim, batch_size - 1, 1)
+        return torch.cat([each, *[last] * missing], dim=dim)
 
-    return recursively_apply(pad, data)
+    return recursively_apply(pad, tensor)
 
 
 def pad_to(tensor: Tensor, shape: Sequence[int], value: float) -> Tensor:

@@ -75,6 +75,7 @@ from accel_trainer.big_models.tied_weights import (
     find_tied_parameters,
     retie_parameters,
 )
+from accel_trainer.checkpoint.weights.adapters import is_peft_model
 from accel_trainer.checkpoint.weights.into_model import (
     load_checkpoint_in_model,
 )
@@ -508,6 +509,7 @@ __all__ = [
     "is_numpy_available",
     "is_pandas_available",
     "is_peft_available",
+    "is_peft_model",
     "is_pippy_available",
     "is_port_in_use",
     "is_pynvml_available",

@@ -24,6 +24,7 @@ from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.weights.reading import WeightFiles
 from accel_trainer.checkpoint.weights.writing import gather_to_file
 from accel_trainer.errors import IncompatibleCheckpointError
+from accel_trainer.runtime.model_wrappers import unwrap_module
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.runtime.torch_private import clear_forward_hooks
@@ -34,6 +35,7 @@ __all__ = [
     "adapter_folders",
     "gather_adapters",
     "has_adapters",
+    "is_peft_model",
     "is_prompt_encoder",
     "read_adapters",
     "saved_names",
@@ -55,9 +57,10 @@ State = Mapping[str, Tensor | LazyTensor]
 """A model's tensors by name, of which names, shapes and dtypes are read."""
 
 
-def _is_peft_model(model: nn.Module) -> bool:
+def is_peft_model(model: nn.Module) -> bool:
+    """Return whether a model, without what data parallelism or torch.compile put around it, is a `peft.PeftModel`."""
     # Without an import: it takes seconds, and whoever has such a model has imported it.
-    return isinstance(model, getattr(sys.modules.get("peft"), "PeftModel", ()))
+    return isinstance(unwrap_module(model), getattr(sys.modules.get("peft"), "PeftModel", ()))
 
 
 def adapter_folders(model: nn.Module) -> dict[str, str]:
@@ -66,7 +69,7 @@ def adapter_folders(model: nn.Module) -> dict[str, str]:
     Of a `peft.PeftModel` all adapters, and of a transformers model with `add_adapter()` the active one, as both save.
     """
     anything: Any = model
-    if _is_peft_model(model):
+    if is_peft_model(model):
         return {name: "" if name == "default" else name for name in anything.peft_config}
     if getattr(model, "_hf_peft_config_loaded", False):
         return {anything.active_adapters()[0]: ""}
@@ -96,7 +99,7 @@ def _stored_names(model: nn.Module, adapter: str, outline: Mapping[str, Tensor],
         found = get_peft_model_state_dict(
             model, state_dict=dict(outline), adapter_name=adapter, save_embedding_layers=embeddings
         )
-    prefix = "" if _is_peft_model(model) else "base_model.model."
+    prefix = "" if is_peft_model(model) else "base_model.model."
     names = {prefix + stored: known[id(tensor)] for stored, tensor in found.items() if id(tensor) in known}
     return names | _prompt_names(adapter, outline)
 
@@ -116,7 +119,7 @@ def unsharded_prompts(model: nn.Module, values: Mapping[str, Tensor]) -> Iterato
 
     To save prompts PEFT runs their encoders on one rank, where shards cannot be multiplied and hooks would gather.
     """
-    encoders = getattr(model, "prompt_encoder", None) if _is_peft_model(model) else None
+    encoders = getattr(model, "prompt_encoder", None) if is_peft_model(model) else None
     if not isinstance(encoders, nn.ModuleDict):
         yield
         return

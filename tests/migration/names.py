@@ -1,0 +1,152 @@
+"""Compares accelerate's recorded public names with ours, and writes docs/accelerate_names.md from the result.
+
+    python -m tests.migration.names      # make names
+
+`accelerate_1_15.json` holds the names, parameters, members and methods of release 1.15.0 by module; they are facts of
+that release. `differences.json` holds our reasons, by `module.name` or `module.*`: "different" for what exists and is
+not the same, "absent" for what does not. Names that refuse to be imported have their reason in `unsupported.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parents[1] / "docs" / "accelerate_names.md"
+RECORDED: dict[str, dict[str, dict[str, Any]]] = json.loads((HERE / "accelerate_1_15.json").read_text())
+DIFFERENCES: dict[str, dict[str, str]] = json.loads((HERE / "differences.json").read_text())
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One of accelerate's names here."""
+
+    module: str
+    name: str
+    status: str
+    """"same", "different", "absent", or "open": neither the same, nor with a reason."""
+    reason: str = ""
+
+    @property
+    def path(self) -> str:
+        return f"{self.module}.{self.name}".removeprefix(".")
+
+
+def reason_of(kind: str, path: str) -> str:
+    """Return the reason for a path, or for its whole module."""
+    known = DIFFERENCES[kind]
+    module = path.rpartition(".")[0]
+    while path not in known and module:
+        if f"{module}.*" in known:
+            return known[f"{module}.*"]
+        module = module.rpartition(".")[0]
+    return known.get(path, "")
+
+
+def described(entry: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the description of a name from the module in which it is defined."""
+    return RECORDED.get(entry["from"], {}).get(name, {}) if "from" in entry else entry
+
+
+def parameters_of(function: Any) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return {}
+
+
+def missing_parameters(function: Any, names: list[str] | None) -> list[str]:
+    """Return those of accelerate's parameters that ours cannot be called with; `*` and `**` do not count."""
+    own = parameters_of(function)
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in own.values()):
+        return []
+    return [name for name in names or [] if not name.startswith("*") and name not in own]
+
+
+def gaps(found: Any, entry: dict[str, Any]) -> list[str]:
+    """Return parameters, methods and members that accelerate's has and ours has not."""
+    if entry.get("kind") == "enum" and isinstance(found, type) and issubclass(found, enum.Enum):
+        return [f"member {name}" for name in entry["members"] if name not in found.__members__]
+    lacking = [f"parameter {name}" for name in missing_parameters(found, entry.get("parameters"))]
+    for method, names in entry.get("methods", {}).items():
+        own = getattr(found, method, None)
+        if own is None:
+            lacking.append(f"{method}()")
+        else:
+            lacking += [f"{method}({name}=)" for name in missing_parameters(own, names)]
+    return lacking + [f"property {name}" for name in entry.get("properties", []) if not hasattr(found, name)]
+
+
+def compare(module: str, name: str, entry: dict[str, Any]) -> Compared:
+    path = f"{module}.{name}".removeprefix(".")
+    try:
+        found = getattr(importlib.import_module(f"accel_trainer.{module}".removesuffix(".")), name)
+    except ImportError as error:
+        refusal = re.match(rf"\S+ has no '{name}': (.*)", str(error))
+        reason = reason_of("absent", path) or (refusal[1] if refusal else "")
+        return Compared(module, name, "absent" if reason else "open", reason)
+    except AttributeError:
+        reason = reason_of("absent", path)
+        return Compared(module, name, "absent" if reason else "open", reason)
+    lacking = gaps(found, described(entry, name))
+    home = f"{entry.get('from', module)}.{name}"
+    reason = reason_of("different", path) or reason_of("different", home)
+    if reason:
+        return Compared(module, name, "different", reason)
+    return Compared(module, name, "open" if lacking else "same", ", ".join(lacking))
+
+
+def all_compared() -> Iterator[Compared]:
+    for module, names in RECORDED.items():
+        for name, entry in names.items():
+            yield compare(module, name, entry)
+
+
+def render(compared: list[Compared]) -> str:
+    """Return the page."""
+    counts = {status: sum(each.status == status for each in compared) for status in ("same", "different", "absent")}
+    lines = [
+        "# accelerate's names, one by one",
+        "",
+        "Every public name of accelerate 1.15 at its path there, compared with ours by its parameters, methods",
+        "and members. The page is written by `make names`, and a test compares it with the code.",
+        "",
+        f"{counts['same']} are the same, {counts['different']} differ on purpose, {counts['absent']} are not here.",
+        "What differs in behaviour is on the page [Coming from accelerate](migration.md).",
+    ]
+    for module in RECORDED:
+        own = [each for each in compared if each.module == module]
+        lines += ["", f"## accelerate{'.' * bool(module)}{module}", ""]
+        same = [f"`{each.name}`" for each in own if each.status == "same"]
+        if same:
+            lines += [f"Same: {', '.join(same)}.", ""]
+        rest = [each for each in own if each.status != "same"]
+        if rest:
+            lines += ["| name | here | reason |", "|---|---|---|"]
+            by_reason: dict[tuple[str, str], list[str]] = {}
+            for each in rest:
+                by_reason.setdefault((each.status, each.reason), []).append(f"`{each.name}`")
+            words = {"different": "different on purpose", "absent": "not here", "open": "open"}
+            lines += [
+                f"| {', '.join(names)} | {words[status]} | {reason.replace('|', '/')} |"
+                for (status, reason), names in by_reason.items()
+            ]
+        while lines[-1] == "":
+            lines.pop()
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    result = list(all_compared())
+    PAGE.write_text(render(result))
+    for each in result:
+        if each.status == "open":
+            print(f"open: {each.path}: {each.reason or 'not here, and no reason'}")
