@@ -149,7 +149,9 @@ def save_and_load(strategy: str, save_directory: str) -> dict[str, Any]:
     path_to_checkpoint = os.path.join(save_directory, "pytorch_model.bin")
     unwrapped_model.load_state_dict(torch.load(path_to_checkpoint))
     state = accelerator.get_state_dict(model)
-    return {"files": files, "loaded": flat(state) == expected if accelerator.is_main_process else state == {}}
+    # Where the strategy shards, the whole state is on the main process; replicas have their own.
+    is_whole = accelerator.is_main_process or strategy == "ddp"
+    return {"files": files, "loaded": flat(state) == expected if is_whole else state == {}}
 
 
 def save_pretrained(strategy: str, directory: str) -> bool:
