@@ -137,6 +137,25 @@ def evaluation_rows(rounds: int, folder: str, peer: bool) -> list[Row]:
     return rows
 
 
+def _plain_loss(model: nn.Module, data: list[dict[str, Tensor]]) -> float:
+    losses = []
+    model.eval()
+    with torch.no_grad():
+        for batch in DataLoader(data, batch_size=4, collate_fn=default_data_collator):
+            losses.append(model(**batch).loss)
+    return float(torch.stack(losses).mean())
+
+
+def evaluation_loss_rows(rounds: int, folder: str) -> list[Row]:
+    """Compare evaluate() without a metric with a plain loop over the losses: two layers, batches of 4 x 16."""
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 128, (8000, 16))]
+    arguments = accel_trainer.TrainingArguments(**_options(folder, per_device_eval_batch_size=4))
+    trainer = accel_trainer.Trainer(model=_llama(2, 128), args=arguments, eval_dataset=data)
+    model = _llama(2, 128)
+    seconds = interleave({"plain": lambda: _plain_loss(model, data), "ours": trainer.evaluate}, rounds)
+    return [ratio_row("evaluate(8000), loss alone", "plain loop", seconds["ours"], seconds["plain"], 1.15)]
+
+
 def main() -> None:
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
@@ -144,6 +163,7 @@ def main() -> None:
     peer = importlib.util.find_spec("accelerate") is not None
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         rows = [*training_rows(rounds, folder, peer), *evaluation_rows(rounds, folder, peer)]
+        rows += evaluation_loss_rows(rounds, folder)
     print(json.dumps([row.to_dict() for row in rows]))
 
 

@@ -14,7 +14,7 @@ from accel_trainer import logging
 from accel_trainer.runtime import collectives
 from accel_trainer.trainer.running_trainer import SteppingTrainer
 
-__all__ = ["LossKind", "LossNormalization", "count_labels"]
+__all__ = ["LossKind", "LossNormalization", "count_labels", "counts_by_rows"]
 
 logger = logging.get_logger(__name__)
 
@@ -102,7 +102,7 @@ class LossNormalization:
             for hook in hooks:
                 hook.remove()
         kind, bare = trace.kind_of(loss), trainer.accelerator.unwrap_model(model)
-        if kind is LossKind.MODEL_MEAN and _counts_by_rows(bare):
+        if kind is LossKind.MODEL_MEAN and counts_by_rows(bare):
             kind = LossKind.ROW_MEAN
         self._set(trainer, kind, accepted, type(bare).__name__)
         return loss
@@ -138,7 +138,7 @@ def count_labels(batch: Any, shifts: bool) -> Tensor | None:
     return labels.ne(-100).sum() if isinstance(labels, Tensor) else None
 
 
-def _counts_by_rows(model: Any) -> bool:
+def counts_by_rows(model: Any) -> bool:
     """Whether the model's loss is one of alignments: that of a row counts once, however many labels the row has."""
     loss_type = getattr(model, "loss_type", None)
     return isinstance(loss_type, str) and any(name in loss_type for name in ("CTC", "RNNT", "TDT"))

@@ -7,6 +7,7 @@ typed in ways that differ between the releases that are supported.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
@@ -135,6 +136,11 @@ class EvaluatingTrainer(RunningTrainer, Protocol):
     prediction_step: Callable[..., tuple[Any, Any, Any]]
     """Loss, logits and labels of one batch, detached; None for those that there are not."""
     label_names: list[str]
+    can_return_loss: bool
+    """Whether the model returns a loss without labels."""
+    compute_loss: Callable[..., Any]
+    compute_loss_context_manager: Callable[[], AbstractContextManager[Any]]
+    _get_num_items_in_batch: Callable[[list[Any], Any], Any]
     _loss_shifts_labels: bool
     _prepare_input: Callable[[Any], Any]
     _prepare_inputs: Callable[[Any], Any]

@@ -222,6 +222,25 @@ def test_any_number_of_rows_for_a_sample_is_evaluated_exactly(tmp_path_factory, 
             assert values == expected, case
 
 
+class Alignments(Scores):
+    """Its loss is a mean over rows, however many labels they have, as that of alignments."""
+
+    loss_type = "ForCTCLoss"
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        return super().forward(x, None)
+
+
+def test_a_loss_of_alignments_counts_by_rows(tmp_path):
+    case = Case("one", "tokens", "map", 7, 3, even_batches=False)
+    trainer = build_trainer(str(tmp_path), label_names=["labels"], per_device_eval_batch_size=3)
+    trainer.model, trainer.data_collator = Alignments(), Collate(case.rows, case.labels)
+
+    loss = trainer.evaluate(Samples(case.num_samples))["eval_loss"]
+
+    assert loss == pytest.approx(np.mean([(2.0 * index) ** 2 for index in range(case.num_samples)]), rel=1e-6)
+
+
 def evaluate_items(output_dir: str) -> tuple[Any, list[Any]]:
     """Evaluate a loader whose items are batches, and twice a stream that is read by workers that live on."""
     case = Case("ragged", "float", "map", 9, 2, even_batches=True)
