@@ -21,7 +21,7 @@ from accel_trainer.big_models.module_tensors import (
     with_data,
 )
 from accel_trainer.big_models.read_ahead import ReadAhead
-from accel_trainer.checkpoint.weights.offloaded import PrefixedDataset
+from accel_trainer.checkpoint.weights.offloaded import OffloadedWeightsLoader, PrefixedDataset
 from accel_trainer.runtime.tensor_trees import find_device, send_to_device
 
 __all__ = [
@@ -140,6 +140,16 @@ class AlignDevicesHook(ModelHook):
         """Return the offloaded weights as they are stored, in the order of the module's tensors."""
         assert self.weights_map is not None
         return [self.weights_map[slot.name] for slot in self._slots]
+
+    def mapped(self) -> list[Tensor]:
+        """Return the offloaded weights that are mapped files."""
+        if not isinstance(self.weights_map, PrefixedDataset):
+            return []
+        weights, prefix = self.weights_map.dataset, self.weights_map.prefix
+        if not isinstance(weights, OffloadedWeightsLoader) or not weights.index:
+            return []
+        names = [f"{prefix}{slot.name}" for slot in self._slots]
+        return [weights[name] for name in names if name not in weights.state_dict]
 
     def is_read_in_place(self) -> bool:
         """Whether the module computes with the stored weights themselves: on the host, in their dtype."""

@@ -33,6 +33,9 @@ class OffloadedModule(Protocol):
     def stored(self) -> list[Tensor]:
         """Return its weights as they are stored."""
 
+    def mapped(self) -> list[Tensor]:
+        """Return those of them that are in files."""
+
     def is_read_in_place(self) -> bool:
         """Whether `read` returns the stored weights, and copies nothing."""
 
@@ -107,7 +110,7 @@ class ReadAhead:
         while follower is not None and ahead < _WINDOW_BYTES and len(self._asked) < len(self._order):
             num_bytes = 0
             if follower.is_read_in_place():
-                for tensor in follower.stored():
+                for tensor in follower.mapped():
                     _want_pages(tensor)
                     num_bytes += tensor.nbytes
             self._asked.append((follower, num_bytes))
