@@ -72,7 +72,7 @@ _MOVED = {
         "whole_weights:strategies.fsdp2.unit wrapping:strategies.fsdp2.wrapping"
     ),
     "trainer": (
-        "accelerator_setup:trainer.preparation batch_size_search:runtime.memory "
+        "accelerator_setup:trainer.preparation "
         "best:trainer.checkpoint.best_model checkpoint_methods:trainer.checkpoint.methods "
         "checkpointing:trainer.checkpoint.upstream_files "
         "deepspeed_arguments:trainer.arguments.deepspeed_arguments figures:trainer.checkpoint.run_checkpoints "

@@ -256,7 +256,7 @@ class SkipDataLoader(metaclass=_MadeByHand):
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """Return the sampler that a loader draws indices from, inside of what shards its batches."""
+    """Return the sampler that a loader draws indices from, inside of the one that shards its batches."""
     sampler: Any = dataloader.batch_sampler if dataloader.batch_sampler is not None else dataloader.sampler
     while (inner := getattr(sampler, "batch_sampler", None)) is not None:
         sampler = inner

@@ -67,7 +67,7 @@ def save(
 
 
 def load(f: str | PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
-    """Return what `torch.load` reads, of plain data, tensors and NumPy's arrays only: nothing in the file is run.
+    """Return an object that `torch.load` reads, of plain data, tensors and NumPy's arrays only: no code is run.
 
     Args:
         **kwargs: arguments of `torch.load`; `weights_only=False` trusts the file.

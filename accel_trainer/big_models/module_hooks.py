@@ -40,7 +40,7 @@ class ModelHook:
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Return what the call returns."""
+        """Return the result of the call."""
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
@@ -49,7 +49,7 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks for one module; each gets what the one before it returned."""
+    """Several hooks for one module; each gets the result of the one before it."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -134,7 +134,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Take the hook off a module, and return the module, which is what it was before.
+    """Take the hook off a module, and return the module as it was before.
 
     Args:
         recurse: off the modules inside, too.

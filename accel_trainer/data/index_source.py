@@ -150,7 +150,7 @@ class IndexSource:
         set_dataset_epoch(self._dataset, epoch)
 
     def fill(self, even: bool) -> bool:
-        """Choose whether passes that begin from now on fill a short last step up; return what held before."""
+        """Choose whether passes that begin from now on fill a short last step up; return the setting before."""
         before, self.sampler.even_batches = self.sampler.even_batches, even
         return before
 

@@ -152,7 +152,7 @@ class _StreamSource:
         set_dataset_epoch(self._stream.dataset, epoch)
 
     def fill(self, even: bool) -> bool:
-        """Choose whether passes that begin from now on fill short steps up; return what held before."""
+        """Choose whether passes that begin from now on fill short steps up; return the setting before."""
         before = self._stream.rule
         if even != before.even:
             self._stream.rule = replace(before, even=even)

@@ -83,7 +83,7 @@ class CollateInTurn:
         self._collate = collate
 
     def __call__(self, samples: Any) -> Any:
-        """Return a batch, or what takes its place."""
+        """Return a batch, or its stand-in."""
         return samples if type(samples) is Turn else self._collate(samples)
 
 

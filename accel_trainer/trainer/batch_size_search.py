@@ -52,7 +52,7 @@ class BatchSizeSearch:
         self._states = [copy.deepcopy(each.state_dict()) for each in self._list_given()]
 
     def run(self, train: Callable[[], TrainOutput], start: int) -> TrainOutput:
-        """Train until memory suffices on every rank; return what that attempt gives. Collective.
+        """Train until memory suffices on every rank; return that attempt's result. Collective.
 
         Args:
             start: the batch size of each device to try first.

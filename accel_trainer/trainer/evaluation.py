@@ -246,7 +246,7 @@ class _Pass:
         return (targets[..., 1:] if shifts else targets).ne(-100).sum()
 
     def _predict(self, model: nn.Module, inputs: Any, loss_only: bool) -> tuple[Any, Any, Any, Any]:
-        """Return what `transformers.Trainer.prediction_step` returns, and the number of items in the batch.
+        """Return loss, logits, labels as `transformers.Trainer.prediction_step` does, and the batch's number of items.
 
         Shorter than that by a tenth of a tiny model's forward: what holds for all batches is asked once (transformers
         5.23 reads settings of SageMaker in each step), and the items are counted once.

@@ -192,7 +192,7 @@ class _Trace(TorchFunctionMode):
         return is_mean
 
     def kind_of(self, loss: Any) -> LossKind:
-        """Return the kind of what `compute_loss` has returned."""
+        """Return the kind of a loss that `compute_loss` has returned."""
         marks = self._marks_of(loss)
         if marks & _ITEMS:
             return LossKind.BY_ITEMS

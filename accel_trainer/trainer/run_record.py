@@ -43,7 +43,7 @@ Point = tuple[int, float, int | None]
 
 
 class RunRecord:
-    """What a run says about itself. Rank 0's is shown; every rank has one, since the last figures are gathered."""
+    """Account of a run by itself. Rank 0's is shown; every rank has one, since the last figures are gathered."""
 
     def __init__(self, process: ProcessContext) -> None:
         self.clock = RunClock(process)

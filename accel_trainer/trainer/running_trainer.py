@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from transformers import TrainerControl, TrainerState
@@ -19,18 +19,29 @@ from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
 from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
 from accel_trainer.trainer.run_record import RunRecord
 
-if TYPE_CHECKING:
-    from accel_trainer.trainer.decisions import Decisions
-
 __all__ = [
     "CheckpointingTrainer",
     "EvaluatingTrainer",
     "PreparingTrainer",
     "RunningTrainer",
     "SearchingTrainer",
+    "SharedDecisions",
     "SteppingTrainer",
     "TrialTrainer",
 ]
+
+
+class SharedDecisions(Protocol):
+    """Decisions of the ranks of a run, where a loop lets them act: see `decisions.Decisions`. Collective, each."""
+
+    def end_micro_batch(self, control: TrainerControl) -> None:
+        """After each micro-batch that ends no update."""
+
+    def end_update(self, trainer: RunningTrainer) -> None:
+        """After each update."""
+
+    def end_epoch(self, control: TrainerControl) -> None:
+        """After each epoch."""
 
 
 class RunningTrainer(Protocol):
@@ -63,7 +74,11 @@ class SteppingTrainer(RunningTrainer, Protocol):
     """Whether the model's loss is divided by the number of items."""
     run_checkpoints: RunCheckpoints
     """Ours: of the present train()."""
-    decisions: Decisions | None
+
+    @property
+    def decisions(self) -> SharedDecisions | None:
+        """What the ranks of this run decide together; None on one process."""
+
     """Ours: of the present train() on several ranks."""
     get_batch_samples: Callable[..., tuple[list[Any], Any]]
     """The next micro-batches, and the number of items to divide their losses by; None without labels."""

@@ -102,7 +102,7 @@ def _follow(trainer: TrialTrainer, process: ProcessContext, catch: Any) -> BestR
 
 
 def _run_trial(trainer: TrialTrainer, trial: Any) -> Any:
-    """Train once, and return what the trial is judged by."""
+    """Train once, and return the value that the trial is judged by."""
     trainer.objective = None
     try:
         trainer.train(trial=trial)

@@ -41,7 +41,7 @@ class TakenArguments:
             self._find_change(args, name)
 
     def begin(self, trainer: PreparingTrainer) -> None:
-        """Begin a train() with what the arguments say now.
+        """Begin a train() with the arguments' present values.
 
         Raises:
             ConfigError: one was set that the configuration was resolved from, or a batch size is out of range.
