@@ -92,6 +92,8 @@ class StoredCheckpoint:
         """As `verify_together`, and return the first flaw, the same on all ranks; None when all is well."""
         section = f"verification of {self.path}"
         wanted = [name for name in (self.manifest.files if names is None else names) if name in self.manifest.files]
+        if self.verify == "off":  # whoever re-sharded the weights has replaced some: their readers look for themselves
+            wanted = [name for name in wanted if (self.path / name).exists()]
         asked = gather_or_raise(self.process, section, None, wanted)
         flaw, error = None, None
         try:

@@ -16,6 +16,10 @@ __all__ = ["check_checkpoint", "check_files", "list_files", "refuse_extra_files"
 
 logger = logging.get_logger(__name__)
 
+_IF_CHANGED_ON_PURPOSE = (
+    "this one with verify='off' (an argument of load_state() and of TrainingArguments) if you changed it yourself"
+)
+
 
 def list_files(directory: Path) -> list[str]:
     """Return the names of all files below `directory`, the manifest and the marker left out, sorted."""
@@ -36,7 +40,7 @@ def refuse_extra_files(directory: Path, manifest: Manifest) -> None:
         if extra:
             raise CorruptCheckpointError(
                 f"{directory.absolute()} holds {', '.join(map(repr, extra[:5]))}, which its manifest does not name: "
-                "something was added after the save. Move it out of the checkpoint, or load with verify='off'"
+                f"something was added after the save. Move it out of the checkpoint, or {_IF_CHANGED_ON_PURPOSE}"
             )
 
 
@@ -105,7 +109,7 @@ def _check_place(directory: Path, name: str, entry: FileEntry, mode: str) -> Non
     if mode != "off" and path.stat().st_size != entry.num_bytes:
         raise CorruptCheckpointError(
             f"{path.absolute()} has {path.stat().st_size} bytes, and {entry.num_bytes} were written; it was cut or "
-            "changed after the save. Load another checkpoint"
+            f"changed after the save. Load another checkpoint, or {_IF_CHANGED_ON_PURPOSE}"
         )
 
 
@@ -117,5 +121,5 @@ def _describe_change(path: Path, expected: FileEntry, found: FileEntry, checksum
         where = f" (first in the {BLOCK_BYTES >> 20} MiB at byte {changed[0] * BLOCK_BYTES:,})" if changed else ""
     return (
         f"{path.absolute()} was changed after the save{where}: its {checksum} is {found.checksum}, and "
-        f"{expected.checksum} was written. Load another checkpoint"
+        f"{expected.checksum} was written. Load another checkpoint, or {_IF_CHANGED_ON_PURPOSE}"
     )

@@ -22,6 +22,7 @@ from accel_trainer import logging
 from accel_trainer.accelerator.options import check_num_processes
 from accel_trainer.accelerator.shared_state import AcceleratorState, PartialState, is_initialized, stated_timeout
 from accel_trainer.checkpoint.commit.retry import SavePolicy
+from accel_trainer.checkpoint.reader import check_verify
 from accel_trainer.config import Resolved
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.runtime.process import find_process, hidden_variable, init_process, read_environment
@@ -123,6 +124,15 @@ class TrainingArguments(transformers.TrainingArguments):
                     f"class {cls.__name__}({base.__name__}, accel_trainer.TrainingArguments)"
                 )
 
+    verify: Literal["full", "size", "off"] = field(
+        default="full",
+        metadata={
+            "help": "How files of a checkpoint are compared with what was saved, before a resume or before the best "
+            "model is loaded: 'full' compares contents, 'size' lengths, 'off' nothing, for a checkpoint that you have "
+            "changed yourself."
+        },
+    )
+
     def __post_init__(self) -> None:
         """Resolve the configuration, then let upstream derive and check the rest."""
         untouched = [item.name for item in fields(self) if getattr(self, item.name) == _default(item)]
@@ -136,6 +146,7 @@ class TrainingArguments(transformers.TrainingArguments):
                 "offer; leave it out, and shard with fsdp or deepspeed where the model does not fit"
             )
         self.save_policy  # noqa: B018  it checks its two arguments
+        check_verify(self.verify)
         self._derive_compile_options()
         resolve = functools.partial(
             resolve_arguments, fsdp=self.fsdp, fsdp_config=self.fsdp_config, environ=read_environment()

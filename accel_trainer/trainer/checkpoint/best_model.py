@@ -69,7 +69,7 @@ def verify_best(trainer: CheckpointingTrainer, best: Path) -> None:
         ProcessGroupError: another rank cannot read them.
     """
     try:
-        stored = trainer.run_checkpoints.checkpointer.open_named(best)
+        stored = trainer.run_checkpoints.checkpointer.open_named(best, trainer.args.verify)
         if stored is not None:
             stored.verify_together(name for name in stored.manifest.files if _WEIGHTS.fullmatch(name))
     except (CorruptCheckpointError, CheckpointNotFoundError) as error:

@@ -82,7 +82,7 @@ class CheckpointMethods(_Upstream):
             self.accelerator.process, saves_within_updates=self.args.enable_jit_checkpoint
         )
         if given is not None and given is not False:
-            checkpoints.select(given, Path(self.args.output_dir), is_sharded=self.is_sharded)
+            checkpoints.select(given, Path(self.args.output_dir), is_sharded=self.is_sharded, verify=self.args.verify)
         is_over = False
         try:
             yield None if checkpoints.resumption is None else str(checkpoints.resumption.path)
@@ -103,8 +103,8 @@ class CheckpointMethods(_Upstream):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; see upstream. The first log of training after a save or a resume has its metrics, too.
 
-        Callbacks and trackers see them; `state.log_history` does not keep them: it is saved, and that of a resumed run
-        is that of an uninterrupted one.
+        Callbacks and trackers see them. `state.log_history` keeps those of the last log, which has all of them; it
+        leaves out the others: checkpoints hold it, and that of a resumed run is that of an uninterrupted one.
         """
         metrics: dict[str, float] = {}
         if "loss" in logs:
@@ -113,9 +113,11 @@ class CheckpointMethods(_Upstream):
         elif "train_runtime" in logs:
             metrics = self.run_checkpoints.metrics.finish(self.state.global_step)
         logs.update(metrics)
+        place = len(self.state.log_history)
         super().log(logs, start_time)
-        for name in metrics:
-            self.state.log_history[-1].pop(name, None)
+        if "train_runtime" not in logs:
+            for name in metrics:
+                self.state.log_history[place].pop(name, None)
 
     @property
     def _loader_has_position(self) -> bool:

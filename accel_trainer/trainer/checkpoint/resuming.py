@@ -18,6 +18,7 @@ from accel_trainer import logging
 from accel_trainer.checkpoint.format.manifest import Manifest
 from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile
 from accel_trainer.checkpoint.selection import CheckpointKind, Selection
+from accel_trainer.data.index_source import length_of
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.data.plan import mix_seed
 from accel_trainer.data.position import Position
@@ -95,6 +96,7 @@ class Resumption:
             return values
         steps, max_steps = values[5:]
         position = Position.read(saved)
+        self._compare_lengths(position, loader, is_ignored=args.ignore_data_skip)
         if position.is_complete:
             position = Position(epoch=position.epoch + 1, seed=position.seed)
         self.epoch, self.steps_left = position.epoch, steps
@@ -113,6 +115,22 @@ class Resumption:
             self.steps_left = max(steps - position.steps, left)
             return values
         return self._keep_samples(args, position.epoch, values)
+
+    def _compare_lengths(self, position: Position, loader: PreparedDataLoader, *, is_ignored: bool) -> None:
+        """Refuse a training dataset of another length, between epochs too: the rest would be that of another run."""
+        saved, length = position.dataset_length, length_of(loader.dataset)
+        if None in (saved, length) or saved == length:
+            return
+        found = (
+            f"{self.path} was written in a run over a training dataset of {saved} samples, after {position.samples} of "
+            f"epoch {position.epoch}, and this run's has {length}"
+        )
+        if not is_ignored:
+            raise IncompatibleCheckpointError(
+                f"{found}: which samples are next is not known. Resume with the dataset of {saved}, or set "
+                "ignore_data_skip=True in TrainingArguments to begin an epoch of this one"
+            )
+        logger.warning("%s: training begins an epoch of it (ignore_data_skip=True)", found)
 
     def _keep_samples(self, args: TrainingArguments, epoch: int, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the lengths of a run that ends after the samples, not the updates, that it would have ended after."""

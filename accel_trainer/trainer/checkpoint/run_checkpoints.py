@@ -14,6 +14,7 @@ from accel_trainer import logging
 from accel_trainer.checkpoint.checkpointer import Checkpointer, CheckpointMetrics
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME
+from accel_trainer.checkpoint.reader import Verify
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
@@ -86,13 +87,16 @@ class RunCheckpoints:
         self._streams: dict[str, Any] | None = None
         self._note: UpdateNote | None = None
 
-    def select(self, given: bool | str | os.PathLike[str], run_dir: Path, *, is_sharded: bool) -> None:
+    def select(
+        self, given: bool | str | os.PathLike[str], run_dir: Path, *, is_sharded: bool, verify: Verify = "full"
+    ) -> None:
         """Choose the checkpoint to resume from, its contents verified. Collective: rank 0 decides for all.
 
         Args:
             given: True is the newest good one in `run_dir`: others are renamed to `_bad-...` with a warning. A path is
                 taken as it is.
             is_sharded: rank 0 alone reads files that hold full weights.
+            verify: "full" compares contents, "size" lengths, "off" nothing.
 
         Raises:
             ConfigError: there is none in the directory; for others see `Checkpointer.select_newest` and `open_named`.
@@ -104,9 +108,9 @@ class RunCheckpoints:
                 f"No valid checkpoint found in output directory ({run_dir}): it has no {PREFIX}N; train without "
                 "resume_from_checkpoint first"
             )
-            selection = self.checkpointer.select_newest(run_dir, "full", files, missing)
+            selection = self.checkpointer.select_newest(run_dir, verify, files, missing)
         else:
-            selection = self.checkpointer.select_named(Path(str(given)), "full", files)
+            selection = self.checkpointer.select_named(Path(str(given)), verify, files)
         is_own = selection.path.absolute().parent == run_dir.absolute()
         note = UpdateNote.read(run_dir) if is_own else None
         noted_update = gather_or_raise(process, f"load of {selection.path}", None, note)[0]

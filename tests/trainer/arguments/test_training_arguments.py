@@ -141,6 +141,7 @@ def test_hybrid_sharding_reads_back(tmp_path):
         ({"fsdp": True, "fsdp_config": "{not json"}, "fsdp_config is not valid JSON"),
         ({"fsdp": True, "fsdp_config": {"xla": True}}, "there is no XLA strategy"),
         ({"eval_loss_weighting": "samples"}, "eval_loss_weighting='samples' is neither 'token' nor 'batch'"),
+        ({"verify": "no"}, "verify='no'; expected 'full' .contents., 'size' .lengths. or 'off'"),
         ({"on_save_error": "wait"}, "on_save_error='wait'; expected one of raise, warn, pause"),
         ({"parallelism_config": object()}, "parallelism_config asks for tensor.*leave it out, and shard with fsdp"),
         ({"accelerator_config": "{"}, "accelerator_config is not valid JSON"),

@@ -214,13 +214,22 @@ def test_a_checkpoint_of_the_stock_trainer_is_taken_as_far_as_it_is_whole(tmp_pa
         recorded(str(tmp_path), str(tmp_path / "checkpoint-2"))
 
 
-def test_a_place_in_another_dataset_is_none_in_this(tmp_path: Path) -> None:
-    recorded(str(tmp_path), steps=(3,), num_train_epochs=1)
-    options: dict[str, Any] = {"resume": str(tmp_path / "checkpoint-3"), "samples": 40, "num_train_epochs": 1}
+@pytest.mark.parametrize(("step", "place"), [(3, "12 of epoch 0"), (13, "52 of epoch 0")])
+def test_a_place_in_another_dataset_is_none_in_this(tmp_path: Path, caplog, step: int, place: str) -> None:
+    recorded(str(tmp_path), steps=(step,), num_train_epochs=1)
+    options: dict[str, Any] = {"resume": str(tmp_path / f"checkpoint-{step}"), "samples": 40, "num_train_epochs": 2}
 
-    with pytest.raises(IncompatibleCheckpointError, match=r"loader's dataset has 40.* With ignore_data_skip=True"):
+    found = f"dataset of 52 samples, after {place}, and this run's has 40"
+    with pytest.raises(
+        IncompatibleCheckpointError, match=rf"{found}: .*Resume with .* 52, or set ignore_data_skip=True"
+    ):
         recorded(str(tmp_path), **options)
-    assert sorted(recorded(str(tmp_path), ignore_data_skip=True, **options)["ids"]) == list(range(4, 11))
+    resumed = recorded(str(tmp_path), ignore_data_skip=True, **options)
+
+    assert list(resumed["ids"]) == list(range(step + 1, 21))  # two epochs of ten updates
+    begun = [row for number in list(resumed["ids"])[:7] for row in resumed["ids"][number]]
+    assert len(set(begun)) == 28
+    assert f"{found}: training begins an epoch of it" in caplog.text
 
 
 def test_r8_a_checkpoint_without_random_streams_is_an_error(tmp_path: Path) -> None:
@@ -373,3 +382,63 @@ def test_r19_a_second_run_in_the_directory_is_refused(tmp_path: Path) -> None:
     assert f"is written to by another run (process {os.getpid()} on" in lock.error
     assert CheckpointLockedError.__name__ in lock.error
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-8"]
+
+
+def resume_from(path: str, output_dir: str, strategy: str, **build: Any) -> dict[str, Any]:
+    changes = {**KILLED, "save_strategy": "no", "num_train_epochs": 2, **build}
+    trainer = build_trainer(output_dir, strategy=strategy, **changes)
+    trainer.train(resume_from_checkpoint=path)
+    return summary(trainer)
+
+
+def resume_resharded(folder: Path) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    found = {}
+    for strategy in ("ddp", "fsdp"):
+        original, resharded = (str(folder / name / "checkpoint-4") for name in ("run", "resharded"))
+        found[strategy] = (
+            resume_from(original, str(folder / "again"), strategy),
+            resume_from(resharded, str(folder / "again"), strategy, verify="off"),
+        )
+    return found
+
+
+@pytest.mark.multirank
+def test_a_checkpoint_whose_weights_were_resharded_loads_once_it_is_not_to_be_verified(
+    tmp_path: Path, info_log
+) -> None:
+    import transformers
+
+    run_ranks(train, 2, str(tmp_path / "run"), strategy="ddp", **{**KILLED, "save_total_limit": None})
+    path = shutil.copytree(tmp_path / "run" / "checkpoint-4", tmp_path / "resharded" / "checkpoint-4")
+    transformers.AutoModelForCausalLM.from_pretrained(path).save_pretrained(path, max_shard_size="20KB")
+    assert (path / "model.safetensors.index.json").exists()
+    (path / "model.safetensors").unlink()  # the one file, which `save_pretrained` leaves there
+
+    way_out = r"this one with verify='off' \(an argument of load_state\(\) and of TrainingArguments\)"
+    for verify in ("full", "size"):
+        with pytest.raises(CorruptCheckpointError, match=rf"which its manifest does not name: .* or {way_out}"):
+            resume_from(str(path), str(tmp_path / "again"), "single", verify=verify)
+    for results in run_ranks(resume_resharded, 2, tmp_path, timeout=110):
+        for strategy, (original, resharded) in results.items():
+            assert resharded["losses"] == original["losses"], strategy
+            assert resharded["step"] == 12
+    alone = [
+        resume_from(str(each), str(tmp_path / "again"), "single", verify="off")["losses"]
+        for each in (tmp_path / "run" / "checkpoint-4", path)
+    ]
+    assert alone[0] == alone[1]
+    assert f"{path}, as named; written by 2 process(es), read by 1, not verified" in info_log.text
+
+
+def test_a_changed_file_is_refused_by_a_message_that_names_the_argument(tmp_path: Path) -> None:
+    build_trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=1).train()
+    weights = tmp_path / "checkpoint-1" / "model.safetensors"
+    flip(weights)
+
+    with pytest.raises(CorruptCheckpointError, match=r"model.safetensors was changed .* or this one with verify='off'"):
+        train(tmp_path, str(weights.parent), strategy="single", max_steps=2)
+    for verify in ("size", "off"):
+        assert train(tmp_path, str(weights.parent), strategy="single", max_steps=2, verify=verify)["step"] == 2
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(CorruptCheckpointError, match=r"it was cut or changed .* or this one with verify='off'"):
+        train(tmp_path, str(weights.parent), strategy="single", max_steps=2, verify="size")
