@@ -16,10 +16,12 @@ __all__ = ["Commit", "Hub", "serve_hub"]
 
 @dataclass
 class Commit:
-    """One commit as it came: its message, and the contents of its files."""
+    """One commit as it came: its message, the contents of its files, its branch, and the token that was sent."""
 
     summary: str
     files: dict[str, bytes]
+    revision: str
+    token: str
 
 
 @dataclass
@@ -28,6 +30,8 @@ class Hub:
 
     endpoint: str = ""
     repositories: list[str] = field(default_factory=list)
+    private: list[bool] = field(default_factory=list)
+    """Of the repositories."""
     commits: list[Commit] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 
@@ -83,6 +87,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/repos/create":
             name = f"user/{json.loads(body)['name']}"
             self.hub.repositories.append(name)
+            asked = json.loads(body)
+            self.hub.private.append(asked.get("visibility") == "private" or bool(asked.get("private")))
             return self._answer({"url": f"{self.hub.endpoint}/{name}", "id": name, "name": name})
         if path == "/api/validate-yaml":
             return self._answer({"errors": [], "warnings": []})
@@ -92,17 +98,18 @@ class _Handler(BaseHTTPRequestHandler):
                 {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]}
             )
         if "/commit/" in path:
-            name = path.removeprefix("/api/models/").partition("/commit/")[0]
-            return self._commit(name, [json.loads(line) for line in body.decode().splitlines() if line])
+            name, _, revision = path.removeprefix("/api/models/").partition("/commit/")
+            return self._commit(name, revision, [json.loads(line) for line in body.decode().splitlines() if line])
         self.hub.unknown.append(f"POST {path}")
         return self._answer({"error": "not found"}, 404)
 
-    def _commit(self, name: str, lines: list[dict[str, Any]]) -> None:
+    def _commit(self, name: str, revision: str, lines: list[dict[str, Any]]) -> None:
         summary = next(line["value"]["summary"] for line in lines if line["key"] == "header")
         files = {
             line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in lines if line["key"] == "file"
         }
-        self.hub.commits.append(Commit(summary, files))
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        self.hub.commits.append(Commit(summary, files, revision, token))
         oid = f"{len(self.hub.commits):040x}"
         self._answer({"success": True, "commitOid": oid, "commitUrl": f"{self.hub.endpoint}/{name}/commit/{oid}"})
 

@@ -53,6 +53,7 @@ from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.strategies.api import CheckpointIO
 from accel_trainer.strategies.parameter_state.matching import match_model
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
+from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
 from accel_trainer.trainer.checkpoint.resuming import TRAINER_STATE_NAME
 from accel_trainer.trainer.running_trainer import CheckpointingTrainer
 
@@ -71,6 +72,7 @@ __all__ = [
     "save_optimizer",
     "save_trained_beside",
     "saving_on_this_rank",
+    "without_token",
 ]
 
 logger = logging.get_logger("transformers.trainer")
@@ -131,8 +133,18 @@ def save_model(trainer: CheckpointingTrainer, output_dir: str) -> None:
 
 
 @contextmanager
-def saving_on_this_rank(model: nn.Module) -> Iterator[None]:
-    """Let a model's `save_pretrained` write on this rank, whichever it is.
+def without_token(args: TrainingArguments) -> Iterator[None]:
+    """Leave the hub's token out of `training_args.bin`, which transformers 5.17 to 5.23 pickle and push with it."""
+    token, args.hub_token = args.hub_token, None
+    try:
+        yield
+    finally:
+        args.hub_token = token
+
+
+@contextmanager
+def saving_on_this_rank(model: nn.Module | None) -> Iterator[None]:
+    """Let a model's `save_pretrained` write on this rank, whichever it is; change nothing without one.
 
     transformers 5.17 to 5.23 write on rank 0 of the job alone (distributed/mixin.py:349), and leave the other nodes
     without a model where each is to have one.
