@@ -8,7 +8,9 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import traceback
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ preload("accel_trainer.trainer", "accel_trainer.utils", "evaluate", "transformer
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-NEEDS = {"peft": "peft"}
+NEEDS = {"peft": "peft", "sentence_transformers": "sentence_transformers", "trl": "trl"}
 """Pages whose code needs a library that `make test` has not; tests/ecosystem runs them."""
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
 
@@ -73,6 +75,23 @@ def given_names() -> dict[str, Any]:
     }
 
 
+def given_to(page: str, folder: str) -> dict[str, Any]:
+    """Return what a page on another library takes as given besides."""
+    from tests.ecosystem import text_jobs
+
+    if page == "trl":
+        import transformers
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(text_jobs.save_llama(f"{folder}/llama"))
+        return {
+            "language_model": model, "tokenizer": text_jobs.build_tokenizer(), "text_dataset": text_jobs.texts(16)
+        }  # fmt: skip
+    if page == "sentence_transformers":
+        embedder = text_jobs.build_embedder(text_jobs.save_bert(f"{folder}/bert"))
+        return {"embedder": embedder, "pair_dataset": text_jobs.pairs(16)}
+    return {}
+
+
 def run_blocks(page: str, folder: str) -> tuple[int, str]:
     """Run the Python blocks of a page on this rank, each with fresh names; return how many ran, and what went wrong."""
     os.chdir(folder)
@@ -80,11 +99,13 @@ def run_blocks(page: str, folder: str) -> tuple[int, str]:
     for block in blocks(Path(page)):
         if block.language != "python":
             continue
-        names = {**given_names(), "__name__": "__main__"}
+        script = types.ModuleType("__main__")  # as a script's own: classes in it can be pickled
+        sys.modules["__main__"] = script
+        vars(script).update(given_names() | given_to(Path(page).stem, f"{folder}/{os.environ['RANK']}"))
         code = "\n" * (block.line - 1) + block.text
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                exec(compile(code, page, "exec"), names)
+                exec(compile(code, page, "exec"), vars(script))
         except Exception:
             # The other rank may be waiting in a collective of this block: the page ends here.
             return num_run, traceback.format_exc()
@@ -116,7 +137,7 @@ def test_the_python_of_a_page_runs_on_two_ranks(page: Path, tmp_path: Path):
 def check_python(page: Path, tmp_path: Path) -> None:
     write_files(page, tmp_path)
     shutil.copytree(ROOT / "examples" / "metrics", tmp_path / "metrics")
-    quiet = {"ACCEL_TRAINER_USE_CPU": "true", "HF_HOME": str(tmp_path / "hf"), "DISABLE_TELEMETRY": "1"}
+    quiet = {"ACCEL_TRAINER_USE_CPU": "true", "HF_HOME": str(tmp_path / "hf"), "DISABLE_TELEMETRY": "1", "CI": "1"}
     expected = page.read_text().count("```python\n")
     for num_run, problem in run_ranks(run_blocks, 2, str(page), str(tmp_path), env=quiet, timeout=100):
         assert not problem, problem
