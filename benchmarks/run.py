@@ -37,13 +37,13 @@ def _rows_of(command: list[str], environ: dict[str, str]) -> list[Row]:
     return [Row(**row) for row in json.loads(finished.stdout.strip().splitlines()[-1])]
 
 
-def _trainer(rounds: int) -> list[Row]:
+def _with_peer(script: str, rounds: int) -> list[Row]:
     environ = dict(os.environ)
     if PEER.is_dir():
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PEER), environ.get("PYTHONPATH")]))
     else:
         print(f"{PEER.relative_to(HERE.parent)} is not there: the rows against upstream's Trainer are left out")
-    return _rows_of([sys.executable, str(HERE / "trainer_step.py"), str(rounds)], environ)
+    return _rows_of([sys.executable, str(HERE / script), str(rounds)], environ)
 
 
 def _two_processes(script: str, rounds: int) -> list[Row]:
@@ -53,7 +53,9 @@ def _two_processes(script: str, rounds: int) -> list[Row]:
 
 BENCHMARKS = {
     "native": native_step.measure,
-    "trainer": _trainer,
+    "trainer": lambda rounds: _with_peer("trainer_step.py", rounds),
+    "short": lambda rounds: _with_peer("short_steps.py", rounds),
+    "trainer2": lambda rounds: _two_processes("trainer_two_ranks.py", rounds),
     "fsdp2": lambda rounds: _two_processes("fsdp2_step.py", rounds),
     "zero": lambda rounds: _two_processes("zero_step.py", rounds),
     "data": data_loading.measure,

@@ -46,41 +46,43 @@ def _options(folder: str, **changes: Any) -> dict[str, Any]:
     return options
 
 
-def _plain_training(data: list[dict[str, Tensor]]) -> None:
+def _plain_training(data: list[dict[str, Tensor]], accumulation: int) -> None:
     model = _llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     model.train()
-    for batch in DataLoader(data, batch_size=BATCH_SIZE, shuffle=True, collate_fn=default_data_collator):
-        model(**batch).loss.backward()
+    loader = DataLoader(data, batch_size=BATCH_SIZE, shuffle=True, collate_fn=default_data_collator)
+    for index, batch in enumerate(loader, start=1):
+        (model(**batch).loss / accumulation).backward()
+        if index % accumulation:
+            continue
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
 
 
-def training_rows(rounds: int, folder: str, peer: bool) -> list[Row]:
+def training_rows(rounds: int, folder: str, peer: bool, accumulation: int, bound: float) -> list[Row]:
     """Compare whole train() calls with a plain loop over the same 200 batches, fused AdamW in all of them."""
     tokens = torch.randint(0, 256, (200 * BATCH_SIZE, 32))
     data = [{"input_ids": row, "labels": row} for row in tokens]
+    options = _options(folder, gradient_accumulation_steps=accumulation)
 
-    def ours() -> None:
-        arguments = accel_trainer.TrainingArguments(**_options(folder))
-        accel_trainer.Trainer(model=_llama(), args=arguments, train_dataset=data).train()
+    def train(module: Any) -> None:
+        arguments = module.TrainingArguments(**options)
+        module.Trainer(model=_llama(), args=arguments, train_dataset=data).train()
 
-    def upstream() -> None:
-        arguments = transformers.TrainingArguments(**_options(folder))
-        transformers.Trainer(model=_llama(), args=arguments, train_dataset=data).train()
-
-    functions: dict[str, Callable[[], object]] = {"plain": lambda: _plain_training(data), "ours": ours}
+    functions: dict[str, Callable[[], object]] = {
+        "plain": lambda: _plain_training(data, accumulation),
+        "ours": lambda: train(accel_trainer),
+    }
     if peer:
-        functions["upstream"] = upstream
+        functions["upstream"] = lambda: train(transformers)
     seconds = interleave(functions, rounds)
-    rows = [ratio_row("Trainer.train (tiny llama)", "plain PyTorch loop", seconds["ours"], seconds["plain"], 1.2)]
+    what = "Trainer.train (tiny llama)" + ("" if accumulation == 1 else f", {accumulation} a window")
+    rows = [ratio_row(what, "plain PyTorch loop", seconds["ours"], seconds["plain"], bound)]
     if peer:
-        rows.append(
-            ratio_row("Trainer.train (tiny llama)", "upstream's Trainer", seconds["ours"], seconds["upstream"], None)
-        )
+        rows.append(ratio_row(what, "upstream's Trainer", seconds["ours"], seconds["upstream"], None))
         rows.append(
             ratio_row("upstream's Trainer.train", "plain PyTorch loop", seconds["upstream"], seconds["plain"], None)
         )
@@ -162,7 +164,11 @@ def main() -> None:
     rounds = int(sys.argv[1])
     peer = importlib.util.find_spec("accelerate") is not None
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        rows = [*training_rows(rounds, folder, peer), *evaluation_rows(rounds, folder, peer)]
+        rows = [
+            *training_rows(rounds, folder, peer, accumulation=1, bound=1.08),
+            *training_rows(rounds, folder, peer, accumulation=4, bound=1.04),
+            *evaluation_rows(rounds, folder, peer),
+        ]
         rows += evaluation_loss_rows(rounds, folder)
     print(json.dumps([row.to_dict() for row in rows]))
 

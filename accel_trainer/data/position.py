@@ -34,6 +34,12 @@ class Progress:
         self._since = self.num_yielded
         self.rows = rows
 
+    def copy(self) -> Progress:
+        """Return what has been reached by now."""
+        reached = Progress(self.epoch, self.total, self.num_yielded, self.rows, self.start, self.dataset_state)
+        reached._before, reached._since = self._before, self._since
+        return reached
+
     @property
     def _num_samples(self) -> int:
         """Samples yielded in this pass, over all shards."""

@@ -69,6 +69,9 @@ def send_to_device(
 
 def find_batch_size(data: Any) -> int | None:
     """Return the first dimension of the first tensor that has one, or None."""
+    first = next(iter(data.values()), None) if isinstance(data, dict) else None
+    if isinstance(first, Tensor) and first.ndim > 0:  # nearly every batch: no need to walk through it
+        return first.shape[0]
     for leaf in leaves(data, is_leaf=is_tensor):
         if is_tensor(leaf) and leaf.ndim > 0:
             return leaf.shape[0]

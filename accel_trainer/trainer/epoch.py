@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import isfinite
 from time import perf_counter
 from typing import Any
 
@@ -22,6 +23,7 @@ from accel_trainer.runtime.tensor_trees import find_batch_size
 from accel_trainer.trainer.loss_normalization import LossKind, count_labels
 from accel_trainer.trainer.run_clock import BACKWARD_DONE, BATCHES_READ, UPDATE_BEGUN, UPDATE_DONE, RunClock
 from accel_trainer.trainer.running_trainer import SteppingTrainer
+from accel_trainer.trainer.step_plan import StepPlan
 
 __all__ = ["EpochRun", "WindowReader"]
 
@@ -47,7 +49,7 @@ class WindowReader:
         self._batches: list[Any] = []
         self._rows: list[BatchRows] = []
         self._index = 0
-        self._label_shares: Tensor | None = None
+        self._weights: list[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -71,7 +73,7 @@ class WindowReader:
 
     def forget(self) -> None:
         """End an update, and let go of its batches."""
-        self._read, self._rows, self._batches, self._label_shares = [], [], [], None
+        self._read, self._rows, self._batches, self._weights = [], [], [], None
 
     def begin(self, batches: list[Any]) -> None:
         """Begin an update of these batches.
@@ -80,6 +82,8 @@ class WindowReader:
             ConfigError: they are not those that were read, and ranks hold unequally many samples.
         """
         self._batches = batches
+        if not self._read:
+            return
         self._rows = [rows for batch in batches for read, rows in self._read if read is batch]
         uneven = [rows.rows for _, rows in self._read if len(set(rows.rows)) > 1]
         if uneven and len(self._rows) != len(batches):
@@ -95,7 +99,7 @@ class WindowReader:
 
     def without_filler(self, batch: Any) -> Any:
         """Return the batch, without rows if it only lets a rank take part that has no samples in this step."""
-        if not any(read is batch and not self._own(rows) for read, rows in self._read):
+        if not self._read or not any(read is batch and not self._own(rows) for read, rows in self._read):
             return batch
         if not isinstance(batch, Mapping):
             return batch
@@ -112,55 +116,58 @@ class WindowReader:
                 weighed by 1.
             shifts_labels: a row's first label is no target.
         """
-        if kind is LossKind.MODEL_MEAN and self._has_label_sequences():
-            loss = loss * self._label_share(over_ranks, shifts_labels)
-            weight = self._weight_of_items(over_ranks)
-        elif kind is LossKind.BY_ITEMS:
-            weight = self._weight_of_items(over_ranks) if has_items else self._weight_of_rows()
-        else:
-            weight = self._weight_of_rows() * self._row_share()
-        return loss if weight == 1.0 else loss * weight
+        if self._weights is None:
+            if kind is LossKind.MODEL_MEAN and self._has_label_sequences():
+                self._weights = self._label_weights(over_ranks, shifts_labels)
+            elif kind is LossKind.BY_ITEMS and has_items:
+                self._weights = self._item_weights(over_ranks)
+            else:
+                self._weights = self._row_weights(is_sum=kind is LossKind.BY_ITEMS)
+        weight = self._weights[self._index]
+        return loss if type(weight) is float and weight == 1.0 else loss * weight
 
     def _has_label_sequences(self) -> bool:
         """Whether rows may differ in how many labels they have: all ranks have to exchange their numbers then."""
-        labels = [batch.get("labels") if isinstance(batch, Mapping) else None for batch in self._batches]
-        return all(isinstance(each, Tensor) and each.ndim > 1 and not each.is_floating_point() for each in labels)
+        for batch in self._batches:
+            labels = batch.get("labels") if isinstance(batch, Mapping) else None
+            if not isinstance(labels, Tensor) or labels.ndim < 2 or labels.is_floating_point():
+                return False
+        return True
 
-    def _label_share(self, over_ranks: bool, shifts_labels: bool) -> Tensor:
-        """The labels of the present micro-batch, of all that the update has on this rank or, times ranks, on all."""
-        if self._label_shares is None:
-            counts = [count_labels(self.without_filler(batch), shifts_labels) for batch in self._batches]
-            numbers = torch.stack([count for count in counts if count is not None])
-            total = numbers.sum()
-            if over_ranks:
-                numbers = numbers * self._process.world_size
-                total = collectives.reduce(total, self._process)
-            # A rank without samples has no labels, where ranks are not summed.
-            self._label_shares = numbers / total.clamp(min=1)
-        return self._label_shares[self._index]
+    def _label_weights(self, over_ranks: bool, shifts_labels: bool) -> list[Any]:
+        """Of the labels that the update has on this rank or, times ranks, on all, those of each micro-batch."""
+        counts = [count_labels(self.without_filler(batch), shifts_labels) for batch in self._batches]
+        numbers = torch.stack([count for count in counts if count is not None])
+        total = numbers.sum()
+        if over_ranks:
+            numbers = numbers * self._process.world_size
+            total = collectives.reduce(total, self._process)
+        # A rank without samples has no labels, where ranks are not summed.
+        shares = numbers / total.clamp(min=1)
+        return [share * weight for share, weight in zip(shares, self._item_weights(over_ranks), strict=True)]
 
-    def _row_share(self) -> float:
-        """The rows of the present micro-batch, of all that the update has."""
+    def _row_weights(self, *, is_sum: bool) -> list[Any]:
+        """Of all the rows that the update has, those of each micro-batch; as they are where micro-batches add up."""
         if self._rows:
             sizes = [rows.num_samples for rows in self._rows]
         else:
             sizes = [find_batch_size(batch) or 0 for batch in self._batches]
-        if len(set(sizes)) == 1:
-            return 1 / len(sizes)
-        return sizes[self._index] / sum(sizes)
+        total, num_batches = sum(sizes), len(sizes)
+        is_even = is_sum or sizes.count(sizes[0]) == num_batches
+        shares = [1 / (1 if is_sum else num_batches)] * num_batches if is_even else [size / total for size in sizes]
+        if self._rows:
+            rank = self._process.rank
+            return [share * rows.weight(rank) for share, rows in zip(shares, self._rows, strict=True)]
+        return shares
 
-    def _weight_of_rows(self) -> float:
-        return self._rows[self._index].weight(self._process.rank) if self._rows else 1.0
-
-    def _weight_of_items(self, over_ranks: bool) -> float:
+    def _item_weights(self, over_ranks: bool) -> list[float]:
         if not self._rows:
-            return 1.0
-        if not self._own(self._rows[self._index]):
-            return 0.0
-        if over_ranks:
-            return 1.0
-        update = tuple(map(sum, zip(*(each.rows for each in self._rows), strict=True)))
-        return BatchRows(update, update).weight(self._process.rank)
+            return [1.0] * len(self._batches)
+        weight = 1.0
+        if not over_ranks:
+            update = tuple(map(sum, zip(*(each.rows for each in self._rows), strict=True)))
+            weight = BatchRows(update, update).weight(self._process.rank)
+        return [weight if self._own(rows) else 0.0 for rows in self._rows]
 
     def _own(self, rows: BatchRows) -> int:
         return rows.rows[self._process.rank]
@@ -180,6 +187,7 @@ class EpochRun:
     trial: Any
     ignore_keys_for_eval: list[str] | None
     start_time: float
+    plan: StepPlan
     step: int
     """Index in the epoch of the last micro-batch that was trained; -1 before the first."""
     is_resumed: bool
@@ -252,11 +260,13 @@ class EpochRun:
         self.clock.compute_seconds += perf_counter() - begin
         self._add_loss(loss)
         trainer.current_flos += float(trainer.floating_point_ops(inputs))
-        trainer._track_num_input_tokens(self.reader.without_filler(inputs))
+        if trainer.args.include_num_input_tokens_seen != "no" or not self.plan.counts_tokens_itself:
+            trainer._track_num_input_tokens(self.reader.without_filler(inputs))
         if is_last:
             self._update()
         else:
-            trainer.control = handler.on_substep_end(trainer.args, trainer.state, trainer.control)
+            if self.plan.is_heard(handler, "on_substep_end"):
+                trainer.control = handler.on_substep_end(trainer.args, trainer.state, trainer.control)
             if trainer.decisions is not None:
                 trainer.decisions.end_micro_batch(trainer.control)
 
@@ -268,7 +278,8 @@ class EpochRun:
                 f"Calculated loss must be on the original device: {trainer._tr_loss.device} but device in use is "
                 f"{loss.device}"
             )
-        if trainer.args.logging_nan_inf_filter:
+        # On a CPU a look at the number is the fastest; elsewhere it would wait for the device.
+        if trainer.args.logging_nan_inf_filter and (loss.device.type != "cpu" or not isfinite(loss.item())):
             mean = trainer._tr_loss / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
             loss = torch.where(loss.isfinite(), loss, mean)
         trainer._tr_loss += loss
@@ -277,17 +288,25 @@ class EpochRun:
         trainer, args, handler, clock = self.trainer, self.trainer.args, self.trainer.callback_handler, self.clock
         if clock.sample is not None:
             clock.sample.mark(BACKWARD_DONE)
-        begin = perf_counter()
-        grad_norm = trainer._clip_grad_norm(self.model) if args.max_grad_norm > 0 else None
+        begin, plan = perf_counter(), self.plan
+        parameters = list(self.model.parameters())  # once: walking through the modules costs as much as clipping
+        grad_norm = None
+        if args.max_grad_norm > 0:
+            if plan.clips_itself:
+                grad_norm = trainer.accelerator.clip_grad_norm_(parameters, args.max_grad_norm)
+            else:
+                grad_norm = trainer._clip_grad_norm(self.model)
         self.grad_norm = trainer._get_grad_norm(self.model, grad_norm=grad_norm)
-        trainer.control = handler.on_pre_optimizer_step(args, trainer.state, trainer.control)
+        if plan.is_heard(handler, "on_pre_optimizer_step"):
+            trainer.control = handler.on_pre_optimizer_step(args, trainer.state, trainer.control)
         trainer.optimizer.step()
-        trainer.control = handler.on_optimizer_step(args, trainer.state, trainer.control)
+        if plan.is_heard(handler, "on_optimizer_step"):
+            trainer.control = handler.on_optimizer_step(args, trainer.state, trainer.control)
         self.learning_rate = trainer._get_learning_rate()
         scheduler = trainer.lr_scheduler
         if not trainer.accelerator.optimizer_step_was_skipped and not isinstance(scheduler, _STEPPED_BY_METRIC):
             scheduler.step()
-        self.model.zero_grad()
+        plan.zero_grad(parameters)
         clock.update_seconds += perf_counter() - begin
         if clock.sample is not None:
             clock.sample.mark(UPDATE_DONE)

@@ -50,8 +50,11 @@ class ColumnFilter(RemoveColumnsCollator):
     def __call__(self, features: list[Any]) -> Any:
         """Collate the rows of a batch. The collator gets copies: it may change them."""
         wanted = frozenset(self.signature_columns)
-        if all(isinstance(row, dict) and wanted.issuperset(row) for row in features):
-            return self.data_collator([dict(row) for row in features])
+        for row in features:  # a loop: a generator costs a call for each row of each batch
+            if not isinstance(row, dict) or not wanted.issuperset(row):
+                break
+        else:
+            return self.data_collator(list(map(dict, features)))
         return super().__call__(features)
 
 

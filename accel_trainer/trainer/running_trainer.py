@@ -86,6 +86,7 @@ class SteppingTrainer(RunningTrainer, Protocol):
     compute_loss: Callable[..., Any]
     compute_loss_func: Callable[..., Any] | None
     label_smoother: Any
+    autocast_smart_context_manager: Callable[[], AbstractContextManager[Any]]
     floating_point_ops: Callable[[Any], int]
     _tr_loss: Tensor
     _globalstep_last_logged: int

@@ -60,9 +60,12 @@ from accel_trainer.trainer.loss_normalization import LossKind, LossNormalization
 from accel_trainer.trainer.preparation import ModelPreparation, build_accelerator, create_optimizer, overrides
 from accel_trainer.trainer.run_record import RunRecord
 from accel_trainer.trainer.search import search_with_optuna
+from accel_trainer.trainer.step_plan import StepPlan
 from accel_trainer.trainer.taken_arguments import TakenArguments
 
 __all__ = ["AccelTrainerMixin", "CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
+
+_NO_CONTEXT = nullcontext()
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,6 +110,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
     decisions: Decisions | None = None
     neftune_hook_handle: Any = None
     _reader: WindowReader | None = None
+    _step_plan: StepPlan | None = None
     _schedule_of_both: Any = None
     _num_flops_parameters: tuple[int, int] | None = None
     """The model's id, and how many of its parameters multiply inputs."""
@@ -334,6 +338,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         if hasattr(train_dataloader, "set_epoch"):
             train_dataloader.set_epoch(epoch)
         self._loss_normalization.begin_epoch(self)
+        self._step_plan = StepPlan(self, model)
         clock = self.run_record.clock
         reader = WindowReader(train_dataloader, self.accelerator.process, clock)
         run = EpochRun(
@@ -346,6 +351,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             trial=trial,
             ignore_keys_for_eval=ignore_keys_for_eval,
             start_time=start_time,
+            plan=self._step_plan,
             step=trained - 1,
             is_resumed=is_resumed,
         )
@@ -353,18 +359,18 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         try:
             run.train(restore_rng_from)
         finally:
-            self._reader = None
+            self._reader = self._step_plan = None
         reader.close()
         run.end()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train one micro-batch and return its loss; see upstream. Collective on the last one of a window."""
-        args = self.args
-        model.train()
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
+        args, plan = self.args, self._step_plan
+        if plan is None or plan.model is not model:
+            plan = StepPlan(self, model)
+        plan.begin_training()
         inputs = self._prepare_inputs(inputs)
-        with self.compute_loss_context_manager():
+        with self.compute_loss_context_manager() if plan.has_loss_context else _NO_CONTEXT:
             if self._loss_normalization.is_wanted:
                 loss = self._loss_normalization.first_loss(self, model, inputs, num_items_in_batch)
             else:
@@ -375,8 +381,23 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         loss = self._weigh(loss, num_items_in_batch is not None)
         fault_point("train.backward")
         # Not accelerator.backward(): it weighs by the batch that the loader gave last, and a window is read ahead.
-        self.accelerator.unit_of(model).backward(loss)
+        plan.unit.backward(loss)
         return loss.detach()
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Return a batch on this process's device; see upstream."""
+        is_usual = type(inputs) is dict and type(self)._prepare_input is transformers.Trainer._prepare_input
+        # The inputs of an engine are cast, too.
+        if is_usual and inputs and not self.accelerator.strategy.capabilities.builds_engine:
+            # Without upstream's descent: two calls and a test of an abstract class for each value.
+            device, placed = self.args.device, {}
+            for name, value in inputs.items():
+                if not isinstance(value, Tensor):
+                    break
+                placed[name] = value if value.device == device else value.to(device)
+            else:
+                return placed
+        return super()._prepare_inputs(inputs)
 
     def _weigh(self, loss: Tensor, has_items: bool) -> Tensor:
         """Return the loss of a micro-batch, as its part of the mean over the update."""
@@ -402,7 +423,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         """
         if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
             return None
-        args, reader = self.args, self._reader
+        args, reader, process = self.args, self._reader, self.accelerator.process
         batches = batch_samples if reader is None else [reader.without_filler(batch) for batch in batch_samples]
         counts = [count_labels(batch, self._loss_shifts_labels) for batch in batches]
         known = [count for count in counts if count is not None]
@@ -412,7 +433,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         # model's inputs, and bf16 cannot tell 4,097 from 4,096.
         num_items = functools.reduce(operator.add, known).to(device)
         if args.average_tokens_across_devices:
-            return num_items if args.world_size == 1 else collectives.reduce(num_items, self.accelerator.process)
+            return collectives.reduce(num_items, process) if process.world_size > 1 else num_items
         # A rank without samples: its loss weighs nothing, and would be divided by 0.
         return num_items if reader is None else num_items.clamp(min=1)
 

@@ -280,6 +280,17 @@ def test_a_position_is_for_its_epoch_and_for_one_pass() -> None:
     assert [len(list(loader)) for _ in range(2)] == [3, 5]
 
 
+def test_a_noted_state_stays_that_of_its_moment() -> None:
+    loader = prepare_ranks("sequential", 1)[0]
+    noted, expected = [loader.noted_state_dict()], [loader.state_dict()]
+    for _ in loader:
+        noted.append(loader.noted_state_dict())
+        expected.append(loader.state_dict())
+
+    assert [note() for note in noted] == expected
+    assert len({json.dumps(state) for state in expected}) == len(expected)
+
+
 # --- with skip_first_batches ---------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -82,7 +82,7 @@ class RunCheckpoints:
         """The checkpoint that this train() goes on from."""
         self.staged: StagedDirectory | None = None
         """The directory of the last save. Files that this package writes to it are hashed on their way."""
-        self._position: dict[str, Any] | None = None
+        self._position: Callable[[], dict[str, Any]] | None = None
         self._saves_within_updates = saves_within_updates
         self._streams: dict[str, Any] | None = None
         self._note: UpdateNote | None = None
@@ -123,7 +123,7 @@ class RunCheckpoints:
 
     def begin_update(self, loader: Any) -> None:
         """Remember the position of the training loader, before the batches of an update are read."""
-        self._position = _position_of(loader)
+        self._position = loader.noted_state_dict() if isinstance(loader, PreparedDataLoader) else None
         if self._saves_within_updates:
             self._streams = get_rng_state()
 
@@ -135,7 +135,9 @@ class RunCheckpoints:
 
     def position(self, loader: Any) -> dict[str, Any] | None:
         """Return the loader's position after the last update that is complete; None of one not made by us."""
-        return self._position or _position_of(loader)
+        if self._position is not None:
+            return self._position()
+        return loader.state_dict() if isinstance(loader, PreparedDataLoader) else None
 
     @contextmanager
     def streams_of_position(self) -> Iterator[None]:
@@ -178,10 +180,6 @@ class RunCheckpoints:
         if is_over and resumption is not None and was_noted and self.checkpointer.process.is_main:
             UpdateNote.remove(resumption.path.parent)
         self.checkpointer.close()
-
-
-def _position_of(loader: Any) -> dict[str, Any] | None:
-    return loader.state_dict() if isinstance(loader, PreparedDataLoader) else None
 
 
 class UpdateNote:
