@@ -33,6 +33,7 @@ __all__ = [
     "GradientState",
     "PartialState",
     "ProcessView",
+    "has_accelerator",
     "is_initialized",
     "stated_timeout",
 ]
@@ -300,6 +301,14 @@ def _join(resolved: Resolved) -> ProcessContext:
     return init_process(read_environment(), use_cpu=resolved.config.use_cpu, timeout_seconds=stated_timeout(resolved))
 
 
+_living: weakref.WeakSet[AcceleratorState] = weakref.WeakSet()
+
+
+def has_accelerator() -> bool:
+    """Return whether an Accelerator lives in this process; a state outlives it."""
+    return bool(_living)
+
+
 def is_initialized() -> bool:
     """Return whether an `AcceleratorState` exists, of an Accelerator or on its own."""
     return bool(AcceleratorState._shared_state)
@@ -340,7 +349,9 @@ class AcceleratorState(PartialState):
             self.__dict__ = self._shared_state
             self._require(mixed_precision, cpu)
             return
-        if process is None:
+        if process is not None:
+            _living.add(self)
+        else:
             resolved = _resolve("AcceleratorState", {"mixed_precision": mixed_precision, "use_cpu": cpu})
             process, mixed_precision = _join(resolved), str(resolved.config.mixed_precision)
         self._set_process(process, distributed_type)

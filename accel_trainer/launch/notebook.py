@@ -26,7 +26,7 @@ from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from accel_trainer.accelerator.shared_state import is_initialized
+from accel_trainer.accelerator.shared_state import has_accelerator
 from accel_trainer.config import LaunchConfig, resolve
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
 from accel_trainer.errors import ConfigError, ProcessGroupError
@@ -170,7 +170,7 @@ def _check_can_fork(num_processes: int, use_cpu: bool) -> None:
             "join within the function"
         )
     gc.collect()  # an Accelerator without references may still be there, in a reference cycle
-    if is_initialized():
+    if has_accelerator():
         raise ConfigError(
             "there is an Accelerator in this process, made outside of the function that is launched; make it within "
             "the function, restart the notebook, and launch before another is made"
