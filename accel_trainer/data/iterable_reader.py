@@ -20,6 +20,7 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding, g
 
 from accel_trainer.data.plan import BatchRows, mix_seed, seed_for_epoch
 from accel_trainer.data.randomness import PrivateStreams, StepStreams
+from accel_trainer.runtime.rng import stream_index
 
 __all__ = [
     "ShardedStream",
@@ -252,7 +253,7 @@ class ShardedStream(_EpochStream):
 
     def __iter__(self) -> Iterator[Step]:
         size = self.rule.per_shard
-        streams = self._private_streams(self.rule.shard or 0)
+        streams = self._private_streams(stream_index(self.rule.shard or 0))
         with streams:
             samples = self._open()
             chunk = list(islice(samples, size))
