@@ -76,7 +76,7 @@ class Broken(Notes):
 
     def _fail(self, method: str) -> None:
         if method in self.fails_in:
-            raise self.error
+            raise type(self.error)(*self.error.args)  # one that is raised keeps its frames, and the Accelerator there
 
 
 def test_a_run_starts_stores_logs_and_ends():

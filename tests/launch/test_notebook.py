@@ -297,6 +297,11 @@ def prevented() -> dict[str, str]:
         "restarts": refused(launch(max_restarts=-1)),
         "interval": refused(launch(monitor_interval=0)),
     }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        messages["few"] = refused(launch(num_processes=3))
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        messages["used"] = refused(launch())
     accelerator = Accelerator(cpu=True)
     messages["accelerator"] = refused(launch())
     del accelerator
@@ -325,6 +330,8 @@ def prevented() -> dict[str, str]:
         ("high", "notebook_launcher(use_port=...) is 99999; expected a port number from 0 to 65535"),
         ("restarts", "notebook_launcher(max_restarts=...) is -1; expected a whole number of at least 0"),
         ("interval", "notebook_launcher(monitor_interval=...) is 0; expected a positive number of seconds"),
+        ("few", "num_processes=3 on this machine, which has 2 GPU(s); start at most 2"),
+        ("used", "this process has used a GPU, and workers forked from it could not; restart"),
         ("accelerator", "there is an Accelerator in this process, made outside of the function that is launched"),
         ("nested", "this is already rank 0 of 2 of another launcher"),
         ("group", "this process has joined a process group, which its workers would share"),
@@ -332,18 +339,6 @@ def prevented() -> dict[str, str]:
 )
 def test_what_cannot_be_started_is_refused_before_a_worker_is(name: str, message: str):
     assert message in results("prevented")[name]
-
-
-def test_a_process_that_has_used_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match="this process has used a GPU, and workers forked from it could not; restart"):
-        notebook_launcher(mean_of_ranks, ("never", 1.0), num_processes=2)
-
-
-def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match=r"num_processes=3 on this machine, which has 2 GPU\(s\); start at most 2"):
-        notebook_launcher(mean_of_ranks, ("never", 1.0), num_processes=3)
 
 
 def test_a_variable_that_asks_for_the_cpu_counts_no_gpus(monkeypatch: pytest.MonkeyPatch):
