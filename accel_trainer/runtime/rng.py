@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,10 +15,9 @@ from accel_trainer.runtime.collectives import broadcast
 from accel_trainer.runtime.process import ProcessContext, current_process
 
 __all__ = [
+    "KeptStreams",
     "check_rng_types",
     "get_rng_state",
-    "keep_streams",
-    "keeping_streams",
     "reseed_from_saved",
     "seed_own_streams",
     "set_rng_state",
@@ -126,29 +124,26 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def keep_streams() -> Callable[[], None]:
-    """Return a function that puts this process's random streams back to where they are now.
+class KeptStreams:
+    """This process's random streams as they are now; `put_back`, or the end of a `with` block, makes them so again.
 
     Streams that all ranks still have in common are so again: each rank gets its own when a model is prepared.
     """
-    state, seed_in_common = get_rng_state(), _seed_in_common
 
-    def put_back() -> None:
+    def __init__(self) -> None:
+        self._state, self._seed_in_common = get_rng_state(), _seed_in_common
+
+    def put_back(self) -> None:
+        """Set the streams back. Ranks do not communicate."""
         global _seed_in_common
-        set_rng_state(state)
-        _seed_in_common = seed_in_common
+        set_rng_state(self._state)
+        _seed_in_common = self._seed_in_common
 
-    return put_back
+    def __enter__(self) -> Self:
+        return self
 
-
-@contextmanager
-def keeping_streams() -> Iterator[None]:
-    """Context after which the random streams are where they were before it: what is drawn inside moves none of them."""
-    put_back = keep_streams()
-    try:
-        yield
-    finally:
-        put_back()
+    def __exit__(self, *exc: object) -> None:
+        self.put_back()
 
 
 def reseed_from_saved(saved: Mapping[str, Any], rank: int) -> None:

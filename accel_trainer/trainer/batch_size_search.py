@@ -13,7 +13,7 @@ from transformers.trainer_utils import TrainOutput
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.memory import find_executable_batch_size, register_memory_owner
-from accel_trainer.runtime.rng import keep_streams
+from accel_trainer.runtime.rng import KeptStreams
 from accel_trainer.trainer.preparation import ModelPreparation
 from accel_trainer.trainer.running_trainer import SearchingTrainer
 
@@ -43,7 +43,7 @@ class BatchSizeSearch:
                 "give Trainer(model_init=...), which makes the model of each attempt, or set "
                 "per_device_train_batch_size"
             )
-        self._put_streams_back = keep_streams()
+        self._streams = KeptStreams()
         self._values = {name: value.detach().to("cpu", copy=True) for name, value in self._list_values()}
         self._optimizer, self._scheduler, self._created_scheduler = None, None, False
         if not self._builds_model:
@@ -97,7 +97,7 @@ class BatchSizeSearch:
 
     def _begin_again(self) -> None:
         self.free_memory()  # on one process nobody else has
-        self._put_streams_back()
+        self._streams.put_back()
         with torch.no_grad():
             for name, value in self._list_values():
                 value.copy_(self._values[name])

@@ -38,7 +38,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.memory import clear_device_cache, is_out_of_memory
-from accel_trainer.runtime.rng import keeping_streams
+from accel_trainer.runtime.rng import KeptStreams
 from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
 from accel_trainer.trainer.batch_size_search import BatchSizeSearch
 from accel_trainer.trainer.checkpoint import upstream_files
@@ -535,7 +535,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         model, preparation_seconds = self._preparation.prepare_for_evaluation(self)
         # Predictions that a script asks for go on with its streams: those that are sampled differ from call to call.
         is_alone = self.is_in_train or description != "Prediction"
-        with keeping_streams() if is_alone else nullcontext(), keeping_epoch(dataloader):
+        with KeptStreams() if is_alone else nullcontext(), keeping_epoch(dataloader):
             output = run_evaluation(
                 self, model, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
@@ -557,7 +557,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         searches, self.args.auto_find_batch_size = self.args.auto_find_batch_size, False
         try:
             # Whatever a subclass evaluates with: what is drawn must not move the streams that training goes on with.
-            with keeping_streams():
+            with KeptStreams():
                 return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
         except RuntimeError as error:
             if searches and is_out_of_memory(error):

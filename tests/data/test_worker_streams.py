@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from accel_trainer.config.schema import DataConfig
 from accel_trainer.data import PreparedDataLoader, prepare_data_loader, skip_first_batches
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.rng import keeping_streams
+from accel_trainer.runtime.rng import KeptStreams
 
 
 class Drawn(Dataset):
@@ -128,6 +128,6 @@ def test_what_workers_are_sent_travels_to_those_that_are_spawned() -> None:
     batches = []
     for read in (sent, received):
         seed_alike(0)
-        with keeping_streams():
+        with KeptStreams():
             batches.append(read["collate_fn"](read["dataset"].__getitems__(([4], 2, 0))))
     assert batches[0] == batches[1]

@@ -14,8 +14,8 @@ import torch
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import (
+    KeptStreams,
     get_rng_state,
-    keeping_streams,
     seed_own_streams,
     set_rng_state,
     set_seed,
@@ -161,7 +161,7 @@ def test_what_is_drawn_while_streams_are_kept_moves_none_of_them():
     state = get_rng_state()
     alone = draw()
     set_rng_state(state)
-    with keeping_streams():
+    with KeptStreams():
         draw()
     assert draw() == alone
 
@@ -170,7 +170,7 @@ def test_ranks_still_part_after_streams_were_kept():
     numbers = []
     for number in (0, 1):
         set_seed(7)
-        with keeping_streams():
+        with KeptStreams():
             seed_own_streams(rank(number))
         seed_own_streams(rank(number))
         numbers.append(draw())

@@ -18,7 +18,7 @@ from accel_trainer.checkpoint.reader import Verify
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.rng import get_rng_state, keeping_streams, set_rng_state
+from accel_trainer.runtime.rng import KeptStreams, get_rng_state, set_rng_state
 from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.trainer.checkpoint.resuming import PREFIX, TRAINER_CHECKPOINTS, Resumption, files_to_read
 
@@ -151,7 +151,7 @@ class RunCheckpoints:
                 )
             yield
             return
-        with keeping_streams():
+        with KeptStreams():
             set_rng_state(self._streams)
             yield
 
