@@ -37,10 +37,10 @@ _MOVED = {
     ),
     "config": (
         "accelerate_dialect:config.dialects.accelerate deepspeed_block:config.deepspeed.block "
-        "deepspeed_fsdp:config.deepspeed.to_fsdp deepspeed_keys:config.deepspeed.keys "
+        "deepspeed_fsdp:launch.convert deepspeed_keys:config.deepspeed.keys "
         "deepspeed_levels:config.deepspeed.levels document:config.readers.document "
         "environment:config.dialects.environment fsdp_dialect:config.dialects.fsdp "
-        "json_reader:config.readers.json_reader loading:config.readers.config_source render:config.files "
+        "json_reader:config.readers.config_source loading:config.readers.config_source render:config.files "
         "settings:config.layer sources:config.resolve yaml_reader:config.readers.yaml_reader"
     ),
     "data": "build:data.loader sources:data.index_source stream:data.iterable_reader streaming:data.iterable_source",
@@ -60,16 +60,16 @@ _MOVED = {
     "launch": "questionnaire:launch.config_file testing:launch.job weights:launch.checkpoints",
     "runtime": (
         "agreement:runtime.collective_checks faults:runtime.fault_injection health:runtime.shared_errors "
-        "ragged:runtime.uneven_gather regroup:runtime.memory structures:runtime.tensor_trees "
-        "wire:runtime.transport"
+        "mesh:strategies.fsdp2.strategy ragged:runtime.uneven_gather regroup:runtime.memory "
+        "structures:runtime.tensor_trees wire:runtime.transport"
     ),
     "strategies": (
         "described:strategies.optimizer_placeholder elastic_state:strategies.parameter_state.torch_io "
         "fitting:strategies.parameter_state.matching held_gradients:strategies.single native:strategies.single "
-        "recompute:strategies.fsdp2.wrapping stored_unit:strategies.parameter_state.base_io "
+        "recompute:strategies.fsdp2.strategy stored_unit:strategies.parameter_state.base_io "
         "sync:strategies.broadcast_values torch_state:strategies.parameter_state.torch_io "
         "values:strategies.fsdp2.initial_values whole_gradients:strategies.fsdp2.unit "
-        "whole_weights:strategies.fsdp2.unit wrapping:strategies.fsdp2.wrapping"
+        "whole_weights:strategies.fsdp2.unit wrapping:strategies.fsdp2.strategy"
     ),
     "trainer": (
         "accelerator_setup:trainer.preparation "

@@ -20,14 +20,14 @@ from accel_trainer.config.schema import DataConfig
 from accel_trainer.data.iterable_reader import set_dataset_epoch
 from accel_trainer.data.plan import BatchRows, mix_seed
 from accel_trainer.data.position import Position, Progress
-from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler, find_generator, find_replicated
-from accel_trainer.data.worker_streams import (
+from accel_trainer.data.randomness import (
     CollateInTurn,
     NumberedItems,
     SeededDataset,
     WorkerInit,
     without_turns,
 )
+from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler, find_generator, find_replicated
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.logging import get_logger
 from accel_trainer.runtime.collectives import broadcast_object

@@ -3,19 +3,62 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from accel_trainer.config import resolve, to_file_dict
-from accel_trainer.config.deepspeed.to_fsdp import to_deepspeed, to_fsdp
+from accel_trainer.config.deepspeed.block import leaves, read_block
 from accel_trainer.config.readers.yaml_reader import dump_yaml
+from accel_trainer.config.schema import (
+    FrozenDict,
+    FSDPConfig,
+    RunConfig,
+    StateDictType,
+    field_specs,
+    get_key,
+    get_value,
+)
+from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError
 
-__all__ = ["run_convert_config"]
+__all__ = ["run_convert_config", "to_deepspeed", "to_fsdp"]
 
 _SUFFIXES = (".json", ".yaml", ".yml")
+
+_STAGE = "zero_optimization.stage"
+_DEVICES = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
+_TAKEN = (_STAGE, *_DEVICES, "bf16.enabled", "fp16.enabled", "gradient_accumulation_steps")
+_UNNEEDED = (
+    # FSDP2 does these anyway, or its loader knows them by itself.
+    "zero_optimization.overlap_comm", "zero_optimization.contiguous_gradients", "zero_optimization.reduce_scatter",
+    "zero_optimization.allgather_partitions", "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_optimization.leaf_module.classes", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+    "zero_optimization.offload_optimizer.pin_memory", "zero_optimization.offload_param.pin_memory",
+)  # fmt: skip
+_INSTEAD = {
+    "optimizer": "build the optimizer in the script",
+    "scheduler": "build the scheduler in the script",
+    "gradient_clipping": "call accelerator.clip_grad_norm_ before the step, or set max_grad_norm of TrainingArguments",
+    "train_micro_batch_size_per_gpu": "it is the batch size of the data loader",
+    "train_batch_size": "it follows from the loader's batch size, accumulation and the number of processes",
+    "zero3_init_flag": "models are built whole, and then sharded",
+}
+_SHARDED = "fsdp2"
+_STRATEGIES = (_SHARDED, "ddp")
+_OPTION_INSTEAD = {
+    "fsdp.activation_checkpointing": ": call model.gradient_checkpointing_enable()",
+    **dict.fromkeys(
+        ("fsdp.wrap_policy", "fsdp.wrap_classes", "fsdp.min_num_params"), ": DeepSpeed needs no groups of layers"
+    ),
+    **dict.fromkeys(
+        ("fsdp.replicate_size", "fsdp.replicate_per_node"),
+        "; zero_optimization.zero_hpz_partition_size is the nearest",
+    ),
+}
 
 
 def run_convert_config(words: Sequence[str]) -> int:
@@ -65,3 +108,103 @@ def _write(path: Path, content: dict[str, object]) -> None:
         raise ConfigError(f"{path} exists, and is left as it is; give another name, or remove it") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def to_fsdp(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """Return a DeepSpeed run as one that shards with FSDP2, and a line for everything that is not the same.
+
+    Stage 3 becomes FSDP2, stages 1 and 2 FSDP2 that keeps gathered parameters until the backward, stage 0 DDP.
+
+    Raises:
+        ConfigError: the strategy is not deepspeed, or its block is wrong.
+    """
+    if config.strategy != "deepspeed":
+        raise ConfigError(f"strategy={config.strategy} is not 'deepspeed'; there is nothing to convert to FSDP2")
+    block = read_block(config.deepspeed)
+    stage = get_key(block.data, _STAGE, 0)
+    devices = {get_key(block.data, path, "none") for path in _DEVICES}
+    fsdp = FSDPConfig(reshard_after_forward=stage == 3, offload_params=bool(devices & {"cpu", "nvme"}))
+    lost = list(_approximations(stage, block.data))
+    lost.extend(f"{name} has no counterpart: {reason}" for name, reason in _without_counterpart(block.data))
+    lost.extend(f"{name} has no counterpart: start the script on each machine" for name in block.launch)
+    return dataclasses.replace(
+        config,
+        strategy=_SHARDED if stage else "ddp",
+        fsdp=fsdp if stage else FSDPConfig(),
+        deepspeed=FrozenDict(),
+    ), lost
+
+
+def _approximations(stage: int, data: Mapping[str, Any]) -> Iterator[str]:
+    if stage == 1:
+        yield f"{_STAGE} is 1: FSDP2 shards the gradients too, as stage 2 does"
+    on_disk = [path for path in _DEVICES if get_key(data, path) == "nvme"]
+    for path in on_disk:
+        yield f"{path} is 'nvme': fsdp.offload_params keeps it in CPU memory, there is no offload to disks"
+    if not on_disk and get_key(data, _DEVICES[0]) == "cpu" and get_key(data, _DEVICES[1], "none") == "none":
+        yield f"{_DEVICES[0]} is 'cpu': fsdp.offload_params keeps the parameters in CPU memory too"
+
+
+def _without_counterpart(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    seen = set()
+    for path, value in leaves(data):
+        # A value that asks for nothing, or is left to the run, is not lost.
+        if path in (*_TAKEN, *_UNNEEDED) or value in (None, False, 0, "auto", "none", {}):
+            continue
+        top = path.partition(".")[0]
+        name = top if top in _INSTEAD else path
+        if name not in seen:
+            seen.add(name)
+            yield name, _INSTEAD.get(name, f"{show(value)} is left out")
+
+
+def to_deepspeed(config: RunConfig) -> tuple[dict[str, Any], list[str]]:
+    """Return the DeepSpeed configuration of a run with FSDP2 or DDP, and a line for everything that is not the same.
+
+    FSDP2 becomes stage 3, or stage 2 where it keeps gathered parameters until the backward; DDP becomes stage 0.
+
+    Raises:
+        ConfigError: the strategy is neither fsdp2 nor ddp.
+    """
+    if config.strategy not in _STRATEGIES:
+        raise ConfigError(
+            f"strategy={config.strategy} has no counterpart in DeepSpeed; convert a configuration whose strategy is "
+            f"{' or '.join(_STRATEGIES)}"
+        )
+    stage = 0 if config.strategy != _SHARDED else 3 if config.fsdp.reshard_after_forward else 2
+    zero: dict[str, Any] = {"stage": stage}
+    if stage and config.fsdp.offload_params:
+        zero["offload_optimizer"] = {"device": "cpu"}
+        if stage == 3:
+            zero["offload_param"] = {"device": "cpu"}
+    if stage == 3 and config.fsdp.state_dict_type is StateDictType.FULL:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    data: dict[str, Any] = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": config.accumulation.num_steps if config.accumulation.num_steps > 1 else "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": zero,
+    }
+    for kind in ("bf16", "fp16"):
+        data[kind] = {"enabled": True if config.mixed_precision == kind else "auto"}
+    return data, list(_lost_options(config, stage))
+
+
+def _lost_options(config: RunConfig, stage: int) -> Iterator[str]:
+    taken = {"strategy", "mixed_precision", "accumulation.num_steps", "deepspeed"}
+    if stage:
+        taken |= {"fsdp.reshard_after_forward", "fsdp.offload_params", "fsdp.state_dict_type"}
+    if stage == 2 and config.fsdp.offload_params:
+        yield "fsdp.offload_params at stage 2 offloads optimizer state only; the parameters stay on the device"
+    if config.mixed_precision == "fp8":
+        yield "mixed_precision=fp8 has no counterpart"
+    for path, spec in field_specs().items():
+        value = get_value(config, path)
+        if path in taken or value == spec.default:
+            continue
+        section = path.partition(".")[0]
+        if section in ("fsdp", "ddp", "compile"):
+            yield f"{path}={show(value)} has no counterpart{_OPTION_INSTEAD.get(path, '')}"
+        else:
+            yield f"{path}={show(value)} is no option of DeepSpeed; set it where the run's other options are"

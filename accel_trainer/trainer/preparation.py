@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from typing import Any
 
@@ -21,7 +22,6 @@ from accel_trainer.strategies.api import TrainUnit
 from accel_trainer.trainer.accelerate_states import share_accelerator
 from accel_trainer.trainer.arguments.deepspeed_arguments import complete_engine_config
 from accel_trainer.trainer.arguments.fsdp_arguments import check_recomputation, recomputes_activations
-from accel_trainer.trainer.arguments.optimizer_names import check_optimizer_name
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
 from accel_trainer.trainer.inputs import fill_empty
 from accel_trainer.trainer.running_trainer import PreparingTrainer
@@ -29,6 +29,13 @@ from accel_trainer.trainer.running_trainer import PreparingTrainer
 __all__ = ["ModelPreparation", "build_accelerator", "create_optimizer", "overrides"]
 
 logger = logging.get_logger(__name__)
+
+_IN_BACKWARD = re.compile(r"lomo|_layerwise$")
+_UNSAVED = {
+    re.compile(r"apollo|galore"): "projector objects",
+    re.compile(r"grokadamw"): "its parameter groups, by the identity of the parameters",
+}
+_UNSAVED_SHARDS = {re.compile(r"[48]bit|ademamix"): "blocks or rows that are not those of the parameters"}
 
 
 def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
@@ -50,7 +57,7 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
             "Accelerator's strategy as well, or leave use_configured_state out"
         )
     shards = accelerator.strategy.capabilities.shards_parameters
-    check_optimizer_name(args, shards)
+    _check_optimizer_name(args, shards)
     if shards:
         check_recomputation(args, accelerator.resolved)
     if args.auto_find_batch_size and accelerator.strategy.capabilities.builds_engine:
@@ -60,6 +67,33 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
         )
     share_accelerator(accelerator)
     return accelerator
+
+
+def _check_optimizer_name(args: TrainingArguments, shards: bool) -> None:
+    """Refuse an optimizer that the Trainer cannot train with as it promises.
+
+    Args:
+        shards: whether each rank holds a shard of each parameter.
+
+    Raises:
+        ConfigError: it updates during the backward, or checkpoints with its state are asked for and cannot be resumed.
+    """
+    name = str(getattr(args.optim, "value", args.optim))
+    if _IN_BACKWARD.search(name):
+        raise ConfigError(
+            f"optim={name!r} updates each parameter during the backward, before all micro-batches and processes have "
+            "given their gradients: accumulation, clipping and its state in checkpoints would not hold; use adafactor "
+            "or galore_adamw"
+        )
+    if str(getattr(args.save_strategy, "value", args.save_strategy)) == "no" or args.save_only_model:
+        return
+    for pattern, place in {**_UNSAVED, **(_UNSAVED_SHARDS if shards else {})}.items():
+        if pattern.search(name):
+            raise ConfigError(
+                f"optim={name!r} keeps its state in {place}, which a checkpoint{' of shards' * shards} cannot bring "
+                "back: a resumed run would not be the interrupted one; set save_only_model=True or save_strategy='no', "
+                "or use an optimizer of torch"
+            )
 
 
 def _take_num_steps(args: TrainingArguments) -> None:

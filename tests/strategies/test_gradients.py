@@ -122,8 +122,8 @@ def clip_on_meshes() -> dict[str, Any]:
     """Do everything once on one mesh, on a mesh with replicas, and on both at once."""
     from torch.distributed.tensor import Replicate, Shard
 
-    from accel_trainer.runtime.mesh import init_mesh
     from accel_trainer.runtime.process import init_process, read_environment
+    from accel_trainer.strategies.fsdp2.strategy import init_mesh
 
     process = init_process(read_environment())
     flat, hybrid = init_mesh(process, (4,)), init_mesh(process, (2, 2))

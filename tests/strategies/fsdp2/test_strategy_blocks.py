@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import (
 
 from accel_trainer.config import Resolved, resolve
 from accel_trainer.errors import ConfigError
-from accel_trainer.strategies.fsdp2.wrapping import find_blocks, find_ignored_modules, warn_of_one_unit
+from accel_trainer.strategies.fsdp2.strategy import find_blocks, find_ignored_modules, warn_of_one_unit
 
 
 def configured(**fsdp: Any) -> Resolved:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from accel_trainer.strategies.fsdp2.wrapping import apply_activation_checkpointing
+from accel_trainer.strategies.fsdp2.strategy import apply_activation_checkpointing
 from tests.ranks import preload
 from tests.scenarios import Outcome, Scenarios, refused
 from tests.sharded import batch, build, full, own_rows, prepare

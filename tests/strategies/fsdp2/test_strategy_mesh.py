@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.runtime.mesh import build_mesh_shape, init_mesh
 from accel_trainer.runtime.process import ProcessContext, init_process
+from accel_trainer.strategies.fsdp2.strategy import build_mesh_shape, init_mesh
 
 
 @pytest.fixture

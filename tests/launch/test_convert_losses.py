@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_trainer.config import build_config, packaged_names, resolve
-from accel_trainer.config.deepspeed.to_fsdp import to_deepspeed, to_fsdp
 from accel_trainer.errors import ConfigError
+from accel_trainer.launch.convert import to_deepspeed, to_fsdp
 
 
 def fsdp_of(block):
