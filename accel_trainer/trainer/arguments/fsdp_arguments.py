@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from transformers import TrainingArguments
@@ -41,6 +42,7 @@ def resolve_arguments(
     fsdp: bool | str | Iterable[Any] | None,
     fsdp_config: FSDPConfigSource,
     environ: Mapping[str, str],
+    argument_names: Mapping[str, str],
 ) -> Resolved:
     """Resolve the configuration of a run from arguments, `fsdp_config`, the environment and the defaults.
 
@@ -49,22 +51,25 @@ def resolve_arguments(
         fsdp: upstream's switch: true, or options such as `"full_shard auto_wrap"`. As upstream, such an option fills in
             what `fsdp_config` does not say.
         fsdp_config: a YAML or JSON path, JSON text, a packaged name or a dict; read only when `fsdp` is on.
+        argument_names: the argument that gives an option, by dotted path, for messages, where `fsdp` does not.
 
     Raises:
         ConfigError: an unknown option or key, or a value of the wrong type.
     """
-    if not fsdp:
-        if fsdp_config:
-            logger.warning("fsdp_config is not read because fsdp is not set; pass fsdp=True to shard the model")
-        return resolve(explicit=explicit, environ=environ, explicit_name="TrainingArguments")
-    file = _readable_again(fsdp_config)
-    asked = _options_of(fsdp)
-    given = {"strategy": asked.pop("strategy"), **explicit}
-    resolved = resolve(explicit=given, environ=environ, file=file, explicit_name="TrainingArguments")
-    fills = {path: value for path, value in asked.items() if resolved.source(path).kind is SourceKind.DEFAULT}
-    if not fills:
-        return resolved
-    return resolve(explicit={**given, **fills}, environ=environ, file=file, explicit_name="TrainingArguments")
+    if fsdp_config and not fsdp:
+        logger.warning("fsdp_config is not read because fsdp is not set; pass fsdp=True to shard the model")
+    asked = _options_of(fsdp) if fsdp else {}
+    merge = partial(
+        resolve,
+        environ=environ,
+        file=_readable_again(fsdp_config) if fsdp else None,
+        explicit_name="TrainingArguments",
+        explicit_keywords={**argument_names, **dict.fromkeys(asked, "fsdp")},
+    )
+    given = {path: asked.pop(path) for path in ("strategy",) if path in asked} | dict(explicit)
+    resolved = merge(explicit=given)
+    fills = {path: value for path, value in asked.items() if not resolved.is_set(path)}
+    return merge(explicit=given | fills) if fills else resolved
 
 
 def _options_of(fsdp: bool | str | Iterable[Any]) -> dict[str, Any]:

@@ -51,6 +51,15 @@ MIRRORED_FIELDS: frozenset[str] = frozenset(_OPTIONS) | {
 """Fields whose values, with their sources, are those of the resolved configuration."""
 _DATA_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
 """Of `accelerator_config`."""
+_ARGUMENT_NAMES = {
+    **{option: name for name, option in _OPTIONS.items()},
+    **{f"data.{name}": f"accelerator_config.{name}" for name in _DATA_OPTIONS},
+    "accumulation.sync_each_batch": "accelerator_config.gradient_accumulation_kwargs.sync_each_batch",
+    "compile.backend": "torch_compile_backend",
+    "compile.mode": "torch_compile_mode",
+    "strategy": "deepspeed",  # where `fsdp` does not
+}
+"""Argument that gives an option, by dotted path, where that depends on nothing else."""
 
 
 def _defaults(arguments: type) -> dict[str, Any]:
@@ -149,7 +158,11 @@ class TrainingArguments(transformers.TrainingArguments):
         check_verify(self.verify)
         self._derive_compile_options()
         resolve = functools.partial(
-            resolve_arguments, fsdp=self.fsdp, fsdp_config=self.fsdp_config, environ=read_environment()
+            resolve_arguments,
+            fsdp=self.fsdp,
+            fsdp_config=self.fsdp_config,
+            environ=read_environment(),
+            argument_names=self._names_of_options(),
         )
         options = self._explicit_options() | given_options
         self.resolved = resolve(options)
@@ -211,6 +224,10 @@ class TrainingArguments(transformers.TrainingArguments):
             options["compile.backend"] = self.torch_compile_backend
             options["compile.mode"] = self.torch_compile_mode or "default"
         return options
+
+    def _names_of_options(self) -> dict[str, str]:
+        """Return the argument that gives each option, by dotted path, for messages."""
+        return {**_ARGUMENT_NAMES, "mixed_precision": "fp16" if self.fp16 else "bf16"}
 
     @contextlib.contextmanager
     def _hidden_from_upstream(self) -> Iterator[None]:

@@ -146,11 +146,33 @@ def test_hybrid_sharding_reads_back(tmp_path):
         ({"parallelism_config": object()}, "parallelism_config asks for tensor.*leave it out, and shard with fsdp"),
         ({"accelerator_config": "{"}, "accelerator_config is not valid JSON"),
         ({"accelerator_config": {"even_batchs": True}}, "accelerator_config.*even_batchs.*did you mean 'even_batches'"),
+        (
+            {"accelerator_config": {"even_batches": "x"}},
+            r"TrainingArguments\(accelerator_config.even_batches=...\) is 'x'; expected true or false",
+        ),
+        ({"use_cpu": 3}, r"TrainingArguments\(use_cpu=...\) is 3; expected true or false"),
+        ({"ddp_timeout": -3}, r"TrainingArguments\(ddp_timeout=...\) is -3; expected a positive number of seconds"),
+        ({"torch_compile_mode": "slow"}, r"TrainingArguments\(torch_compile_mode=...\) is 'slow'; expected one of"),
     ],
 )
 def test_bad_options(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         build(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "option", "argument"),
+    [
+        ({"bf16": True}, "mixed_precision", "bf16"),
+        ({"fp16": True}, "mixed_precision", "fp16"),
+        ({"fsdp": True}, "strategy", "fsdp"),
+        ({"fsdp": "full_shard offload"}, "fsdp.offload_params", "fsdp"),
+        ({"torch_compile": True}, "compile.backend", "torch_compile_backend"),
+        ({"data_seed": 3}, "data.data_seed", "data_seed"),
+    ],
+)
+def test_an_option_that_was_given_is_named_by_its_argument(tmp_path, given, option, argument):
+    assert build(tmp_path, **given).resolved.source(option).where == f"TrainingArguments({argument}=...)"
 
 
 @pytest.mark.parametrize("given", [True, False])
