@@ -99,6 +99,7 @@ def resolve(
     flags: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
     file: ConfigSource | FileConfig | None = None,
+    surroundings: Layer | None = None,
     explicit_name: str = "Accelerator",
     explicit_keywords: Mapping[str, str] = _ACCELERATOR_KEYWORDS,
 ) -> Resolved:
@@ -110,6 +111,7 @@ def resolve(
         flags: command-line flags by dotted path; values may still be text.
         environ: environment variables, usually all; `ACCEL_TRAINER_LAUNCH` brings the launcher's file and flags.
         file: a path, a packaged name, JSON text, a mapping, or a result of `read_file`; replaces the launcher's.
+        surroundings: options that a scheduler's variables describe; our own variables stand above them.
         explicit_name: the receiver of the `explicit` arguments, for messages.
         explicit_keywords: the receiver's own keyword for an option, where it is not the path.
 
@@ -121,6 +123,7 @@ def resolve(
     launch_file, launch_flags = read_launch_variable(environ, problems)
     layers = [
         _file_layer(file if file is not None else launch_file),
+        *([] if surroundings is None else [surroundings]),
         *read_environment_layers(environ),
         _named_layer({**launch_flags, **(flags or {})}, SourceKind.CLI, flag_name),
         _named_layer(

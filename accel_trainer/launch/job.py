@@ -16,21 +16,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_trainer.config import Resolved, SourceKind, resolve
+from accel_trainer.config import Resolved, SourceKind, read_file, resolve
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
 from accel_trainer.config.validation import UNUSED_UNDER
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.flags import Options, parse_options, print_help
 from accel_trainer.launch.hosts import HostJob, agent_options, plan_hosts, run_on_hosts
+from accel_trainer.launch.outer_job import OuterJob, find_outer_job, refuse_nesting
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.cores import usable_cores
 
 __all__ = [
     "Job",
+    "check_job",
     "count_devices",
     "default_config_path",
     "plan_job",
-    "refuse_nesting",
     "resolve_options",
     "run_job",
     "run_launch",
@@ -64,6 +65,8 @@ class Job:
     """False: the command replaces this process. True: torch's elastic agent starts the workers."""
     hosts: HostJob | None = None
     """Machines of a hostfile, whose workers DeepSpeed's runner starts instead."""
+    outer: OuterJob | None = None
+    """The job of a scheduler that this one is a share of."""
 
 
 def run_launch(words: Sequence[str]) -> int:
@@ -93,7 +96,7 @@ def run_test(words: Sequence[str]) -> int:
     options = parse_options(words, command)
     if options.rest or options.is_module or options.no_python:
         raise ConfigError(f"{command} has a script of its own and takes none; to start yours: accel-trainer launch")
-    config = resolve_options(options, os.environ)[0].config
+    config = resolve_options(options, os.environ, find_outer_job(os.environ))[0].config
     is_open = config.launch.num_processes is None and config.strategy != "single"
     if is_open and not count_devices(config.use_cpu, config.launch.gpu_ids):
         options.flags["launch.num_processes"] = 2 * config.launch.num_machines
@@ -108,7 +111,7 @@ def default_config_path(environ: Mapping[str, str]) -> Path:
     return Path(os.path.expanduser(home), "accel_trainer", "default_config.yaml")
 
 
-def resolve_options(options: Options, environ: Mapping[str, str]) -> tuple[Resolved, str]:
+def resolve_options(options: Options, environ: Mapping[str, str], outer: OuterJob | None) -> tuple[Resolved, str]:
     """Return the configuration, and the text of ACCEL_TRAINER_LAUNCH with which the workers come to the same one.
 
     Raises:
@@ -120,8 +123,13 @@ def resolve_options(options: Options, environ: Mapping[str, str]) -> tuple[Resol
         file = str(default_path) if default_path.is_file() else None
     elif os.path.exists(file):
         file = os.path.abspath(file)
-    outer = {name: value for name, value in environ.items() if name != LAUNCH_VARIABLE}
-    resolved = resolve(flags=options.flags, environ=outer, file=file)
+    variables = {name: value for name, value in environ.items() if name != LAUNCH_VARIABLE}
+    if outer is None:
+        resolved = resolve(flags=options.flags, environ=variables, file=file)
+    else:
+        content = None if file is None else read_file(file)
+        resolved = resolve(flags=options.flags, environ=variables, file=content, surroundings=outer.layer())
+        outer.check(resolved, content)
     return resolved, json.dumps({"config_file": file, "flags": options.flags})
 
 
@@ -133,26 +141,46 @@ def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] =
     """
     command = _command(options)
     refuse_nesting(environ)
-    resolved, launch_text = resolve_options(options, environ)
+    outer = find_outer_job(environ)
+    resolved, launch_text = resolve_options(options, environ, outer)
+    hosts, num_processes = check_job(resolved, outer, options, argv)
+    is_rank = outer is not None and outer.rank is not None
     launch = resolved.config.launch
-    _refuse_flags_without_effect(options, resolved)
-    hosts = plan_hosts(resolved)
-    num_processes = _num_processes(resolved) if hosts is None else hosts.num_processes
     is_alone = num_processes == 1 and launch.num_machines == 1 and resolved.config.strategy in _WITHOUT_GROUP
-    needs_group = not is_alone or bool(agent_options(resolved))
-    _check_strategy(resolved, num_processes, options, argv)
-    if needs_group and command[0] == sys.executable:
+    needs_group = not is_rank and (not is_alone or bool(agent_options(resolved)))
+    if (needs_group or is_rank) and command[0] == sys.executable:
         command = (command[0], "-u", *command[1:])
     num_local = num_processes // launch.num_machines if hosts is None else hosts.num_local_processes
     is_one_machine = launch.num_machines == 1 if hosts is None else hosts.is_here
     environment = worker_environment(environ, resolved, launch_text, num_local, needs_group and is_one_machine)
-    return Job(resolved, command, environment, num_local, needs_group, hosts)
+    if is_rank:
+        environment |= {name: environ[name] for name in _RANK_VARIABLES if name in environ}
+    return Job(resolved, command, environment, num_local, needs_group, hosts, outer)
+
+
+def check_job(
+    resolved: Resolved, outer: OuterJob | None, options: Options, argv: Sequence[str] = ()
+) -> tuple[HostJob | None, int]:
+    """Return the machines of a hostfile, if there is one, and the number of processes over all machines.
+
+    Raises:
+        ConfigError: the job cannot run; the message names the option to change.
+    """
+    _refuse_flags_without_effect(options, resolved)
+    hosts = plan_hosts(resolved)
+    if outer is not None:
+        outer.check_starter(resolved, hosts)
+    num_processes = _num_processes(resolved) if hosts is None else hosts.num_processes
+    _check_strategy(resolved, num_processes, options, argv)
+    return hosts, num_processes
 
 
 def run_job(job: Job) -> int:
     """Start the job and return its exit code. One process without a group takes the place of this one: no return."""
     sys.stdout.flush()
     sys.stderr.flush()
+    if job.outer is not None:
+        print(f"accel-trainer launch: {job.outer.describe()}", file=sys.stderr, flush=True)
     if job.hosts is not None:
         return run_on_hosts(job.hosts, job.command, job.environment)
     _check_gpu_ids(job.resolved, os.environ)
@@ -191,15 +219,6 @@ def _command(options: Options) -> tuple[str, ...]:
         hint = "; for a module, add -m" if not script.endswith(".py") else ""
         raise ConfigError(f"script {script!r} does not exist (looked from {os.getcwd()}); check the path{hint}")
     return (sys.executable, *options.rest)
-
-
-def refuse_nesting(environ: Mapping[str, str]) -> None:
-    """Raise a ConfigError in a rank of another launcher, which would start a job of its own on every rank."""
-    if "TORCHELASTIC_RUN_ID" in environ and environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError(
-            f"this is already rank {environ.get('RANK')} of {environ['WORLD_SIZE']} of another launcher, and would "
-            "start a job of its own on every rank; give the script itself to the outer launcher, or leave that one out"
-        )
 
 
 def _refuse_flags_without_effect(options: Options, resolved: Resolved) -> None:

@@ -30,7 +30,8 @@ from accel_trainer.accelerator.shared_state import has_accelerator
 from accel_trainer.config import LaunchConfig, resolve
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
 from accel_trainer.errors import ConfigError, ProcessGroupError
-from accel_trainer.launch.job import refuse_nesting, worker_environment
+from accel_trainer.launch.job import worker_environment
+from accel_trainer.launch.outer_job import refuse_nesting
 from accel_trainer.launch.torchrun import AGENT_LOGGERS, build_rendezvous, log_destination, worker_variables
 from accel_trainer.runtime.process import destroy_process_group
 

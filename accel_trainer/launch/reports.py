@@ -15,7 +15,8 @@ from accel_trainer.config import read_file
 from accel_trainer.config.validation import show_plain
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.flags import parse_options, print_help
-from accel_trainer.launch.job import default_config_path, resolve_options
+from accel_trainer.launch.job import check_job, default_config_path, resolve_options
+from accel_trainer.launch.outer_job import find_outer_job, refuse_nesting
 from accel_trainer.tracking import mask_secrets
 
 __all__ = ["run_env", "run_explain"]
@@ -37,19 +38,24 @@ def run_explain(words: Sequence[str]) -> int:
     """Print a table of every option, its value and where it came from, and the remarks of the files that were read.
 
     Raises:
-        ConfigError: a source is wrong; the same error that `launch` would report.
+        ConfigError: `launch` would not start this job; the same error, behind the table unless a source is wrong.
     """
     command = "accel-trainer explain"
     description = "Print every option, its value and where the value came from. A script is ignored."
     if print_help(words, command, "[options as for launch]", description):
         return 0
     options = parse_options(words, command)
-    resolved, _ = resolve_options(options, os.environ)
+    outer = find_outer_job(os.environ)
+    resolved, _ = resolve_options(options, os.environ, outer)
     values = [row for row in resolved.explain() if row[0] != "deepspeed"] + resolved.explain_block()
     rows = [("option", "value", "from"), *((path, _text(path, value), source.where) for path, value, source in values)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"{path:<{widths[0]}}  {value:<{widths[1]}}  {where}" for path, value, where in rows]
     print("\n".join([*lines, *(f"note: {note}" for note in (*options.notes, *resolved.notes))]))
+    if outer is not None:
+        print(f"note: {outer.describe()}")
+    refuse_nesting(os.environ)
+    check_job(resolved, outer, options, words)
     return 0
 
 

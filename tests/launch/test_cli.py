@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,14 +97,23 @@ def test_explain_tells_where_every_value_came_from(
     config_path = tmp_path / "run.yaml"
     config_path.write_text("mixed_precision: bf16\nlaunch:\n  num_processes: 2\n")
     monkeypatch.setenv("ACCEL_TRAINER_DEBUG", "true")
-    words = ["--config_file", str(config_path), "--cpu", "--fsdp_wrap_classes", "A,B", "ignored.py", "--x"]
+    words = [
+        "--config_file",
+        str(config_path),
+        "--cpu",
+        "--use_fsdp",
+        "--fsdp_wrap_classes",
+        "A,B",
+        "ignored.py",
+        "--x",
+    ]
     assert main(["explain", *words]) == 0
     rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()}
     assert rows["mixed_precision"].split() == ["bf16", f"{config_path}:1"]
     assert rows["launch.num_processes"].split() == ["2", f"{config_path}:3"]
     assert rows["use_cpu"].split() == ["true", "--cpu"]
     assert rows["debug"].split() == ["true", "ACCEL_TRAINER_DEBUG"]
-    assert rows["strategy"].split() == ["auto", "default"]
+    assert rows["strategy"].split() == ["fsdp2", "--strategy"]
     assert rows["fsdp.wrap_classes"].split() == ["[A,", "B]", "--fsdp_wrap_classes"]
     assert rows["launch.main_process_ip"].split() == ["null", "default"]
 
@@ -111,8 +121,27 @@ def test_explain_tells_where_every_value_came_from(
 def test_explain_shows_the_remarks_on_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config_path = tmp_path / "old.yaml"
     config_path.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n")
-    assert main(["explain", "--config_file", str(config_path)]) == 0
+    assert main(["explain", "--config_file", str(config_path), "--cpu", "--num_processes", "2"]) == 0
     assert "\nnote: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--use_fsdp", "--cpu"], "strategy=fsdp2 .* needs at least 2 processes, and this job has 1"),
+        (["--fsdp_wrap_classes", "A"], "--fsdp_wrap_classes: without effect with strategy=auto"),
+        (["--strategy", "single", "--num_processes", "2"], "strategy=single .* is one process, and 2 were asked for"),
+    ],
+)
+def test_explain_refuses_what_launch_refuses(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors = []
+    for command in ("explain", "launch"):
+        assert main([command, *words, __file__]) == 2
+        errors.append(capsys.readouterr().err.removeprefix(f"accel-trainer {command}: "))
+    assert errors[0] == errors[1]
+    assert re.match(message, errors[0])
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
@@ -220,7 +249,7 @@ def test_env_reports_a_broken_file_instead_of_failing(tmp_path: Path, capsys: py
 
 
 def test_packaged_configurations_can_be_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "--config_file", "full_shard"]) == 0
+    assert main(["explain", "--config_file", "full_shard", "--cpu", "--num_processes", "2"]) == 0
     assert "fsdp2" in capsys.readouterr().out
     assert read_file("full_shard").path is not None
     assert os.environ.get("ACCEL_TRAINER_LAUNCH") is None
