@@ -43,7 +43,10 @@ _MOVED = {
         "json_reader:config.readers.config_source loading:config.readers.config_source render:config.files "
         "settings:config.layer sources:config.resolve yaml_reader:config.readers.yaml_reader"
     ),
-    "data": "build:data.loader sources:data.index_source stream:data.iterable_reader streaming:data.iterable_source",
+    "data": (
+        "build:data.loader sources:data.index_source splitting:runtime.tensor_trees stream:data.iterable_reader "
+        "streaming:data.iterable_source"
+    ),
     "integrations": (
         "deepspeed_arguments:integrations.deepspeed.trainer_arguments "
         "deepspeed_building:integrations.deepspeed.strategy "
@@ -57,7 +60,9 @@ _MOVED = {
         "tensorboard_tracker:integrations.trackers.tensorboard_tracker "
         "trackio_tracker:integrations.trackers.wandb_tracker wandb_tracker:integrations.trackers.wandb_tracker"
     ),
-    "launch": "questionnaire:launch.config_file testing:launch.job weights:launch.checkpoints",
+    "launch": (
+        "questionnaire:launch.config_file rendezvous:launch.torchrun testing:launch.job weights:launch.checkpoints"
+    ),
     "runtime": (
         "agreement:runtime.collective_checks faults:runtime.fault_injection health:runtime.shared_errors "
         "mesh:strategies.fsdp2.strategy ragged:runtime.uneven_gather regroup:runtime.memory "

@@ -6,10 +6,11 @@ No torch here: the caller defines the leaves.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-__all__ = ["honor_type", "is_namedtuple", "leaves", "map_leaves", "rebuild_mapping"]
+__all__ = ["honor_type", "is_namedtuple", "leaves", "map_leaves", "merge_dicts", "rebuild_mapping", "recursive_getattr"]
 
 T = TypeVar("T")
 
@@ -76,3 +77,18 @@ def leaves(data: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> Iterat
                 yield from leaves(getattr(data, field.name), is_leaf=is_leaf)
     else:
         yield data
+
+
+def merge_dicts(source: dict[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
+    """Write a nested dict's values over those of another one, in place, and return it."""
+    for key, value in source.items():
+        if isinstance(value, dict):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """Return the attribute at a dotted path."""
+    return functools.reduce(getattr, attr.split("."), obj)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from accel_trainer.config import Resolved, SourceKind, resolve
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.data.plan import BatchRows
-from accel_trainer.data.splitting import split_evenly
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin, DeepSpeedPlugins
 from accel_trainer.runtime.process import (
@@ -26,6 +25,7 @@ from accel_trainer.runtime.process import (
     init_process,
     read_environment,
 )
+from accel_trainer.runtime.tensor_trees import split_evenly
 
 __all__ = [
     "AcceleratorState",

@@ -20,6 +20,7 @@ __all__ = [
     "class_names",
     "compute_module_sizes",
     "compute_module_total_buffer_size",
+    "convert_bytes",
     "convert_file_size_to_int",
     "dtype_byte_size",
     "get_max_layer_size",
@@ -48,6 +49,15 @@ def convert_file_size_to_int(size: int | str) -> int:
     number, prefix, is_binary = found.groups()
     unit = (1024 if is_binary else 1000) ** " KMGT".index(prefix.upper() or " ")
     return int(float(number) * unit) // (8 if size.rstrip().endswith("b") else 1)
+
+
+def convert_bytes(size: float) -> str:
+    """Return a number of bytes in words, in the largest unit (of 1024) that leaves a number of 1 or more."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} PB"
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -7,10 +7,12 @@ with 85, so the agent runs in this process and the workers are watched one by on
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -18,27 +20,35 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accel_trainer.config import LaunchConfig
-from accel_trainer.errors import ConfigError
-from accel_trainer.launch.rendezvous import LOOPBACK, BoundRendezvous, parse_settings
+from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.launchers import DEFAULT_PORT
 from accel_trainer.runtime.process import bracket_ipv6
 
 __all__ = [
     "AGENT_LOGGERS",
     "AgentJob",
+    "BoundRendezvous",
     "build_rendezvous",
     "log_destination",
+    "parse_settings",
     "run_workers",
     "shell_code",
     "worker_variables",
@@ -51,6 +61,10 @@ AGENT_LOGGERS = [
     logging.getLogger(f"torch.distributed.elastic.{name}") for name in ("agent.server.api", "multiprocessing.api")
 ]
 """Loggers on which torch's agent reports a failing worker, which the launchers here report themselves."""
+_LOOPBACK = "127.0.0.1"
+
+# A job has 600 s to come together: machines boot, containers are pulled. Later steps have limits of their own.
+_START_UP_SECONDS = 600
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -269,14 +283,14 @@ def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
     settings = parse_settings(launch.rdzv_conf)
     is_alone = launch.num_machines == 1
     port = launch.main_process_port or (0 if is_alone else DEFAULT_PORT)
-    address = launch.main_process_ip or (LOOPBACK if is_alone else None)
+    address = launch.main_process_ip or (_LOOPBACK if is_alone else None)
     if address is None:
         raise ConfigError(
             f"num_machines is {launch.num_machines} and main_process_ip is not set; give the address of machine 0"
         )
     if launch.rdzv_backend == "static":
         if is_alone:
-            return BoundRendezvous(LOOPBACK, port, 0, 1, settings)
+            return BoundRendezvous(_LOOPBACK, port, 0, 1, settings)
         if launch.max_restarts:
             raise ConfigError(
                 f"max_restarts is {launch.max_restarts} on {launch.num_machines} machines with the static rendezvous, "
@@ -366,3 +380,140 @@ def log_destination(launch: LaunchConfig) -> Iterator[DefaultLogsSpecs]:
         yield DefaultLogsSpecs(log_dir=folder, tee=tee)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- rendezvous -------------------------------------------------------------------------------------------------------
+
+
+def parse_settings(text: str) -> dict[str, str]:
+    """Return `key=value,key=value` as a dict.
+
+    Raises:
+        ConfigError: an entry has no `=`.
+    """
+    settings = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = entry.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"rdzv_conf has the entry {entry!r}; expected key=value,key=value")
+        settings[key.strip()] = value.strip()
+    return settings
+
+
+class BoundRendezvous(RendezvousHandler):
+    """A fixed set of machines that meet at a store on machine 0, which the workers use for their process group too.
+
+    Args:
+        address: of machine 0, as the others reach it.
+        port: 0 lets the kernel choose one, which only works on one machine.
+        settings: `bind_address` for machine 0 to listen elsewhere than on `address`; `timeout` in seconds.
+    """
+
+    def __init__(
+        self, address: str, port: int, machine_rank: int, num_machines: int, settings: Mapping[str, str] | None = None
+    ) -> None:
+        settings = settings or {}
+        unknown = sorted(settings.keys() - {"bind_address", "timeout"})
+        if unknown:
+            raise ConfigError(
+                f"rdzv_conf has {', '.join(map(repr, unknown))}, which the static rendezvous does not know; it knows "
+                "'bind_address' and 'timeout'"
+            )
+        if not settings.get("timeout", "1").isdecimal():
+            raise ConfigError(f"rdzv_conf has timeout={settings['timeout']!r}; expected a whole number of seconds")
+        self.address = address
+        self.machine_rank = machine_rank
+        self.num_machines = num_machines
+        self._port = port
+        self._bind_address = settings.get("bind_address", address)
+        self._timeout = timedelta(seconds=int(settings.get("timeout", _START_UP_SECONDS)))
+        self._store: TCPStore | None = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The workers join the store of this process instead of opening one more."""
+        return True
+
+    def get_backend(self) -> str:
+        """Return the name of this kind of rendezvous."""
+        return "static"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Open the store on machine 0, or reach it; a new store for every start of the workers, with no old keys.
+
+        Raises:
+            ConfigError: the address or the port cannot be listened on.
+            ProcessGroupError: machine 0 cannot be reached.
+        """
+        self._store = None
+        if self.machine_rank == 0:
+            listener = _listen(self._bind_address, self._port)
+            port = listener.getsockname()[1]
+            self._store = TCPStore(
+                self.address,
+                port,
+                is_master=True,
+                timeout=self._timeout,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        else:
+            port = self._port
+            self._store = _reach(self.address, port, self._timeout)
+        store_info = RendezvousStoreInfo(self.address, port)
+        return RendezvousInfo(PrefixStore("agents", self._store), self.machine_rank, self.num_machines, store_info)
+
+    def is_closed(self) -> bool:
+        """A fixed set of machines is never closed."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to do: see `is_closed`."""
+
+    def num_nodes_waiting(self) -> int:
+        """No machine can join a fixed set."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return the name of the job; two jobs differ by their port."""
+        return "accel_trainer"
+
+    def shutdown(self) -> bool:
+        """Close the store."""
+        self._store = None
+        return True
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((address, port), family=family, backlog=2048)
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"main_process_ip {address!r} cannot be resolved: {error}; give the address of machine 0"
+        ) from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} on {address} is in use by another process; choose another main_process_port, "
+                "or leave it out on one machine for a free one"
+            ) from error
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(
+                f"main_process_ip {address} is not an address of this machine, which is machine 0; give the address "
+                "by which the others reach it, correct machine_rank, or, behind address translation, listen on every "
+                "interface with --rdzv_conf bind_address=0.0.0.0"
+            ) from error
+        raise ConfigError(
+            f"cannot listen on {address} port {port}: {error}; choose another main_process_port"
+        ) from error
+
+
+def _reach(address: str, port: int, timeout: timedelta) -> TCPStore:
+    try:
+        return TCPStore(address, port, is_master=False, timeout=timeout)
+    except RuntimeError as error:
+        raise ProcessGroupError(
+            f"machine 0 was not reached at {address} port {port} within {timeout.total_seconds():g} s; check "
+            f"main_process_ip and main_process_port, the firewall, and that the job was started on machine 0: {error}"
+        ) from error

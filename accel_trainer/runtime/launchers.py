@@ -1,14 +1,22 @@
-"""Rank, world size and address as launchers give them: torchrun, SLURM, Open MPI and other MPIs. Pure functions."""
+"""Rank, world size and address as launchers give them: torchrun, SLURM, Open MPI, other MPIs; free ports."""
 
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accel_trainer.errors import ProcessGroupError
 
-__all__ = ["DEFAULT_PORT", "LaunchInfo", "find_launch_info", "first_slurm_host"]
+__all__ = [
+    "DEFAULT_PORT",
+    "LaunchInfo",
+    "find_launch_info",
+    "first_slurm_host",
+    "get_free_port",
+    "is_port_in_use",
+]
 
 DEFAULT_PORT = 29500  # torchrun's
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -158,3 +166,16 @@ def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo | None:
     if info is not None:
         _check_consistent(info)
     return info
+
+
+def is_port_in_use(port: int | None = None) -> bool:
+    """Return whether a process of this machine listens on a TCP port; 29500, torchrun's, when None."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(("localhost", DEFAULT_PORT if port is None else port)) == 0
+
+
+def get_free_port() -> int:
+    """Return a TCP port of this machine on which nobody listens now; another process may take it before you do."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

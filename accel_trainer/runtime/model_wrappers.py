@@ -13,6 +13,7 @@ from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
 __all__ = [
     "get_model_tp_size",
     "get_module_children_bottom_up",
+    "get_pretty_name",
     "has_compiled_regions",
     "is_compiled_module",
     "model_has_dtensor",
@@ -57,6 +58,12 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
         waiting.extend((f"{name}.{child}" if name else child, inner) for child, inner in module.named_children())
     found.reverse()
     return found if return_fqns else [module for _, module in found]
+
+
+def get_pretty_name(obj: Any) -> str:
+    """Return the name of a class or function, or that of an object's class."""
+    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    return str(getattr(named, "__qualname__", None) or named.__name__)
 
 
 def _holds_replica(module: nn.Module) -> bool:

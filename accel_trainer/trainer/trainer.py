@@ -57,11 +57,10 @@ from accel_trainer.trainer.inputs import (
     shifts_labels,
 )
 from accel_trainer.trainer.loss_normalization import LossKind, LossNormalization, count_labels
-from accel_trainer.trainer.preparation import ModelPreparation, build_accelerator, create_optimizer, overrides
+from accel_trainer.trainer.preparation import ModelPreparation, TakenArguments, build_accelerator, create_overridden
 from accel_trainer.trainer.run_record import RunRecord
 from accel_trainer.trainer.search import search_with_optuna
 from accel_trainer.trainer.step_plan import StepPlan
-from accel_trainer.trainer.taken_arguments import TakenArguments
 
 __all__ = ["AccelTrainerMixin", "CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
 
@@ -283,8 +282,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         if not self.is_sharded:
             # A second train() begins with the bare model: the wrapper was freed with the Accelerator's memory.
             self.model_wrapped = self.model
-            if overrides(self, "create_optimizer_and_scheduler"):
-                create_optimizer(self, max_steps)
+            create_overridden(self, max_steps)
             prepared: tuple[nn.Module, DataLoader] = super()._prepare_for_training(
                 max_steps, train_dataloader, resume_from_checkpoint
             )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import importlib.util
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +30,7 @@ from accel_trainer.config.schema import get_key
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.integrations.deepspeed.runtime import import_deepspeed
+from accel_trainer.runtime.availability import is_deepspeed_available
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -42,7 +42,6 @@ __all__ = [
     "Facts",
     "hidden_size_of",
     "installed_keys",
-    "is_installed",
     "model_keys",
     "resolve_engine_config",
     "wrong_values",
@@ -284,7 +283,7 @@ class _Resolver:
         if not any(unknown_keys(self.data)):
             return
         # A newer release may know more than the tables; it is asked only where that matters, its import takes seconds.
-        self._refuse_unknown("", installed_keys() if is_installed() else KNOWN_KEYS)
+        self._refuse_unknown("", installed_keys() if is_deepspeed_available() else KNOWN_KEYS)
 
     def _refuse_unknown(self, section: str, keys: Mapping[str, Any]) -> None:
         for path, start, end in unknown_keys(self._section(section), keys, section):
@@ -492,7 +491,7 @@ class _Resolver:
 
     def _values(self) -> None:
         """Ask DeepSpeed's own models, where nothing else is wrong: their words are less plain."""
-        if not self.problems and is_installed():
+        if not self.problems and is_deepspeed_available():
             self.problems.extend(f"{path}{self._at(path)}{rest}" for path, rest in wrong_values(self.data))
 
 
@@ -520,11 +519,6 @@ SECTION_MODELS: Mapping[str, str] = {
     "comet": "monitor.config:CometConfig",
 }
 """The sections that DeepSpeed checks with a model, and where that is below its package."""
-
-
-def is_installed() -> bool:
-    """Whether DeepSpeed can be imported."""
-    return importlib.util.find_spec("deepspeed") is not None
 
 
 def _models() -> Iterator[tuple[str, type[BaseModel]]]:

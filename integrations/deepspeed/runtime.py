@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes.util
-import importlib.util
 import io
 import logging as std_logging
 import shutil
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_trainer.errors import ConfigError, MissingExtraError
 from accel_trainer.integrations.deepspeed.extension_locks import watch_locks
+from accel_trainer.runtime.availability import is_deepspeed_available
 from accel_trainer.runtime.process import ProcessContext, read_environment
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ __all__ = [
 
 def require_deepspeed() -> None:
     """Refuse to go on where DeepSpeed is not installed; the message names the extra to install."""
-    if importlib.util.find_spec("deepspeed") is None:
+    if not is_deepspeed_available():
         raise MissingExtraError(
             "strategy 'deepspeed' needs the package 'deepspeed', which is not installed; run "
             "`pip install 'accel-trainer[deepspeed]' --no-build-isolation`, or use strategy 'fsdp2', which shards alike"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,6 +22,7 @@ from accel_trainer.integrations.deepspeed.extension_locks import watch_locks
 from accel_trainer.integrations.deepspeed.runtime import check_can_start, require_deepspeed, start_engine
 from accel_trainer.integrations.deepspeed.unit import DeepSpeedUnit, EvaluationUnit
 from accel_trainer.precision import PrecisionPolicy, apply_autocast, cast_floating
+from accel_trainer.runtime.availability import is_transformers_available
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states
@@ -102,7 +102,7 @@ def _build_in_pieces(config: EngineConfig) -> _PiecewiseBuilding | None:
     before = None if _latest is None else _latest()
     if before is not None:
         before.is_enabled = False
-    if not config.builds_in_pieces or importlib.util.find_spec("transformers") is None:
+    if not config.builds_in_pieces or not is_transformers_available():
         return None
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, set_hf_deepspeed_config
 

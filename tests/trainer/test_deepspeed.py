@@ -287,7 +287,7 @@ def test_a_process_without_a_launcher_is_told_how_to_start(tmp_path):
 
 
 def test_without_deepspeed_the_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("accel_trainer.integrations.deepspeed.runtime.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
     with pytest.raises(MissingExtraError, match=r"pip install 'accel-trainer\[deepspeed\]'"):
         arguments(tmp_path, deepspeed=STAGE_2)

@@ -10,8 +10,14 @@ import pytest
 
 from accel_trainer.config import LaunchConfig
 from accel_trainer.errors import ConfigError, ProcessGroupError
-from accel_trainer.launch.rendezvous import BoundRendezvous, parse_settings
-from accel_trainer.launch.torchrun import AgentJob, build_rendezvous, run_workers, shell_code
+from accel_trainer.launch.torchrun import (
+    AgentJob,
+    BoundRendezvous,
+    build_rendezvous,
+    parse_settings,
+    run_workers,
+    shell_code,
+)
 from tests.ranks import free_port
 
 

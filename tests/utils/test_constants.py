@@ -5,10 +5,10 @@ import json
 import pytest
 
 from accel_trainer import Accelerator
-from accel_trainer.plugins import enumerations
-from accel_trainer.plugins.enumerations import BaseEnum, LoggerType, PrecisionType, RNGType
+from accel_trainer.utils import constants
+from accel_trainer.utils.constants import BaseEnum, LoggerType, PrecisionType, RNGType
 
-CLOSED_SETS = [each for name in enumerations.__all__ if issubclass(each := getattr(enumerations, name), BaseEnum)]
+CLOSED_SETS = [each for each in vars(constants).values() if isinstance(each, type) and issubclass(each, BaseEnum)]
 
 
 @pytest.mark.parametrize("kind", [each for each in CLOSED_SETS if each is not BaseEnum])

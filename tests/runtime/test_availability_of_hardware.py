@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accel_trainer.runtime import hardware
+from accel_trainer.runtime import availability
 from accel_trainer.runtime.variables import patch_environment
 
 SMI = """#!/bin/sh
@@ -30,8 +30,8 @@ def plant(directory: Path, monkeypatch: pytest.MonkeyPatch, **facts: str) -> Non
 
 def test_gpus_are_counted_without_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     plant(tmp_path, monkeypatch)
-    assert hardware.get_gpu_info() == (["H100", "H100"], 2)
-    assert hardware.get_driver_version() == "535.1.1"
+    assert availability.get_gpu_info() == (["H100", "H100"], 2)
+    assert availability.get_driver_version() == "535.1.1"
     assert not torch.cuda.is_initialized()
 
 
@@ -43,20 +43,20 @@ def test_cards_whose_driver_refuses_peers(
     name: str, driver: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     plant(tmp_path, monkeypatch, name=name, driver=driver)
-    assert hardware.check_cuda_p2p_ib_support() is expected
+    assert availability.check_cuda_p2p_ib_support() is expected
 
 
 def test_peers_may_send_where_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert hardware.check_cuda_p2p_ib_support()
+    assert availability.check_cuda_p2p_ib_support()
 
 
 @pytest.mark.parametrize(("capability", "expected"), [("8.6", False), ("8.9", True), ("10.0", True)])
 def test_fp8_needs_the_cores_for_it(capability: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     plant(tmp_path, monkeypatch, capability=capability)
-    hardware.check_cuda_fp8_capability.cache_clear()
-    assert hardware.check_cuda_fp8_capability() is expected
-    hardware.check_cuda_fp8_capability.cache_clear()
+    availability.check_cuda_fp8_capability.cache_clear()
+    assert availability.check_cuda_fp8_capability() is expected
+    availability.check_cuda_fp8_capability.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_an_old_kernel_is_named(
     system: str, release: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(platform, "uname", lambda: SimpleNamespace(system=system, release=release))
-    hardware.check_os_kernel()
+    availability.check_os_kernel()
     assert ("Linux 5.4.0 may hang" in caplog.text and "5.5.0 or later" in caplog.text) is warns
 
 
@@ -76,11 +76,11 @@ def test_the_place_in_an_mpi_job(prefix: str):
     with patch_environment(
         **{f"{prefix}_RANK": 3, f"{prefix}_SIZE": 4, f"{prefix}_LOCAL_RANK": 1, f"{prefix}_LOCAL_SIZE": 2}
     ):
-        assert hardware.get_cpu_distributed_information() == hardware.CPUInformation(3, 4, 1, 2)
-    assert hardware.get_cpu_distributed_information() == hardware.CPUInformation()
+        assert availability.get_cpu_distributed_information() == availability.CPUInformation(3, 4, 1, 2)
+    assert availability.get_cpu_distributed_information() == availability.CPUInformation()
 
 
 def test_a_machine_without_plugged_in_devices_is_taken_for_one_of_nvidias():
     if not torch.accelerator.is_available():
-        assert hardware.get_current_device_type() == ("cuda", "MULTI_GPU")
-        assert hardware.set_numa_affinity(0) is None
+        assert availability.get_current_device_type() == ("cuda", "MULTI_GPU")
+        assert availability.set_numa_affinity(0) is None

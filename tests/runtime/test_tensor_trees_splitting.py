@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_trainer import Accelerator, PartialState
-from accel_trainer.data.splitting import split_evenly
 from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.tensor_trees import split_evenly
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")
