@@ -18,6 +18,7 @@ from accel_trainer.accelerator.shared_state import GradientState
 from accel_trainer.config.schema import DataConfig
 from accel_trainer.data.loader import PreparedDataLoader, skip_first_batches
 from accel_trainer.data.loader import prepare_data_loader as prepare_for_job
+from accel_trainer.data.plan import check_can_split
 from accel_trainer.data.sampler import ShardedBatchSampler
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext, current_process
@@ -82,11 +83,8 @@ class IterableDatasetShard(IterableDataset):
         process_index: int = 0,
         split_batches: bool = False,
     ) -> None:
-        if split_batches and batch_size > 1 and batch_size % num_processes:
-            raise ConfigError(
-                f"split_batches=True: batch_size={batch_size} needs to be a round multiple of num_processes="
-                f"{num_processes}"
-            )
+        if split_batches:
+            check_can_split(batch_size, num_processes)
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -136,7 +134,7 @@ def _make(
     loader: DataLoader[Any],
     *,
     device: Any = None,
-    rng_types: Sequence[str] = (),
+    rng_types: Sequence[str] | None = None,
     skip_batches: int = 0,
     dispatch: bool = False,
     non_blocking: bool = False,
@@ -145,7 +143,20 @@ def _make(
     """Return a loader of this rank's own batches, or of batches that rank 0 reads for all."""
     process = current_process()
     reader = process if dispatch else ProcessContext(0, 0, 1, 1, process.device, None)
-    names = check_rng_types(rng_types, process.device)
+    config = DataConfig(
+        dispatch_batches=dispatch or None, non_blocking=non_blocking, use_stateful_dataloader=is_stateful
+    )
+    prepared = _prepare(loader, reader, config, device, rng_types)
+    prepared._by_hand = True
+    return prepared.skipping(skip_batches) if skip_batches else prepared
+
+
+def _prepare(
+    loader: DataLoader[Any], reader: ProcessContext, config: DataConfig, device: Any, rng_types: Sequence[str] | None
+) -> PreparedDataLoader:
+    """Return a loader of a shard, with a state of its own, that sets the named streams to rank 0's in each pass."""
+    process = current_process()
+    names = check_rng_types(rng_types or (), process.device)
     state = GradientState()
 
     def begin(loader: PreparedDataLoader) -> None:
@@ -156,16 +167,14 @@ def _make(
     prepared = prepare_for_job(
         loader,
         process=reader,
-        config=DataConfig(
-            dispatch_batches=dispatch or None, non_blocking=non_blocking, use_stateful_dataloader=is_stateful
-        ),
+        config=config,
         device=None if device is None else torch.device(device),
         seed=torch.initial_seed(),
         on_begin=begin,
         on_end=state.end,
     )
-    prepared._by_hand, prepared.gradient_state = True, state
-    return prepared.skipping(skip_batches) if skip_batches else prepared
+    prepared.gradient_state = state
+    return prepared
 
 
 class DataLoaderShard(metaclass=_MadeByHand):
@@ -199,7 +208,7 @@ class DataLoaderShard(metaclass=_MadeByHand):
         return _make(
             DataLoader(dataset, **kwargs),
             device=device,
-            rng_types=rng_types or (),
+            rng_types=rng_types,
             skip_batches=skip_batches,
             non_blocking=_non_blocking,
             is_stateful=use_stateful_dataloader,
@@ -300,30 +309,14 @@ def prepare_data_loader(
     process = current_process()
     world_size = process.world_size if num_processes is None else num_processes
     rank = process.rank if process_index is None else process_index
-    names = check_rng_types(rng_types or (), process.device)
-    state = GradientState()
-
-    def begin(loader: PreparedDataLoader) -> None:
-        if process.is_distributed:
-            synchronize_rng(names, process)
-        state.begin(loader)
-
-    prepared = prepare_for_job(
-        dataloader,
-        process=process if dispatch_batches else dataclasses.replace(process, rank=rank, world_size=world_size),
-        config=DataConfig(
-            split_batches=split_batches,
-            dispatch_batches=dispatch_batches,
-            even_batches=even_batches,
-            use_seedable_sampler=use_seedable_sampler,
-            data_seed=data_seed,
-            non_blocking=non_blocking,
-            use_stateful_dataloader=use_stateful_dataloader,
-        ),
-        device=torch.device(device or process.device) if put_on_device else None,
-        seed=torch.initial_seed(),
-        on_begin=begin,
-        on_end=state.end,
+    reader = process if dispatch_batches else dataclasses.replace(process, rank=rank, world_size=world_size)
+    config = DataConfig(
+        split_batches=split_batches,
+        dispatch_batches=dispatch_batches,
+        even_batches=even_batches,
+        use_seedable_sampler=use_seedable_sampler,
+        data_seed=data_seed,
+        non_blocking=non_blocking,
+        use_stateful_dataloader=use_stateful_dataloader,
     )
-    prepared.gradient_state = state
-    return prepared
+    return _prepare(dataloader, reader, config, (device or process.device) if put_on_device else None, rng_types)

@@ -23,7 +23,7 @@ from accel_trainer.data.iterable_reader import (
     num_shards_of,
     set_dataset_epoch,
 )
-from accel_trainer.data.plan import BatchRows
+from accel_trainer.data.plan import BatchRows, check_can_split
 from accel_trainer.data.position import Position, Progress
 from accel_trainer.data.sampler import Clock
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
@@ -86,11 +86,8 @@ def _own_shard(dataset: Any, process: ProcessContext, config: DataConfig, shards
 def _stream_rule(loader: DataLoader[Any], config: DataConfig, shards: int, shard: int | None) -> StreamRule:
     batch_size = loader.batch_size or 1
     splits = config.split_batches and loader.batch_size is not None
-    if splits and batch_size % shards != 0:
-        raise ConfigError(
-            f"split_batches=True cuts each batch over {shards} processes, and batch_size={batch_size} is not a "
-            f"multiple of {shards}; choose such a batch size, or split_batches=False"
-        )
+    if splits:
+        check_can_split(batch_size, shards)
     per_shard = batch_size // shards if splits else batch_size
     return StreamRule(shards, shard, per_shard, even=config.even_batches, drop_last=loader.drop_last)
 

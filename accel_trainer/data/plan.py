@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 
+from accel_trainer.errors import ConfigError
+
 __all__ = [
     "BatchRows",
     "RoundRule",
     "batch_indices",
+    "check_can_split",
     "count_rows",
     "index_lists",
     "mix_seed",
@@ -126,6 +129,19 @@ class RoundRule:
 
 Round = tuple[Sequence[Any], BatchRows]
 """One batch for every shard (None where a shard has none), and their rows."""
+
+
+def check_can_split(batch_size: int | None, shards: int) -> None:
+    """Refuse a batch size, unless it varies (None), whose batches the shards cannot share evenly.
+
+    Raises:
+        ConfigError: it is no multiple of the number of shards.
+    """
+    if batch_size is not None and batch_size % shards:
+        raise ConfigError(
+            f"split_batches=True cuts each batch over {shards} processes, and batch_size={batch_size} is no round "
+            f"multiple of {shards}; choose such a batch size, or split_batches=False"
+        )
 
 
 def plan_rounds(first: list[Any], rest: Iterable[Any], rule: RoundRule) -> Iterator[Round]:

@@ -15,6 +15,7 @@ from accel_trainer.data.plan import (
     BatchRows,
     RoundRule,
     batch_indices,
+    check_can_split,
     count_rows,
     index_lists,
     permutation,
@@ -22,7 +23,7 @@ from accel_trainer.data.plan import (
     seed_for_epoch,
 )
 from accel_trainer.data.randomness import draw_alike
-from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
+from accel_trainer.errors import IncompatibleCheckpointError
 
 __all__ = ["Clock", "SeedableRandomSampler", "ShardedBatchSampler", "find_generator", "find_replicated"]
 
@@ -102,12 +103,8 @@ class ShardedBatchSampler(Sampler[Any]):
         join: bool = False,
         seed: int | None = None,
     ) -> None:
-        batch_size = getattr(batch_sampler, "batch_size", None)
-        if split_batches and batch_size is not None and batch_size % num_processes != 0:
-            raise ConfigError(
-                f"split_batches=True cuts each batch over {num_processes} processes, and batch_size={batch_size} is "
-                f"no round multiple of {num_processes}; choose such a batch size, or split_batches=False"
-            )
+        if split_batches:
+            check_can_split(getattr(batch_sampler, "batch_size", None), num_processes)
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
         self.process_index = process_index

@@ -64,9 +64,10 @@ def test_shards_of_a_stream_are_the_stream_in_rounds(
     assert len(repeats) < batch_size * ranks
 
 
-def test_a_stream_that_shards_cannot_share_is_refused():
-    with pytest.raises(ConfigError, match="batch_size=3 needs to be a round multiple of num_processes=2"):
-        IterableDatasetShard(Numbers(4), 3, num_processes=2, split_batches=True)
+@pytest.mark.parametrize("batch_size", [1, 3])  # of 1, every shard would get nothing
+def test_a_stream_that_shards_cannot_share_is_refused(batch_size: int):
+    with pytest.raises(ConfigError, match=f"batch_size={batch_size} is no round multiple of 2; choose such"):
+        IterableDatasetShard(Numbers(4), batch_size, num_processes=2, split_batches=True)
 
 
 def test_a_batch_sampler_without_its_first_batches():

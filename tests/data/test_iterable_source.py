@@ -261,7 +261,7 @@ def test_it_pickles(workers: int) -> None:
 
 
 def test_a_batch_that_cannot_be_split_is_refused() -> None:
-    with pytest.raises(ConfigError, match="over 2 processes, and batch_size=3 is not a multiple of 2"):
+    with pytest.raises(ConfigError, match="over 2 processes, and batch_size=3 is no round multiple of 2"):
         prepare(DataLoader(Stream(9), 3), 0, 2, split_batches=True)
 
 
