@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS, default_hp_search_backend
 from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import (
@@ -33,7 +33,7 @@ from transformers.trainer_utils import (
 )
 
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
-from accel_trainer.data.loader import keeping_epoch, skip_first_batches
+from accel_trainer.data.loader import keeping_epoch
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.fault_injection import fault_point
@@ -324,21 +324,14 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             self.decisions = Decisions(self)
         is_resumed = epoch == epochs_trained and resume_from_checkpoint is not None
         trained = steps_trained_in_current_epoch if is_resumed and not self.args.ignore_data_skip else 0
-        if trained and not self._loader_has_position:
-            train_dataloader = skip_first_batches(train_dataloader, trained)
-        restore_rng_from = resume_from_checkpoint if is_resumed else None
-        # Before the first window is read: collators and datasets draw, and a pass that begins within an epoch does not.
-        # Only a stream without a position is read up to there first, and its draws are those of batches left out.
-        reads_up = trained and not self._loader_has_position and isinstance(train_dataloader.dataset, IterableDataset)
-        if restore_rng_from is not None and not reads_up:
-            self._load_rng_state(restore_rng_from)
-            restore_rng_from = None
         if hasattr(train_dataloader, "set_epoch"):
             train_dataloader.set_epoch(epoch)
+        checkpoint = resume_from_checkpoint if is_resumed else None
+        batches, restore_rng_from = self._begin_pass(train_dataloader, trained, checkpoint)
         self._loss_normalization.begin_epoch(self)
         self._step_plan = StepPlan(self, model)
         clock = self.run_record.clock
-        reader = WindowReader(train_dataloader, self.accelerator.process, clock)
+        reader = WindowReader(batches, self.accelerator.process, clock)
         run = EpochRun(
             trainer=self,
             reader=reader,

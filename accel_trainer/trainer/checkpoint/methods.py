@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging as transformers_logging
@@ -28,12 +30,13 @@ from accel_trainer.checkpoint.weights.adapters import (
     trained_beside,
 )
 from accel_trainer.checkpoint.weights.writing import users_class
+from accel_trainer.data.loader import PreparedDataLoader, skip_first_batches
 from accel_trainer.errors import AccelTrainerError
 from accel_trainer.report.recorded_run import RECORD_KEY
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.best_model import verify_best
-from accel_trainer.trainer.checkpoint.resuming import PREFIX, TRAINER_STATE_NAME
+from accel_trainer.trainer.checkpoint.resuming import PREFIX, TRAINER_STATE_NAME, pass_streams_name, rest_of_pass
 from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
 from accel_trainer.trainer.run_record import RunRecord
 from accel_trainer.trainer.run_setup import RunLengths
@@ -51,8 +54,8 @@ logger = logging.get_logger(__name__)
 upstream_logger = transformers_logging.get_logger("transformers.trainer")
 
 RESERVED_NAMES = [
-    "model*.safetensors*", "pytorch_model*", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "global_step*",
-    "latest", TRAINER_STATE_NAME,
+    "model*.safetensors*", "pytorch_model*", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*",
+    "epoch_rng_state*", "global_step*", "latest", TRAINER_STATE_NAME,
 ]  # fmt: skip
 """Names under which a resume looks for something. Callbacks may put other files into a checkpoint that is complete."""
 
@@ -175,6 +178,30 @@ class CheckpointMethods(_Upstream):
                 or resumption.restores_random_streams(process, self.args.seed, self.state.global_step)
             ):
                 super()._load_rng_state(checkpoint)
+
+    def _begin_pass(self, loader: Any, num_trained: int, checkpoint: str | None) -> tuple[Any, str | None]:
+        """Return the rest of a pass over the training loader, and where random streams are still to be restored from.
+
+        Before the first window is read, as a rule: collators and datasets draw, and a pass that begins within an epoch
+        does not. A stream without a position is read up to there first, and those draws are of batches left out.
+
+        Args:
+            num_trained: micro-batches of the epoch that are trained already.
+            checkpoint: of the resume that this pass goes on from; None in later ones.
+        """
+        is_left_out, run = num_trained > 0 and not self._loader_has_position, self.run_checkpoints
+        if checkpoint is not None and run.resumption is not None:
+            run.resumption.restore_pass_streams(self.accelerator.process, loader, is_within_pass=is_left_out)
+        if is_left_out and not isinstance(loader, PreparedDataLoader):
+            run.begin_pass(loader)
+            return rest_of_pass(loader, num_trained, partial(self._load_rng_state, checkpoint)), None
+        if is_left_out:
+            loader = skip_first_batches(loader, num_trained)
+        if checkpoint is not None and not (is_left_out and isinstance(loader.dataset, IterableDataset)):
+            self._load_rng_state(checkpoint)
+            checkpoint = None
+        run.begin_pass(loader)
+        return loader, checkpoint
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with self.run_checkpoints.metrics.resuming("load"):
@@ -326,6 +353,9 @@ def _write(trainer: CheckpointingTrainer, target: Path, staged: StagedDirectory)
         trainer._save_scaler(directory)
         with trainer.run_checkpoints.streams_of_position():
             trainer._save_rng_state(directory)
+        if (streams := trainer.run_checkpoints.pass_streams) is not None:
+            with staged.open(pass_streams_name(process.rank)) as file:
+                torch.save(streams.state_dict(), file)
     if args.should_save:
         _save_state(trainer, os.path.join(directory, TRAINER_STATE_NAME))
     staged.metadata |= {"trainer": _describe_progress(trainer), "reserved_names": _reserved_names(trainer.model)}

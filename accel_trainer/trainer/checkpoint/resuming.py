@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerState, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -22,11 +27,23 @@ from accel_trainer.data.index_source import length_of
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.data.plan import mix_seed
 from accel_trainer.data.position import Position
+from accel_trainer.data.sampler import find_generator
 from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.rng import get_rng_state, set_rng_state
+from accel_trainer.runtime.torch_private import LOADER_AT_REST
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
 
-__all__ = ["PREFIX", "TRAINER_CHECKPOINTS", "TRAINER_STATE_NAME", "Resumption", "files_to_read"]
+__all__ = [
+    "PREFIX",
+    "TRAINER_CHECKPOINTS",
+    "TRAINER_STATE_NAME",
+    "PassStreams",
+    "Resumption",
+    "files_to_read",
+    "pass_streams_name",
+    "rest_of_pass",
+]
 
 logger = logging.get_logger(__name__)
 
@@ -34,7 +51,7 @@ PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
 TRAINER_STATE_NAME = "trainer_state.json"
 _READ_BY_RANK_0 = re.compile(r"(model|pytorch_model|trained_weights)[^/]*|([^/]+/)?adapter_model[^/]*|optimizer\.bin")
 """Of a sharded Trainer's checkpoint; the other ranks are sent their shards."""
-_RANDOM_STREAMS = re.compile(r"rng_state(?:_(\d+))?\.pth")
+_RANDOM_STREAMS = re.compile(r"(?:epoch_)?rng_state(?:_(\d+))?\.pth")
 
 
 @dataclass
@@ -170,6 +187,22 @@ class Resumption:
         logger.warning("%s has no %s: random streams do not go on as they were", self.path, name)
         return False
 
+    def restore_pass_streams(self, process: ProcessContext, loader: Any, *, is_within_pass: bool) -> None:
+        """Load what the order of the next pass depends on, where the checkpoint has it of this rank.
+
+        Args:
+            is_within_pass: it is the pass that was under way; else the one after it.
+        """
+        path = self.path / pass_streams_name(process.rank)
+        if isinstance(loader, PreparedDataLoader) or not path.is_file():
+            return
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        if is_within_pass:
+            set_rng_state(saved["streams"])
+        states = saved["generators" if is_within_pass else "generators_since"]
+        for generator, state in zip(_generators(loader), states, strict=False):
+            generator.set_state(state)
+
     def check_by_updates(self, state: TrainerState, place: float) -> None:
         """Warn where a position by the number of updates, in epochs, is not the one that the checkpoint has."""
         if state.epoch is None:
@@ -202,6 +235,68 @@ class Resumption:
         if lost := self.lost_steps(step):
             facts.append(f"{lost} update(s) that were done after it are lost, and done again")
         return self.selection.describe(f"resuming at update {step}", facts)
+
+
+def pass_streams_name(rank: int) -> str:
+    """Return the name of the file with a rank's random streams at the beginning of the pass under way."""
+    return f"epoch_rng_state_{rank}.pth"
+
+
+class PassStreams:
+    """The random streams that a pass over a loader of the user's own takes its order from, as the pass began.
+
+    A loader that the Accelerator has prepared needs none: seed and epoch are its order.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        """Remember them before the pass begins."""
+        self._loader = loader
+        self._begun = {"streams": get_rng_state(), "generators": _states_of(loader)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return them as plain values and tensors, with those of the loader's generators as they are now."""
+        return {**self._begun, "generators_since": _states_of(self._loader)}
+
+
+def _states_of(loader: Any) -> list[torch.Tensor]:
+    return [generator.get_state() for generator in _generators(loader)]
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    samplers = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
+    found = [find_generator(node) for node in (loader, *samplers)]
+    return list({id(generator): generator for generator in found if generator is not None}.values())
+
+
+def rest_of_pass(loader: Any, num_batches: int, reached: Callable[[], None]) -> Iterable[Any]:
+    """Return a pass over a loader of the user's own without its first batches, in the order of the full pass.
+
+    A map-style dataset is not read to get there; anything else is.
+
+    Args:
+        reached: called before the first batch that is left is drawn.
+    """
+    is_torchs = getattr(type(loader), "__iter__", None) is DataLoader.__iter__
+    if not is_torchs or isinstance(loader.dataset, IterableDataset):
+        return _Rest(loader, num_batches, reached)
+    rest, name = copy.copy(loader), "sampler" if loader.batch_sampler is None else "batch_sampler"
+    vars(rest).update({name: _Rest(getattr(loader, name), num_batches, reached), **LOADER_AT_REST})
+    return rest
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """The entries of an iterable after the first ones."""
+
+    entries: Iterable[Any]
+    num_before: int
+    reached: Callable[[], None]
+
+    def __iter__(self) -> Iterator[Any]:
+        entries = iter(self.entries)
+        deque(islice(entries, self.num_before), maxlen=0)
+        self.reached()
+        yield from entries
 
 
 def files_to_read(manifest: Manifest, process: ProcessContext, *, is_sharded: bool) -> Iterator[str]:

@@ -20,7 +20,13 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import KeptStreams, get_rng_state, set_rng_state
 from accel_trainer.runtime.shared_errors import gather_or_raise
-from accel_trainer.trainer.checkpoint.resuming import PREFIX, TRAINER_CHECKPOINTS, Resumption, files_to_read
+from accel_trainer.trainer.checkpoint.resuming import (
+    PREFIX,
+    TRAINER_CHECKPOINTS,
+    PassStreams,
+    Resumption,
+    files_to_read,
+)
 
 __all__ = ["RunCheckpoints", "RunMetrics", "UpdateNote"]
 
@@ -82,6 +88,8 @@ class RunCheckpoints:
         """The checkpoint that this train() goes on from."""
         self.staged: StagedDirectory | None = None
         """The directory of the last save. Files that this package writes to it are hashed on their way."""
+        self.pass_streams: PassStreams | None = None
+        """Of the pass over the training data that began last, where its order depends on them."""
         self._position: Callable[[], dict[str, Any]] | None = None
         self._saves_within_updates = saves_within_updates
         self._streams: dict[str, Any] | None = None
@@ -120,6 +128,10 @@ class RunCheckpoints:
                 "%s was not written by accel_trainer: it has no %s, so that its contents cannot be verified",
                 selection.path, MANIFEST_NAME,
             )  # fmt: skip
+
+    def begin_pass(self, loader: Any) -> None:
+        """Remember what the order of a pass over the training data depends on, before it begins."""
+        self.pass_streams = None if isinstance(loader, PreparedDataLoader) else PassStreams(loader)
 
     def begin_update(self, loader: Any) -> None:
         """Remember the position of the training loader, before the batches of an update are read."""

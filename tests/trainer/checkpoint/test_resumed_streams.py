@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 from transformers import TrainerCallback
 
 from tests.ranks import preload
@@ -78,9 +79,13 @@ class SaveAfter(TrainerCallback):
 
 def train(
     output_dir: str, *, strategy: str = "single", resume: str | None = None, steps: tuple[int, ...] = (),
-    dataset: Any = None, **changes: Any,
+    dataset: Any = None, own_loader: Any = None, **changes: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train a masked language model with dropout for two epochs; return its summary."""
+    """Train a masked language model with dropout for two epochs; return its summary.
+
+    Args:
+        own_loader: makes a loader of a dataset and a collator, in the place of the Trainer's own.
+    """
     from transformers import BertConfig, BertForMaskedLM
 
     from accel_trainer.trainer import Trainer
@@ -97,6 +102,8 @@ def train(
         model, arguments(output_dir, **options), data_collator=masking(), train_dataset=dataset or Cropped(14),
         eval_dataset=Cropped(5, seed=1), callbacks=[SaveAfter(*steps)],
     )  # fmt: skip
+    if own_loader is not None:
+        trainer.get_train_dataloader = lambda: own_loader(trainer.train_dataset, trainer.data_collator)
     trainer.train(resume_from_checkpoint=resume)
     for loader in (trainer.callback_handler.train_dataloader, trainer.callback_handler.eval_dataloader):
         if loader is not None:
@@ -157,6 +164,95 @@ def test_a_resumed_run_draws_alike_however_its_data_is_read(tmp_path: Path, name
     for step in (3, 9):
         resumed = train(str(tmp_path / "again"), resume=str(tmp_path / f"checkpoint-{step}"), **options)
         assert_same_end(resumed, whole, step)
+
+
+def shuffled(dataset: Any, collator: Any, **options: Any) -> DataLoader:
+    return DataLoader(dataset, batch_size=2, shuffle=True, collate_fn=collator, **options)
+
+
+def shuffled_by_a_generator(dataset: Any, collator: Any) -> DataLoader:
+    return shuffled(dataset, collator, generator=torch.Generator().manual_seed(5))
+
+
+def in_batches_of_a_sampler(dataset: Any, collator: Any) -> DataLoader:
+    sampler = BatchSampler(RandomSampler(dataset, replacement=True), batch_size=2, drop_last=False)
+    return DataLoader(dataset, batch_sampler=sampler, collate_fn=collator)
+
+
+def of_a_stream(dataset: Any, collator: Any) -> DataLoader:
+    return DataLoader(CroppedStream(14), batch_size=2, collate_fn=collator)
+
+
+class Batches:
+    """No DataLoader: every pass is shuffled anew, and rotated by the epoch."""
+
+    epoch = 0
+
+    def __init__(self, dataset: Any, collator: Any) -> None:
+        self.dataset, self.collator = dataset, collator
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.dataset) // 2
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(len(self.dataset)).roll(self.epoch).tolist()
+        for begin in range(0, len(order), 2):
+            yield self.collator([self.dataset[index] for index in order[begin : begin + 2]])
+
+
+@pytest.mark.parametrize(
+    "own_loader", [shuffled, shuffled_by_a_generator, in_batches_of_a_sampler, of_a_stream, Batches]
+)
+def test_a_loader_of_the_users_own_goes_on_in_the_order_of_its_pass(tmp_path: Path, own_loader: Any) -> None:
+    whole = train(str(tmp_path), steps=(3, 7, 9), own_loader=own_loader)
+
+    for step in (3, 7, 9):
+        again = str(tmp_path / "again")
+        resumed = train(again, resume=str(tmp_path / f"checkpoint-{step}"), steps=(10,), own_loader=own_loader)
+        assert_same_end(resumed, whole, step)
+    resumed = train(again, resume=f"{again}/checkpoint-10", own_loader=own_loader)
+    assert_same_end(resumed, whole, "resumed twice")
+
+
+class Words(Dataset):
+    """Rows that are as they are."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.rows = Cropped(num_rows).rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def train_with_own_loaders(output_dir: str, *, strategy: str) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
+    from transformers import default_data_collator
+
+    found = []
+    for workers in (0, 2):
+        own_loader = partial(in_workers, collator=default_data_collator, workers=workers)
+        options = {"strategy": strategy, "dataset": Words(10), "own_loader": own_loader}
+        whole = train(f"{output_dir}/{workers}", steps=(2,), **options)
+        resumed = train(f"{output_dir}/{workers}-again", resume=f"{output_dir}/{workers}/checkpoint-2", **options)
+        found.append((workers, resumed, whole))
+    return found
+
+
+def in_workers(dataset: Any, _: Any, collator: Any, workers: int) -> DataLoader:
+    return shuffled(dataset, collator, num_workers=workers)
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(120)
+def test_loaders_of_the_users_own_go_on_in_the_order_of_each_rank(tmp_path: Path) -> None:
+    for results in on_ranks("ddp", train_with_own_loaders, str(tmp_path)):
+        for case, resumed, whole in results:
+            assert_same_end(resumed, whole, case)
 
 
 def train_on_a_stream(output_dir: str, *, strategy: str) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
