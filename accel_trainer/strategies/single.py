@@ -27,7 +27,7 @@ from accel_trainer.strategies.api import (
 from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.loss_scale import LossScale
 from accel_trainer.strategies.ownership import check_disjoint, check_optimizer_belongs
-from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
+from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO, state_follows_parameters
 
 __all__ = ["NativeUnit", "SingleStrategy", "check_optimizers", "place", "require_values", "with_optimizers"]
 
@@ -144,12 +144,13 @@ class NativeUnit(TrainUnit):
             each.zero_grad(set_to_none)
 
     def bind_optimizer(self, optimizer: Optimizer) -> None:
-        """Take an optimizer that holds parameters of this module."""
+        """Take an optimizer that holds parameters of this module; state that it has comes to where they are."""
         if optimizer in self.optimizers:
             return
         known = self.known_parameters()
         check_optimizer_belongs(optimizer, self.module, known)
         check_disjoint([*self.optimizers, optimizer], known)
+        state_follows_parameters(optimizer, self.module.parameters())
         self.optimizers.append(optimizer)
 
     def checkpoint_io(self) -> CheckpointIO:

@@ -16,6 +16,7 @@ from accel_trainer.runtime.process import init_process
 from accel_trainer.strategies.api import BaseStrategy, TrainJob, TrainUnit
 from accel_trainer.strategies.loss_scale import LossScale
 from accel_trainer.strategies.single import NativeUnit, SingleStrategy
+from accel_trainer.tree import leaves
 
 Scaler = torch.amp.GradScaler
 
@@ -92,6 +93,32 @@ def test_the_unit_holds_the_users_own_objects():
     assert unit.model is unit.module is model
     assert unit.optimizers == [optimizer]
     assert list(vars(model)) == list(vars(Net()))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_state_from_before_prepare_comes_to_where_the_parameters_are(fused: bool):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    for each in (optimizer, lbfgs):
+        model(batch()).backward()
+        each.step(lambda: model(batch()))
+    entries = [dict(optimizer.state[p]) for p in model.parameters()]
+    lists = dict(lbfgs.state[model.layer.weight])
+    model.to("meta")  # the parameters become other objects there, which they do on no accelerator
+    moved = list(model.parameters())
+    for each in (optimizer, lbfgs):
+        each.param_groups[0]["params"] = moved
+    optimizer.state.update(zip(moved, entries, strict=True))
+    lbfgs.state[moved[0]] = lists
+
+    unit = NativeUnit(model, model)
+    unit.bind_optimizer(optimizer)
+    for parameter in moved:
+        devices = {key: value.device.type for key, value in optimizer.state[parameter].items()}
+        assert devices == {"exp_avg": "meta", "exp_avg_sq": "meta", "step": "meta" if fused else "cpu"}
+    NativeUnit(model, model).bind_optimizer(lbfgs)
+    assert {t.device.type for t in leaves(lbfgs.state[moved[0]]) if isinstance(t, Tensor)} == {"meta"}
 
 
 def test_a_step_is_a_plain_step():

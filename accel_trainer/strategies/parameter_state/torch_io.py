@@ -20,6 +20,9 @@ from accel_trainer.checkpoint.format.placement import is_sharded_or_replicated, 
 from accel_trainer.checkpoint.interop.dcp import DcpDirectory
 from accel_trainer.checkpoint.shards import ShardedTensors, own_share, write_shards
 from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.process import current_process
+from accel_trainer.runtime.tensor_trees import is_tensor
+from accel_trainer.runtime.transport import as_sendable_dtype, to_sendable
 from accel_trainer.strategies.parameter_state.base_io import (
     BaseCheckpointIO,
     HeldBoxes,
@@ -29,13 +32,47 @@ from accel_trainer.strategies.parameter_state.base_io import (
     world_size,
 )
 from accel_trainer.strategies.parameter_state.matching import group_options, uncompiled_name
+from accel_trainer.tree import map_leaves
 
-__all__ = ["TensorShards", "TorchCheckpointIO"]
+__all__ = ["TensorShards", "TorchCheckpointIO", "state_device", "state_follows_parameters"]
 
 logger = logging.get_logger(__name__)
 
 Make = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Makes the target of a saved tensor of this shape and dtype."""
+_COUNTER = "step"
+"""Name that torch's optimizers have for the number of updates of a parameter."""
+
+
+def state_device(parameter: Tensor, options: Mapping[str, Any], key: Any) -> torch.device:
+    """Return the device of one tensor of a parameter's optimizer state: the one on which the update reads it.
+
+    The parameter's own, but for the counter of steps: that is on the host, where an update reads it without waiting for
+    the device, unless a kernel on the device counts. Such a kernel takes the counter's address as it is: one of the
+    host's memory is an illegal access. Source: `torch.optim.Optimizer.load_state_dict`.
+
+    Args:
+        options: those of the parameter's group, as the update will find them.
+    """
+    if key == _COUNTER and not (options.get("capturable") or options.get("fused")):
+        return torch.device("cpu")
+    return parameter.device
+
+
+@torch.no_grad()
+def state_follows_parameters(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Move the state that an optimizer has of these parameters to where their update reads it."""
+    wanted = {id(parameter) for parameter in parameters}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            entry: dict[Any, Any] = optimizer.state.get(parameter, {}) if id(parameter) in wanted else {}
+            for key, value in list(entry.items()):
+                move = partial(_moved, device=state_device(parameter, group, key))
+                entry[key] = map_leaves(move, value, is_leaf=is_tensor)
+
+
+def _moved(leaf: Any, device: torch.device) -> Any:
+    return leaf.to(device) if isinstance(leaf, Tensor) else leaf
 
 
 class TensorShards:
@@ -145,17 +182,21 @@ class TorchCheckpointIO(BaseCheckpointIO):
 
     def load_optimizers(self, outline: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """Load rank 0's full optimizer state. Collective."""
-        holders: dict[str, tuple[nn.Parameter, Optimizer]] = {}
+        holders: dict[str, tuple[nn.Parameter, Optimizer, dict[str, Any]]] = {}
         for (group, own, optimizer), saved in zip(self._named_groups(), outline["param_groups"], strict=True):
             group.update(group_options(saved))
             optimizer.state.update(saved.get(OWN_STATE, {}))
-            holders.update({name: (parameter, optimizer) for name, parameter in own.items()})
+            holders.update({name: (parameter, optimizer, group) for name, parameter in own.items()})
         for name, entry in outline["state"].items():
-            parameter, optimizer = holders[name]
+            parameter, optimizer, group = holders[name]
             loaded: dict[str, Any] = {}
             for key, value in entry.items():
                 source = state["state"][name][key] if current_rank() == 0 else None
-                loaded[key] = value.build(parameter, source) if isinstance(value, _TensorOutline) else value
+                if isinstance(value, _TensorOutline):
+                    loaded[key] = _like_state(parameter, group, {}, key)(value.shape, value.dtype)
+                    _copy_from_rank_zero(loaded[key], source)
+                else:
+                    loaded[key] = value
             optimizer.state[parameter] = loaded
 
     # --- optimizers in shards ---------------------------------------------------------------------------------------
@@ -180,11 +221,12 @@ class TorchCheckpointIO(BaseCheckpointIO):
 
         for (group, own, optimizer), saved in zip(self._named_groups(), groups, strict=True):
             options = build(group_options(saved), partial(_like_option, group))
+            after = {**group, **options}
             reads.add_last(partial(group.update, options))
             shared = build(saved.get(OWN_STATE, {}), partial(_like_option, optimizer.state))
             reads.add_last(partial(optimizer.state.update, shared))
             for name, parameter in own.items():
-                like = partial(_like_state, parameter, group, optimizer.state.get(parameter, {}))
+                like = partial(_like_state, parameter, after, optimizer.state.get(parameter, {}))
                 entry = build(state["state"].get(name, {}), like)
                 reads.add_last(partial(_set_state, optimizer, parameter, entry))
 
@@ -263,8 +305,9 @@ def _copy_from_rank_zero(target: Tensor, source: Tensor | None) -> None:
         placed = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=0)
         target.to_local().copy_(placed.to_local())
     else:
-        dist.broadcast(full, src=0)
-        target.copy_(full)
+        wire = to_sendable(full, current_process())
+        dist.broadcast(as_sendable_dtype(wire), src=0)
+        target.copy_(wire)
 
 
 class _TensorOutline:
@@ -273,17 +316,6 @@ class _TensorOutline:
     def __init__(self, tensor: Tensor) -> None:
         self.shape = tuple(tensor.shape)
         self.dtype = tensor.dtype
-
-    def build(self, parameter: Tensor, source: Tensor | None) -> Tensor:
-        """Return the tensor, sharded as `parameter` is when it has its shape. Collective on several ranks."""
-        if self.shape == tuple(parameter.shape):
-            target = torch.empty_like(parameter, dtype=self.dtype, requires_grad=False)
-        else:
-            # Adam's step counter stays on the CPU unless the optimizer is capturable or fused on the device.
-            on_group = dist.is_initialized() and "cpu" not in dist.get_backend_config()
-            target = torch.empty(self.shape, dtype=self.dtype, device=parameter.device if on_group else "cpu")
-        _copy_from_rank_zero(target, source)
-        return target
 
 
 def _set_state(optimizer: Optimizer, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
@@ -319,21 +351,19 @@ def _can_hold(before: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> boo
     return not isinstance(before, DTensor) or is_sharded_or_replicated(before)
 
 
-def _like_state(parameter: nn.Parameter, group: Mapping[str, Any], before: Mapping[Any, Any], key: Any) -> Make:
-    """Make a tensor of a parameter's state where the optimizer would: sharded as before, or like the parameter."""
+def _like_state(parameter: nn.Parameter, options: Mapping[str, Any], before: Mapping[Any, Any], key: Any) -> Make:
+    """Make a tensor of a parameter's state where the optimizer would: as it has it now, or like the parameter."""
+    device = state_device(parameter, options, key)
 
     def make(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         held = before.get(key)
-        if isinstance(held, Tensor) and _can_hold(held, shape, dtype):
+        # Options that were saved may say that another device counts from now on.
+        if isinstance(held, Tensor) and _can_hold(held, shape, dtype) and (key != _COUNTER or held.device == device):
             return held.detach()
-        if key == "step":
-            # As torch.optim.Optimizer.load_state_dict: on the host, unless a kernel on the device counts.
-            on_device = group.get("capturable") or group.get("fused")
-            return torch.empty(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
-        if shape == tuple(parameter.shape):
+        if key != _COUNTER and shape == tuple(parameter.shape):
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        local = torch.empty(shape, dtype=dtype, device=parameter.device)
-        if not isinstance(parameter, DTensor):
+        local = torch.empty(shape, dtype=dtype, device=device)
+        if key == _COUNTER or not isinstance(parameter, DTensor):
             return local
         everywhere = [Replicate()] * parameter.device_mesh.ndim
         return DTensor.from_local(local, parameter.device_mesh, everywhere, run_check=False)

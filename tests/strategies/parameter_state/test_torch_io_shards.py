@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.strategies.parameter_state.base_io import Reads
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
 from tests.publishing import publish_directory
 from tests.ranks import preload, run_ranks
@@ -230,6 +232,79 @@ def test_parts_that_leave_gaps_are_an_error(tmp_path: Path):
     stored = open_checkpoint(tmp_path / "s", ALONE)
     with pytest.raises(CorruptCheckpointError, match=r"does not hold all of 'weight': 1 shard\(s\) leave gaps in"):
         TorchCheckpointIO(unit().module).load(stored, "unit_0")
+
+
+def places(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
+    """Return the devices of an optimizer's state by its keys."""
+    found: dict[str, set[str]] = {}
+    for entry in optimizer.state.values():
+        for key, value in entry.items():
+            found.setdefault(key, set()).add(str(value.device))
+    return found
+
+
+class Planned(Reads):
+    """The devices of planned targets by their keys; nothing is read, since a tensor on meta would get memory then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: dict[str, set[str]] = {}
+
+    def add(self, stored: Any, name: str, target: Tensor) -> None:
+        super().add(stored, name, target)
+        self.places.setdefault(name.rpartition(".")[2], set()).add(str(target.device))
+
+
+def load_in_full(target: TorchCheckpointIO, source: TorchCheckpointIO, folder: Path) -> dict[str, set[str]]:
+    target.load_full_optimizer_state(source.full_optimizer_state())
+    return places(target.optimizers[0])
+
+
+def plan_in_shards(target: TorchCheckpointIO, source: TorchCheckpointIO, folder: Path) -> dict[str, set[str]]:
+    planned = Planned()
+    target.new_reads = lambda: planned
+    target.plan_load(write(folder / "s", source), "unit_0", weights=False)
+    return planned.places
+
+
+def on_meta(io: TorchCheckpointIO) -> TorchCheckpointIO:
+    """Return a unit of the same model on another device, with a new optimizer."""
+    module = copy.deepcopy(io.module).to("meta")
+    return TorchCheckpointIO(module, [type(io.optimizers[0])(module.parameters())])
+
+
+@pytest.mark.parametrize("load", [load_in_full, plan_in_shards])
+@pytest.mark.parametrize("kernel", ["for loop", "foreach", "fused", "capturable"])
+def test_state_goes_to_where_torchs_own_load_puts_it(load: Any, kernel: str, tmp_path: Path):
+    # A fused or capturable update reads the counter in a kernel on the device, by its address.
+    io = unit()
+    io.optimizers[0].param_groups[0][kernel] = True
+    target = on_meta(io)
+    reference = torch.optim.AdamW(target.module.parameters())
+    reference.load_state_dict(io.optimizers[0].state_dict())
+    assert places(reference)["step"] == {"meta" if kernel in ("fused", "capturable") else "cpu"}
+    assert load(target, io, tmp_path) == places(reference)
+
+
+def test_a_counter_that_the_optimizer_has_moves_where_the_saved_options_have_it_read(tmp_path: Path):
+    plain, fused = unit(), unit()
+    fused.optimizers[0].param_groups[0]["fused"] = True
+    target = on_meta(plain)
+    load_in_full(target, plain, tmp_path)
+    assert plan_in_shards(target, fused, tmp_path)["step"] == {"meta"}
+
+
+@pytest.mark.parametrize("load", [load_in_full, plan_in_shards])
+def test_factored_state_goes_to_the_parameters_device(load: Any, tmp_path: Path):
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    io = TorchCheckpointIO(model, [optimizer])
+    found = load(on_meta(io), io, tmp_path)
+    assert found.pop("step") == {"cpu"}
+    assert found.keys() == {"row_var", "col_var", "variance"}
+    assert all(devices == {"meta"} for devices in found.values())
 
 
 def test_optimizers_that_keep_lists_and_small_tensors_come_back(tmp_path: Path):
