@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_trainer.config import FieldSpec, field_specs, resolve
+from accel_trainer.config import FieldSpec, field_specs, resolve, to_file_dict
 from accel_trainer.config.readers.yaml_reader import dump_yaml
 from accel_trainer.config.schema import set_key, thaw
 from accel_trainer.config.validation import WrongValueError, coerce
 from accel_trainer.errors import ConfigError, did_you_mean
-from accel_trainer.launch.job import count_devices, default_config_path
+from accel_trainer.launch.default_file import accelerate_config_path, default_config_path
+from accel_trainer.launch.job import count_devices
 
 __all__ = ["run_config"]
 
@@ -132,12 +133,27 @@ def _ask_answers(path: Path) -> dict[str, Any]:
         parse = functools.partial(coerce, FieldSpec("answer", bool, False), lenient=True)
         if path.exists() and not _read("That file exists. Replace it?", False, parse, shown="no"):
             raise ConfigError(f"{path} exists and was left as it is; name another file with --config_file")
-        content = _ask_configuration()
+        content = _ask_import(path) or _ask_configuration()
     except (EOFError, KeyboardInterrupt) as error:
         ended = "was stopped" if isinstance(error, KeyboardInterrupt) else "ended"
         raise ConfigError(f"the input {ended} before the last answer; nothing was written, start again") from None
     resolve(file=content)
     return content
+
+
+def _ask_import(path: Path) -> dict[str, Any]:
+    """Offer the values of accelerate's default file; return them as a file of ours has them, or nothing."""
+    other = None if path.exists() else accelerate_config_path(os.environ)
+    if other is None:
+        return {}
+    try:
+        content = to_file_dict(resolve(file=str(other)).config)
+    except ConfigError as error:
+        print(f"The configuration of Hugging Face accelerate, {other}, cannot be taken over: {error}")
+        return {}
+    parse = functools.partial(coerce, FieldSpec("answer", bool, False), lenient=True)
+    print(f"Hugging Face accelerate is configured in {other}:\n{dump_yaml(content)}")
+    return content if _read("Take these values, and ask nothing?", True, parse, shown="yes") else {}
 
 
 def _ask_configuration() -> dict[str, Any]:

@@ -14,12 +14,12 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from accel_trainer.config import Resolved, SourceKind, read_file, resolve
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
 from accel_trainer.config.validation import UNUSED_UNDER
 from accel_trainer.errors import ConfigError
+from accel_trainer.launch.default_file import find_default_config
 from accel_trainer.launch.flags import Options, parse_options, print_help
 from accel_trainer.launch.hosts import HostJob, agent_options, plan_hosts, run_on_hosts
 from accel_trainer.launch.outer_job import OuterJob, find_outer_job, refuse_nesting
@@ -30,8 +30,8 @@ __all__ = [
     "Job",
     "check_job",
     "count_devices",
-    "default_config_path",
     "plan_job",
+    "read_options",
     "resolve_options",
     "run_job",
     "run_launch",
@@ -75,9 +75,8 @@ def run_launch(words: Sequence[str]) -> int:
     description = "Run a script on one or several processes. Options of the script stand behind the script."
     if print_help(words, command, "[options] script.py [options of the script]", description):
         return 0
-    options = parse_options(words, command)
-    for note in options.notes:
-        print(f"{command}: {note}", file=sys.stderr)
+    options = read_options(words, command, os.environ)
+    _print_notes(options, command)
     return run_job(plan_job(options, os.environ, words))
 
 
@@ -93,9 +92,10 @@ def run_test(words: Sequence[str]) -> int:
     description = "Start a small job as configured, and check processes, collectives, loaders and training."
     if print_help(words, command, "[options as for launch]", description):
         return 0
-    options = parse_options(words, command)
+    options = read_options(words, command, os.environ)
     if options.rest or options.is_module or options.no_python:
         raise ConfigError(f"{command} has a script of its own and takes none; to start yours: accel-trainer launch")
+    _print_notes(options, command)
     config = resolve_options(options, os.environ, find_outer_job(os.environ))[0].config
     is_open = config.launch.num_processes is None and config.strategy != "single"
     if is_open and not count_devices(config.use_cpu, config.launch.gpu_ids):
@@ -104,11 +104,23 @@ def run_test(words: Sequence[str]) -> int:
     return run_job(plan_job(options, os.environ, [*words, _CHECKS]))
 
 
-def default_config_path(environ: Mapping[str, str]) -> Path:
-    """Return the configuration file that is used by default: it is in the cache of Hugging Face's libraries."""
-    cache = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    home = environ.get("HF_HOME") or os.path.join(cache, "huggingface")
-    return Path(os.path.expanduser(home), "accel_trainer", "default_config.yaml")
+def read_options(words: Sequence[str], command: str, environ: Mapping[str, str]) -> Options:
+    """Return a command line, taken apart, with the configuration file that is used by default; a note names that one.
+
+    Raises:
+        ConfigError: see `parse_options`.
+    """
+    options = parse_options(words, command)
+    if options.config_file is None:
+        path, note = find_default_config(environ)
+        if path is not None:
+            options.config_file, options.notes = str(path), (*options.notes, note)
+    return options
+
+
+def _print_notes(options: Options, command: str) -> None:
+    for note in options.notes:
+        print(f"{command}: {note}", file=sys.stderr)
 
 
 def resolve_options(options: Options, environ: Mapping[str, str], outer: OuterJob | None) -> tuple[Resolved, str]:
@@ -118,10 +130,7 @@ def resolve_options(options: Options, environ: Mapping[str, str], outer: OuterJo
         ConfigError: everything that is wrong in the file, the environment and the flags.
     """
     file = options.config_file
-    if file is None:
-        default_path = default_config_path(environ)
-        file = str(default_path) if default_path.is_file() else None
-    elif os.path.exists(file):
+    if file is not None and os.path.exists(file):
         file = os.path.abspath(file)
     variables = {name: value for name, value in environ.items() if name != LAUNCH_VARIABLE}
     if outer is None:

@@ -14,8 +14,9 @@ from typing import Any
 from accel_trainer.config import read_file
 from accel_trainer.config.validation import show_plain
 from accel_trainer.errors import ConfigError
-from accel_trainer.launch.flags import parse_options, print_help
-from accel_trainer.launch.job import check_job, default_config_path, resolve_options
+from accel_trainer.launch.default_file import default_config_path, find_default_config
+from accel_trainer.launch.flags import print_help
+from accel_trainer.launch.job import check_job, read_options, resolve_options
 from accel_trainer.launch.outer_job import find_outer_job, refuse_nesting
 from accel_trainer.tracking import mask_secrets
 
@@ -44,7 +45,7 @@ def run_explain(words: Sequence[str]) -> int:
     description = "Print every option, its value and where the value came from. A script is ignored."
     if print_help(words, command, "[options as for launch]", description):
         return 0
-    options = parse_options(words, command)
+    options = read_options(words, command, os.environ)
     outer = find_outer_job(os.environ)
     resolved, _ = resolve_options(options, os.environ, outer)
     values = [row for row in resolved.explain() if row[0] != "deepspeed"] + resolved.explain_block()
@@ -123,11 +124,13 @@ def _version(package: str) -> str:
 
 
 def _config_lines(file: str | None) -> str:
-    path = Path(file) if file else default_config_path(os.environ)
-    if not file and not path.is_file():
-        return f"- configuration: none ({path} does not exist)"
+    default, note = find_default_config(os.environ)
+    path = Path(file) if file else default
+    if path is None:
+        return f"- configuration: none ({default_config_path(os.environ)} does not exist)"
     try:
         content = mask_secrets(read_file(str(path)).content)
     except ConfigError as error:
         return f"- configuration: {error}"
-    return "\n".join([f"- configuration: {path}", *(f"    {key}: {value}" for key, value in content.items())])
+    head = f"- configuration: {path}" if file else f"- {note}"
+    return "\n".join([head, *(f"    {key}: {value}" for key, value in content.items())])

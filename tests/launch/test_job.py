@@ -13,8 +13,8 @@ import pytest
 
 from accel_trainer.config import resolve
 from accel_trainer.errors import ConfigError
-from accel_trainer.launch.flags import parse_options
-from accel_trainer.launch.job import Job, default_config_path, plan_job, run_job
+from accel_trainer.launch.default_file import default_config_path
+from accel_trainer.launch.job import Job, plan_job, read_options, run_job
 from accel_trainer.runtime.cores import usable_cores
 
 
@@ -26,7 +26,8 @@ def script(tmp_path: Path) -> str:
 
 
 def plan(tmp_path: Path, *words: str, **environ: str) -> Job:
-    return plan_job(parse_options(words, "accel-trainer launch"), {"HF_HOME": str(tmp_path), **environ}, words)
+    variables = {"HF_HOME": str(tmp_path), **environ}
+    return plan_job(read_options(words, "accel-trainer launch", variables), variables, words)
 
 
 def test_one_process_needs_no_group(tmp_path: Path, script: str) -> None:

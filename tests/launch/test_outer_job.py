@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.launch.flags import parse_options
-from accel_trainer.launch.job import Job, plan_job
+from accel_trainer.launch.job import Job, plan_job, read_options
 from tests.ranks import free_port
 
 # What each scheduler sets in the second of two places.
@@ -59,7 +58,8 @@ def script(tmp_path: Path) -> str:
 
 
 def plan(tmp_path: Path, words: list[str], environ: dict[str, str]) -> Job:
-    return plan_job(parse_options(words, "accel-trainer launch"), {"HF_HOME": str(tmp_path), **environ}, words)
+    variables = {"HF_HOME": str(tmp_path), **environ}
+    return plan_job(read_options(words, "accel-trainer launch", variables), variables, words)
 
 
 @pytest.mark.parametrize(
