@@ -25,6 +25,10 @@ from accel_trainer import Acelerator  # error: has no attribute "Acelerator"
 from accel_trainer.state import PartialStat  # error: has no attribute "PartialStat"
 from accel_trainer.utils import DeepSpeedPlugin, ProjectConfiguration, gather, set_seed
 from accel_trainer.utils import gahter  # error: has no attribute "gahter"
+from accel_trainer.utils.dataclasses import KwargsHandler, PrecisionType
+from accel_trainer.utils.environment import check_os_kernel
+from accel_trainer.utils.imports import is_torch_version
+from accel_trainer.utils.imports import is_torch_verson  # error: has no attribute "is_torch_verson"
 
 accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
 Accelerator(mixed_precison="bf16")  # error: Unexpected keyword argument "mixed_precison"

@@ -1,1 +1,2 @@
 from accel_trainer.utils import *
+from accel_trainer.utils.constants import *
