@@ -18,7 +18,8 @@ _MOVED = {
         "engine_plugins:plugins.deepspeed_plugin exchange:accelerator.gathering fsdp_plugin:plugins.fsdp_plugin "
         "gathering:accelerator.gathering hooks:big_models operations:accelerator.gathering options:accelerator.options "
         "pairing:accelerator.prepared preparing:accelerator.preparing progress:logging "
-        "launchers:launch.notebook memory_utils:utils parallelism_config:plugins.parallelism "
+        "launchers:launch.notebook local_sgd:accelerator.local_sgd memory_utils:utils "
+        "parallelism_config:plugins.parallelism "
         "reporting:accelerator.trackers saving:accelerator.checkpointing stepping:accelerator.stepping "
         "token_mean:accelerator.token_mean units:accelerator.prepared windows:accelerator.checkpointing"
     ),

@@ -1,6 +1,7 @@
 """Sharded tensors in a checkpoint, by name: each rank writes shards that it holds, and reads the boxes that it needs.
 
     PREFIX.RRRRR.safetensors      shards of rank R; the manifest has the box of each in its full tensor
+    PREFIX.replica_R.RRRRR.safetensors    all tensors of rank R, where every rank has values of its own
 
 Of replicas each is written by one of their ranks, balanced by bytes. Nothing is communicated, in either direction.
 """
@@ -24,20 +25,25 @@ from accel_trainer.checkpoint.format.manifest import TensorEntry
 from accel_trainer.checkpoint.format.placement import local_box, local_tensor, materialize
 from accel_trainer.checkpoint.format.safetensors_file import TensorReader, dtype_of
 from accel_trainer.checkpoint.reader import StoredCheckpoint
-from accel_trainer.errors import CorruptCheckpointError
+from accel_trainer.errors import CorruptCheckpointError, IncompatibleCheckpointError
 
-__all__ = ["ShardedTensors", "StoredShards", "TensorShards", "own_share", "write_shards"]
+__all__ = ["ShardedTensors", "StoredShards", "TensorShards", "own_share", "stored_tensors", "write_shards"]
 
 _MAX_OPEN_FILES = 64  # of the 1,024 that a process may have by default; shards of one tensor lie in few files
 
 
-def write_shards(staged: StagedDirectory, prefix: str, tensors: Mapping[str, Tensor], rank: int) -> None:
+def write_shards(
+    staged: StagedDirectory, prefix: str, tensors: Mapping[str, Tensor], rank: int, ranks: Sequence[int] | None = None
+) -> None:
     """Write this rank's share of `tensors`, plain or DTensors. Every rank calls it with the same names.
+
+    Args:
+        ranks: those that write the tensors together; all that write into the directory by default.
 
     Raises:
         ConfigError: a DTensor is neither sharded nor replicated, or a dtype is unknown to the format.
     """
-    own = own_share(tensors, rank, staged.ranks)
+    own = own_share(tensors, rank, staged.ranks if ranks is None else ranks)
     locals_, slices = {}, {}
     for name in own:
         box = local_box(tensors[name])
@@ -198,3 +204,57 @@ class StoredShards(ShardedTensors):
         if name not in opened:
             raise CorruptCheckpointError(f"{(self.path / file).absolute()} lacks {name!r}; load another")
         return opened.slice(name, index)
+
+
+class MeanOfReplicas(ShardedTensors):
+    """The mean of tensors of which every rank has saved values of its own; of integers, the first rank's values."""
+
+    def __init__(self, path: Path, replicas: Sequence[ShardedTensors]) -> None:
+        """Take the replicas of all ranks.
+
+        Raises:
+            IncompatibleCheckpointError: some hold tensors that others lack.
+        """
+        super().__init__(path)
+        self._replicas = replicas
+        self.tensors = replicas[0].tensors
+        for replica in replicas:
+            if differing := sorted(set(replica) ^ set(self)):
+                raise IncompatibleCheckpointError(
+                    f"{path.absolute()} holds {len(replicas)} replicas that were updated apart, and {len(differing)} "
+                    f"tensor(s) are not in all of them (first: {differing[0]!r}), so that there is no mean; load it on "
+                    f"{len(replicas)} ranks with strategy 'ddp'"
+                )
+
+    def files_for(self, name: str, box: Box) -> set[str]:
+        """Return the files of all replicas."""
+        return set().union(*(replica.files_for(name, box) for replica in self._replicas))
+
+    def read_shard(self, name: str, shard: int, index: Index) -> Tensor:
+        """Return the mean of a slice; that of half precision is computed in fp32."""
+        first, *others = (replica.read_shard(name, shard, index) for replica in self._replicas)
+        if not first.is_floating_point():
+            return first
+        total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
+        for values in others:
+            total += values
+        return (total / len(self._replicas)).to(first.dtype)
+
+
+def stored_tensors(stored: StoredCheckpoint, prefix: str) -> ShardedTensors:
+    """Return the tensors below a prefix; where every rank has saved a replica of its own, their mean.
+
+    Raises:
+        CorruptCheckpointError: shards of one tensor contradict each other, or the replicas of some ranks are missing.
+        IncompatibleCheckpointError: replicas do not hold the same tensors.
+    """
+    pattern = re.compile(re.escape(prefix) + r"\.replica_(\d+)\.")
+    ranks = sorted({int(found[1]) for file in stored.manifest.tensors if (found := pattern.match(file))})
+    if not ranks:
+        return StoredShards(stored, prefix)
+    if ranks != list(range(stored.manifest.world_size)):
+        raise CorruptCheckpointError(
+            f"{stored.path.absolute()} holds the replicas of ranks {ranks} of {stored.manifest.world_size}: were nodes "
+            "saved to disks of their own? Then load with as many of them"
+        )
+    return MeanOfReplicas(stored.path, [StoredShards(stored, f"{prefix}.replica_{rank}") for rank in ranks])

@@ -35,6 +35,7 @@ from accel_trainer.config import Resolved, RunConfig
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.comm_hooks import CommHook
+from accel_trainer.strategies.local_replicas import LocalReplicas
 from accel_trainer.strategies.loss_scale import LossScale
 
 __all__ = [
@@ -260,6 +261,8 @@ class TrainUnit(Protocol):
     """The user's own module, with the user's class and parameter names."""
     optimizers: Sequence[Optimizer]
     """The user's own, in the order in which they were bound."""
+    local_replicas: LocalReplicas | None = None
+    """For updates of each rank's replica by itself; None where ranks hold no replicas, or exchange nothing."""
 
     def known_parameters(self) -> dict[int, nn.Parameter]:
         """Return the module's parameters by the id of every tensor that stands for one.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["broadcast_module_states", "broadcast_tensors"]
+__all__ = ["broadcast_module_states", "broadcast_tensors", "buckets_of", "split_like"]
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -25,33 +25,34 @@ def broadcast_module_states(module: nn.Module, device: torch.device) -> None:
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Give every rank rank 0's values of these tensors, in buckets of 64 MiB on `device`. Collective."""
-    bucket: list[torch.Tensor] = []
+    for bucket in buckets_of(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(device)
+        dist.broadcast(flat.view(torch.uint8), src=0)  # gloo knows few types
+        if dist.get_rank() == 0:
+            continue
+        for tensor, received in zip(bucket, split_like(flat, bucket), strict=True):
+            # from_pretrained maps weights from their file: writing equal values would give every rank a copy of the
+            # full model in memory.
+            if not torch.equal(tensor, received := received.to(tensor.device)):
+                tensor.copy_(received)
+
+
+def buckets_of(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield the tensors that are not empty in buckets of one dtype, of about 64 MiB together; in one order per call."""
+    held: dict[torch.dtype, list[torch.Tensor]] = {}
     size = 0
     for tensor in tensors:
         if not tensor.numel():
             continue
-        bucket.append(tensor)
+        held.setdefault(tensor.dtype, []).append(tensor)
         size += tensor.nbytes
         if size >= _BUCKET_BYTES:
-            _broadcast_bucket(bucket, device)
-            bucket, size = [], 0
-    _broadcast_bucket(bucket, device)
+            yield from held.values()
+            held, size = {}, 0
+    yield from held.values()
 
 
-def _broadcast_bucket(bucket: list[torch.Tensor], device: torch.device) -> None:
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in bucket:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for tensors in by_dtype.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device)
-        dist.broadcast(flat.view(torch.uint8), src=0)  # gloo knows few types
-        if dist.get_rank() == 0:
-            continue
-        offset = 0
-        for tensor in tensors:
-            received = flat[offset : offset + tensor.numel()].view_as(tensor).to(tensor.device)
-            # from_pretrained maps weights from their file: writing equal values would give every rank a copy of the
-            # full model in memory.
-            if not torch.equal(tensor, received):
-                tensor.copy_(received)
-            offset += tensor.numel()
+def split_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the pieces of a flat tensor in the shapes of the tensors that it was put together of."""
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    yield from (piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True))

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import exposed_exchange_seconds
-from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
+from accel_trainer.strategies.api import BaseStrategy, Capabilities, CheckpointIO, StepOutcome, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states
 from accel_trainer.strategies.compile import apply_compile
+from accel_trainer.strategies.local_replicas import LocalReplicas
 from accel_trainer.strategies.loss_scale import LossScale
+from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, require_values, with_optimizers
 
 __all__ = ["DDPStrategy", "DDPUnit"]
@@ -32,11 +35,13 @@ class DDPUnit(NativeUnit):
         # A static graph is learnt in the first backward, which fails where it does not exchange. The mean of gradients
         # that are averaged already is the same, so a window may exchange once more.
         self._must_sync = self._replicas is not None and self._replicas.static_graph
+        self.local_replicas = None if self._replicas is None else LocalReplicas(self._replicas, self.optimizers)
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Exchange gradients in the next backward, or keep them local. The setter that DDP.no_sync() itself uses."""
-        if self._replicas is not None:
-            self._replicas.require_backward_grad_sync = enabled or self._must_sync
+        if self._replicas is not None and self.local_replicas is not None:
+            exchanges = enabled and not self.local_replicas.is_apart
+            self._replicas.require_backward_grad_sync = exchanges or self._must_sync
             self._must_sync = False
 
     @contextmanager
@@ -44,12 +49,18 @@ class DDPUnit(NativeUnit):
         """Exchange gradients in the backward of this block, although its forward ran without sync.
 
         Raises:
-            ConfigError: DDP has to see the outputs in the forward, to learn which parameters are used.
+            ConfigError: DDP has to see the outputs in the forward, to learn which parameters are used; or the ranks
+                update their replicas apart.
         """
         replicas = self._replicas
         if replicas is None:
             yield
             return
+        if self.local_replicas is not None and self.local_replicas.is_apart:
+            raise ConfigError(
+                f"gradients of {type(self.module).__name__} cannot be exchanged within a LocalSGD block, where every "
+                "rank updates its own replica; leave the block first"
+            )
         if replicas.find_unused_parameters or replicas.static_graph:
             option = "find_unused_parameters" if replicas.find_unused_parameters else "static_graph"
             raise ConfigError(
@@ -65,6 +76,16 @@ class DDPUnit(NativeUnit):
             yield
         finally:
             replicas.require_backward_grad_sync = before
+
+    def step(self, closure: Callable[[], Any] | None = None, *, optimizer: Optimizer | None = None) -> StepOutcome:
+        """Update the parameters; refuse to where replicas are apart that nobody will make alike again."""
+        if self.local_replicas is not None:
+            self.local_replicas.require_open()
+        return super().step(closure, optimizer=optimizer)
+
+    def checkpoint_io(self) -> CheckpointIO:
+        """Return the reader and writer of this unit's state, of every replica's where they are apart."""
+        return TorchCheckpointIO(self.module, self.optimizers, self.local_replicas)
 
     def exposed_communication_seconds(self) -> float | None:
         """Return the mean time for which an exchange of gradients keeps a backward waiting, as DDP samples it."""

@@ -23,7 +23,7 @@ from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.boxes import Box, balance_bytes
 from accel_trainer.checkpoint.format.json_codec import encode
 from accel_trainer.checkpoint.format.safetensors_file import LazyRead
-from accel_trainer.checkpoint.shards import StoredShards
+from accel_trainer.checkpoint.shards import ShardedTensors
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.integrations.deepspeed.partitions import Partitions, Run, RunBox, opened_partition, unsharded_shape
 from accel_trainer.strategies.parameter_state.base_io import BaseCheckpointIO, HeldBoxes, PendingTensor, Reads
@@ -402,7 +402,7 @@ class PartitionReads(Reads):
         self._partitions = partitions
         self._flats = [_FlatReads() for _ in range(partitions.num_flat)]
 
-    def add_weight(self, stored: StoredShards, name: str, tensor: Tensor) -> None:
+    def add_weight(self, stored: ShardedTensors, name: str, tensor: Tensor) -> None:
         """Fill a parameter or buffer: the tensor where this rank has it unsharded, and its run of a partitioned one."""
         trained, frozen = self._partitions.trained(tensor), self._partitions.frozen(tensor)
         is_unsharded = tuple(tensor.shape) == unsharded_shape(tensor)
@@ -415,7 +415,7 @@ class PartitionReads(Reads):
         elif trained is not None:
             self._flats[trained.flat].values.append(self._fill(stored, name, trained))
 
-    def add_state(self, stored: StoredShards, run: Run, key: str, value: Any) -> None:
+    def add_state(self, stored: ShardedTensors, run: Run, key: str, value: Any) -> None:
         """Fill the optimizer's state for a run, or replace a value that it keeps for a flat partition."""
         flat = self._flats[run.flat]
         # A parameter of one number has the shape of the count of its updates.
@@ -424,12 +424,12 @@ class PartitionReads(Reads):
         else:
             flat.state.setdefault(key, []).append(self._fill(stored, value.name, run))
 
-    def add_options(self, stored: StoredShards, group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    def add_options(self, stored: ShardedTensors, group: dict[str, Any], options: Mapping[str, Any]) -> None:
         """Set options of a group of the optimizer, such as its learning rate."""
         pending = {key: self._pend(stored, value) for key, value in options.items()}
         self.add_last(lambda: group.update({key: read(group.get(key)) for key, read in pending.items()}))
 
-    def _pend(self, stored: StoredShards, value: Any) -> Callable[[Any], Any]:
+    def _pend(self, stored: ShardedTensors, value: Any) -> Callable[[Any], Any]:
         """Return a function that returns `value` with its tensors read, on the device of its argument if a tensor."""
         for leaf in leaves(value):
             if isinstance(leaf, PendingTensor):
@@ -445,7 +445,7 @@ class PartitionReads(Reads):
 
         return lambda before: map_leaves(lambda leaf: read(leaf, before), value)
 
-    def _fill(self, stored: StoredShards, name: str, run: Run) -> Fill:
+    def _fill(self, stored: ShardedTensors, name: str, run: Run) -> Fill:
         boxes = run.boxes()
         for own in boxes:
             self.files |= stored.files_for(name, own.box)

@@ -27,7 +27,7 @@ from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, MARKER_NAME
 from accel_trainer.checkpoint.format.safetensors_file import LazyRead, LazyTensor, TensorReader
 from accel_trainer.checkpoint.interop.dcp import METADATA_NAME, DcpDirectory
 from accel_trainer.checkpoint.reader import open_checkpoint
-from accel_trainer.checkpoint.shards import StoredShards
+from accel_trainer.checkpoint.shards import stored_tensors
 from accel_trainer.checkpoint.weights.reading import WeightFiles, find_weight_file, load_torch_file
 from accel_trainer.checkpoint.weights.writing import make_tensors, save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
@@ -103,7 +103,7 @@ def _state_weights(source: Path, unit: int, verify: str) -> TensorReader:
         return stored.tensors(f"model_{unit}.safetensors")
     if f"unit_{unit}.json" not in stored:
         raise ConfigError(f"{source.absolute()} has no model {unit}; it holds {stored.manifest.metadata.get('units')}")
-    shards = StoredShards(stored, f"unit_{unit}.model")
+    shards = stored_tensors(stored, f"unit_{unit}.model")
     if not len(shards):
         raise IncompatibleCheckpointError(
             f"{source.absolute()} holds no weights of model {unit}: a hook of its run saved them, where it says"
@@ -221,7 +221,7 @@ def _find_optimizer(source: Path, unit: int) -> Optimizer | None:
         prefix = next((name for name in (f"unit_{unit}", "optimizer") if f"{name}.json" in stored), None)
         if prefix is not None:
             outline = stored.json(f"{prefix}.json")["optimizer"]
-            shards = StoredShards(stored, f"{prefix}.optimizer")
+            shards = stored_tensors(stored, f"{prefix}.optimizer")
             lazy: Any = {name: shards.lazy(name) for name in shards}
             return None if outline is None else decode(outline, lazy)
     if (source / f"optimizer_{unit}" / METADATA_NAME).is_file():

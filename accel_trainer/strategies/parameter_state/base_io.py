@@ -3,6 +3,8 @@
     PREFIX.json                            engine, tied names, the optimizers' state with tensors by name
     PREFIX.model.RRRRR.safetensors         rank R's shards of parameters and persistent buffers
     PREFIX.optimizer.RRRRR.safetensors     rank R's shards of the tensors in the optimizers' state
+    PREFIX.replica_R.json, PREFIX.model.replica_R.*, PREFIX.optimizer.replica_R.*    instead, where every rank R has
+                                           updated a replica of its own; for other ranks, the mean of all is read
 
 Everything is keyed by parameter name, and each rank reads only the boxes that it holds.
 """
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from accel_trainer import logging
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.json_codec import decode
@@ -26,10 +29,11 @@ from accel_trainer.checkpoint.format.manifest import Manifest, TensorEntry
 from accel_trainer.checkpoint.format.placement import local_box
 from accel_trainer.checkpoint.format.safetensors_file import LazyRead, LazyTensor
 from accel_trainer.checkpoint.reader import StoredCheckpoint
-from accel_trainer.checkpoint.shards import ShardedTensors, StoredShards
+from accel_trainer.checkpoint.shards import ShardedTensors, StoredShards, stored_tensors
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.strategies.api import CheckpointIO
+from accel_trainer.strategies.local_replicas import LocalReplicas
 from accel_trainer.strategies.parameter_state.matching import EXTRA_STATE, match_groups, match_model, uncompiled_name
 
 __all__ = [
@@ -41,6 +45,8 @@ __all__ = [
     "current_rank",
     "world_size",
 ]
+
+logger = logging.get_logger(__name__)
 
 _ENGINE = "torch"
 """Whose layout the files have; engines of other layouts write another word."""
@@ -106,7 +112,7 @@ class Reads:
         self.files |= stored.files_for(name, local_box(target))
         self._reads.append(partial(stored.read, name, target))
 
-    def add_weight(self, stored: StoredShards, name: str, tensor: Tensor) -> None:
+    def add_weight(self, stored: ShardedTensors, name: str, tensor: Tensor) -> None:
         """Fill a parameter or buffer of the model."""
         self.add(stored, name, tensor)
 
@@ -127,9 +133,11 @@ class BaseCheckpointIO(CheckpointIO, ABC):
     engine_name: str
     """For messages."""
 
-    def __init__(self, module: nn.Module, has_optimizer: bool) -> None:
+    def __init__(self, module: nn.Module, has_optimizer: bool, replicas: LocalReplicas | None = None) -> None:
         self.module = module
         self.has_optimizer = has_optimizer
+        self.replicas = replicas
+        """Of a model whose ranks may update it apart."""
 
     # --- for engines ------------------------------------------------------------------------------------------------
 
@@ -277,17 +285,22 @@ class BaseCheckpointIO(CheckpointIO, ABC):
     def save(self, staged: StagedDirectory, prefix: str, *, weights: bool = True) -> None:
         """Write this rank's shards of model and optimizers; see `CheckpointIO.save`."""
         tensors, tied = self._distinct_tensors() if weights else ({}, {})
-        self.shard_model(tensors, staged.ranks).write(staged, f"{prefix}.model")
-        outline = None
+        is_apart = self.replicas is not None and self.replicas.is_apart
+        ranks, own = (staged.ranks, "") if not is_apart else ((current_rank(),), f".{_replica(current_rank())}")
+        self.shard_model(tensors, ranks).write(staged, f"{prefix}.model{own}")
+        outline: dict[str, Any] = {"engine": _ENGINE, "tied": tied, "optimizer": None}
         if self.has_optimizer:
-            shards, outline = self.shard_optimizers(staged.ranks)
-            shards.write(staged, f"{prefix}.optimizer")
+            shards, outline["optimizer"] = self.shard_optimizers(ranks)
+            shards.write(staged, f"{prefix}.optimizer{own}")
+        if self.replicas is not None and is_apart:
+            outline["local_steps"] = self.replicas.num_steps
+            staged.write_json(f"{prefix}{own}.json", outline)
         if staged.commits:
-            staged.write_json(f"{prefix}.json", {"engine": _ENGINE, "tied": tied, "optimizer": outline})
+            staged.write_json(f"{prefix}.json", outline)
 
     def local_bytes(self, *, weights: bool = True) -> int:
         """Return the size of this rank's shards; see `CheckpointIO.local_bytes`."""
-        ranks = range(world_size())
+        ranks = (current_rank(),) if self.replicas is not None and self.replicas.is_apart else range(world_size())
         total = self.shard_model(self._distinct_tensors()[0] if weights else {}, ranks).num_bytes
         return total + self.shard_optimizers(ranks)[0].num_bytes if self.has_optimizer else total
 
@@ -295,13 +308,20 @@ class BaseCheckpointIO(CheckpointIO, ABC):
         """Check a saved unit, and return the call that reads this rank's boxes; see `CheckpointIO.plan_load`."""
         reads = self.new_reads()
         with raise_together(stored.process, f"load of {stored.path}"):
-            outline = self._read_outline(stored, prefix)
+            own = self._own_replica(stored.manifest, prefix)
+            outline = self._read_outline(stored, f"{prefix}.{own}" if own else prefix)
+
+            def tensors(kind: str) -> ShardedTensors:
+                name = f"{prefix}.{kind}"
+                return StoredShards(stored, f"{name}.{own}") if own else stored_tensors(stored, name)
+
             if weights:
-                self._plan_model(stored, StoredShards(stored, f"{prefix}.model"), outline["tied"], reads)
+                self._plan_model(stored, tensors("model"), outline["tied"], reads)
             if self.has_optimizer:
-                shards = StoredShards(stored, f"{prefix}.optimizer")
+                shards = tensors("optimizer")
                 state = self._decode_optimizers(stored, outline["optimizer"], shards)
                 self.plan_optimizers(state, shards, reads, stored.path)
+            reads.add_last(partial(self._resume_replicas, stored, outline.get("local_steps"), is_own=bool(own)))
         stored.verify_together(reads.files)
 
         def load() -> None:
@@ -309,6 +329,22 @@ class BaseCheckpointIO(CheckpointIO, ABC):
                 reads.run()
 
         return load
+
+    def _own_replica(self, manifest: Manifest, prefix: str) -> str:
+        """Return the word in the names of this rank's replica; empty where none was saved, or their mean is read."""
+        own = _replica(current_rank())
+        is_own = self.replicas is not None and manifest.world_size == world_size()
+        return own if is_own and f"{prefix}.{own}.json" in manifest.files else ""
+
+    def _resume_replicas(self, stored: StoredCheckpoint, num_steps: int | None, *, is_own: bool) -> None:
+        if num_steps is not None and not is_own:
+            logger.warning(
+                "%s was saved by %d ranks after %d update(s) of a replica of their own: this run goes on with the mean "
+                "of their weights and optimizers; as many ranks with strategy 'ddp' go on with each replica",
+                stored.path, stored.manifest.world_size, num_steps,
+            )  # fmt: skip
+        if self.replicas is not None:
+            self.replicas.resume(num_steps if is_own else None)
 
     def _read_outline(self, stored: StoredCheckpoint, prefix: str) -> Any:
         """Return the content of PREFIX.json; refuse another engine's layout."""
@@ -322,7 +358,7 @@ class BaseCheckpointIO(CheckpointIO, ABC):
         return outline
 
     def _plan_model(
-        self, stored: StoredCheckpoint, shards: StoredShards, tied: Mapping[str, str], reads: Reads
+        self, stored: StoredCheckpoint, shards: ShardedTensors, tied: Mapping[str, str], reads: Reads
     ) -> None:
         own, extra = dict(self.model_tensors()), self._extra_states()
         saved = {name: torch.empty(shards.shape(name), device="meta") for name in shards}
@@ -339,7 +375,7 @@ class BaseCheckpointIO(CheckpointIO, ABC):
             else:
                 reads.add_weight(shards, first_name, own[name])
 
-    def _decode_optimizers(self, stored: StoredCheckpoint, outline: Any, shards: StoredShards) -> Any:
+    def _decode_optimizers(self, stored: StoredCheckpoint, outline: Any, shards: ShardedTensors) -> Any:
         """Return the state that an outline of PREFIX.json describes, its tensors pending."""
         if outline is None:
             raise IncompatibleCheckpointError(
@@ -351,10 +387,12 @@ class BaseCheckpointIO(CheckpointIO, ABC):
     def files(self, manifest: Manifest, prefix: str) -> set[str]:
         """Return the files with a box that this rank holds; see `CheckpointIO.files`."""
         weights, state = self.held_boxes()
-        files = {f"{prefix}.json"} & manifest.files.keys()
+        own = self._own_replica(manifest, prefix)
+        files = {f"{prefix}.json", f"{prefix}.{own}.json"} & manifest.files.keys()
         for file, entries in manifest.tensors.items():
             held = weights if file.startswith(f"{prefix}.model.") else state
-            if file.startswith(f"{prefix}.") and any(_is_needed(name, entry, held) for name, entry in entries.items()):
+            is_read = file.startswith(f"{prefix}.") and (not own or f".{own}." in file)
+            if is_read and any(_is_needed(name, entry, held) for name, entry in entries.items()):
                 files.add(file)
         return files
 
@@ -368,6 +406,10 @@ class BaseCheckpointIO(CheckpointIO, ABC):
     @abstractmethod
     def held_boxes(self) -> tuple[HeldBoxes, HeldBoxes]:
         """Return this rank's boxes of the weights, and those of parameters for which it holds the optimizers' state."""
+
+
+def _replica(rank: int) -> str:
+    return f"replica_{rank}"
 
 
 def _is_needed(name: str, entry: TensorEntry, held: HeldBoxes) -> bool:

@@ -23,6 +23,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import current_process
 from accel_trainer.runtime.tensor_trees import is_tensor
 from accel_trainer.runtime.transport import as_sendable_dtype, to_sendable
+from accel_trainer.strategies.local_replicas import LocalReplicas
 from accel_trainer.strategies.parameter_state.base_io import (
     BaseCheckpointIO,
     HeldBoxes,
@@ -94,7 +95,7 @@ class TensorShards:
         for name, tensor in self._tensors.items():
             if isinstance(tensor, DTensor) and not is_sharded_or_replicated(tensor):
                 boxed[name] = tensor.full_tensor().detach()
-        write_shards(staged, prefix, boxed, current_rank())
+        write_shards(staged, prefix, boxed, current_rank(), self._ranks)
 
 
 class TorchCheckpointIO(BaseCheckpointIO):
@@ -102,8 +103,10 @@ class TorchCheckpointIO(BaseCheckpointIO):
 
     engine_name = "torch's"
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
-        super().__init__(module, has_optimizer=bool(optimizers))
+    def __init__(
+        self, module: nn.Module, optimizers: Sequence[Optimizer] = (), replicas: LocalReplicas | None = None
+    ) -> None:
+        super().__init__(module, has_optimizer=bool(optimizers), replicas=replicas)
         self.optimizers = tuple(optimizers)
 
     # --- the model --------------------------------------------------------------------------------------------------

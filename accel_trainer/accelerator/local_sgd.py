@@ -1,0 +1,92 @@
+"""Local SGD: every rank updates its own replica, and the weights are averaged every few updates."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from accel_trainer.accelerator.accelerator import Accelerator
+from accel_trainer.errors import ConfigError
+
+__all__ = ["LocalSGD"]
+
+
+class LocalSGD:
+    """Context in which ranks exchange no gradients, and the mean of their weights every `local_sgd_steps` updates.
+
+        with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(**batch).loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    local_sgd.step()
+
+    Leaving the block makes all replicas alike: weights and the states of their optimizers become the mean over the
+    ranks, buffers rank 0's. An error leaves the replicas as they are, and ranks do not wait for each other.
+
+    `save_state` in the block writes every rank's replica. On as many ranks, `load_state` before or in a new block goes
+    on as if nothing had happened, also within a round; elsewhere it loads the mean of the replicas.
+
+    On one process, and with `enabled=False`, it does nothing.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int | None, enabled: bool = True
+    ) -> None:
+        """Check that replicas of `model`, which is prepared, can be updated apart.
+
+        Args:
+            local_sgd_steps: updates between two exchanges; micro-batches of an accumulation window are one update.
+
+        Raises:
+            ConfigError: the strategy keeps no replicas, the precision is fp16, or `local_sgd_steps` is less than 1.
+        """
+        self.enabled = enabled and accelerator.num_processes > 1
+        self.num_steps = 0
+        """Updates in this block."""
+        if not self.enabled:
+            return
+        if not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
+            raise ConfigError(f"LocalSGD(local_sgd_steps={local_sgd_steps!r}) is no number of updates; give 1 or more")
+        if accelerator.scaler is not None:
+            raise ConfigError(
+                "LocalSGD was asked for with mixed_precision='fp16', whose loss scale is one for all ranks: an overflow "
+                "on one of them would skip an update there only; use bf16"
+            )
+        prepared = accelerator._prepared.get(model)
+        if prepared.unit.local_replicas is None:
+            raise ConfigError(
+                f"LocalSGD needs a replica of {type(prepared.unit.module).__name__} on every rank that trains it, and "
+                f"strategy {accelerator.strategy.name!r} keeps none here; use strategy 'ddp', and prepare the model "
+                "for training"
+            )
+        self.local_sgd_steps = local_sgd_steps
+        self._window = prepared.window
+        self._replicas = prepared.unit.local_replicas
+
+    def __enter__(self) -> LocalSGD:
+        """Let every rank update its own replica. Ranks do not communicate."""
+        if self.enabled:
+            self._replicas.begin()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
+        """Make the replicas alike. Collective, unless an error is raised."""
+        if self.enabled:
+            self._replicas.finish() if kind is None else self._replicas.abandon()
+
+    def step(self) -> None:
+        """Count an update; average the weights after every `local_sgd_steps`. Collective then.
+
+        Called once for each micro-batch or update, after `optimizer.step()`.
+        """
+        if not self.enabled:
+            self.num_steps += 1
+        elif self._window.is_last:
+            self.num_steps += 1
+            self._replicas.num_steps += 1
+            if self._replicas.num_steps >= self.local_sgd_steps:
+                self._replicas.average_weights()

@@ -1,0 +1,1 @@
+from accel_trainer.accelerator.local_sgd import *

@@ -1,0 +1,186 @@
+"""Replicas of a model that their ranks update apart for a while, and that become alike again: local SGD.
+
+Zhang et al. 2016 (arXiv:1606.07365), Stich 2018 (arXiv:1805.09767). What decides when they become alike is elsewhere;
+another rule than the mean, an outer optimizer for one, takes the place of `average_weights`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from accel_trainer.errors import ConfigError
+from accel_trainer.strategies.broadcast_values import broadcast_tensors, buckets_of, split_like
+
+__all__ = ["LocalReplicas"]
+
+
+class LocalReplicas:
+    """Replicas of one model, each with its rank's optimizers.
+
+    Calls, on every rank: `begin`, then updates without an exchange of gradients, `average_weights` from time to time,
+    and `finish`. In between `is_apart` is true: weights differ, and states of optimizers differ even where the weights
+    have just been averaged, so that a checkpoint holds every rank's own.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
+        """Take the replicas that `wrapper` keeps alike, and the list of the optimizers that step them."""
+        self._wrapper = wrapper
+        self._optimizers = optimizers
+        self._trained: set[str] = set()
+        """Parameters that were trained when the weights were alike last; of others the replicas cannot differ."""
+        self.num_steps = 0
+        """Updates of each replica since the weights were alike."""
+        self.is_apart = False
+        """Whether the replicas may differ."""
+        self.is_open = False
+        """Whether somebody has begun with local updates, and is going to finish."""
+
+    def begin(self) -> None:
+        """Exchange no gradients from now on. Replicas that are apart already go on as they are. Not collective.
+
+        Raises:
+            ConfigError: somebody has begun already, or DDP has to exchange gradients in its first backward.
+        """
+        name = type(self._wrapper.module).__name__
+        if self.is_open:
+            raise ConfigError(f"the replicas of {name} are updated apart already; leave that block first")
+        if self._wrapper.static_graph:
+            raise ConfigError(
+                f"the replicas of {name} cannot be updated apart with static_graph=True: DDP learns the graph in its "
+                "first exchange of gradients; leave static_graph out"
+            )
+        self.is_open = True
+        if not self.is_apart:
+            self._part(0)
+
+    def _part(self, num_steps: int) -> None:
+        self.is_apart, self.num_steps = True, num_steps
+        self._trained = self._trained_names()
+        self._wrapper.require_backward_grad_sync = False
+        self._wrapper.require_forward_param_sync = False  # else the next forward takes rank 0's buffers
+
+    def resume(self, num_steps: int | None) -> None:
+        """Take over where a checkpoint has left off: after this many local updates, or with all alike if None."""
+        if num_steps is not None:
+            self._part(num_steps)
+        elif self.is_open:
+            self._part(0)
+        else:
+            self._join()
+
+    def abandon(self) -> None:
+        """End the local updates of this rank where it has failed: the replicas stay apart. Not collective."""
+        self.is_open = False
+
+    def require_open(self) -> None:
+        """Refuse an update of replicas that are apart, and that nobody is going to bring together again."""
+        if self.is_apart and not self.is_open:
+            raise ConfigError(
+                f"the replicas of {type(self._wrapper.module).__name__} are apart: the state was saved, or an error "
+                "was raised, within a LocalSGD block, and this update is in none. Enter LocalSGD(accelerator, model, "
+                "local_sgd_steps) after load_state() and before the loop; entering and leaving it averages the replicas"
+            )
+
+    @torch.no_grad()
+    def average_weights(self) -> None:
+        """Give every rank the mean of the parameters over the ranks, and rank 0's buffers. Collective."""
+        names = self._trained | self._trained_names()
+        named = self._wrapper.module.named_parameters()
+        self._average(parameter.detach() for name, parameter in named if name in names)
+        broadcast_tensors(self._wrapper.module.buffers(), self._device)
+        self.num_steps = 0
+        self._trained = self._trained_names()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Make weights and optimizers' states alike, and exchange gradients from now on. Collective.
+
+        Tensors of numbers become their mean over the ranks. Whatever else differs becomes rank 0's: the state of an
+        optimizer that keeps integers, or that some ranks have and others not.
+        """
+        self.average_weights()
+        for optimizer in self._optimizers:
+            self._unite(optimizer)
+        self.is_open = False
+        self._join()
+
+    def _join(self) -> None:
+        if self.is_apart:
+            self.is_apart, self.num_steps = False, 0
+            self._wrapper.require_backward_grad_sync = True
+
+    def _trained_names(self) -> set[str]:
+        return {name for name, parameter in self._wrapper.module.named_parameters() if parameter.requires_grad}
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._wrapper.module.parameters()).device
+
+    def _average(self, tensors: Iterable[Tensor]) -> None:
+        """Replace tensors by their mean over the ranks; that of half precision is computed in fp32."""
+        for bucket in buckets_of(tensors):
+            wide = torch.promote_types(bucket[0].dtype, torch.float32)
+            flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in bucket]).to(self._device)
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+            for tensor, mean in zip(bucket, split_like(flat, bucket), strict=True):
+                tensor.copy_(mean)
+
+    def _unite(self, optimizer: Optimizer) -> None:
+        """Make the state of an optimizer alike: that of its parameters, what it keeps beside, and what groups learn."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held = [*(optimizer.state[parameter] for parameter in parameters), optimizer.state, *optimizer.param_groups]
+        entries = [_entry(each) for each in held]
+        described: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(described, [_describe(entry) for entry in entries])
+        tensors, differing = [], []
+        for index, entry in enumerate(entries):
+            own = [value for value in entry.values() if isinstance(value, Tensor)]
+            is_alike = all(other[index] == described[0][index] for other in described)
+            if is_alike and all(value.is_floating_point() for value in own):
+                tensors += own
+            else:
+                differing.append(index)
+        self._average(tensors)
+        sent = [{key: _on(value, "cpu") for key, value in entries[index].items()} for index in differing]
+        if differing:
+            dist.broadcast_object_list(sent, src=0, device=self._device)
+        if dist.get_rank() > 0:
+            for index, entry in zip(differing, sent, strict=True):
+                for key in entries[index].keys() - entry.keys():
+                    del held[index][key]
+                like = parameters[index] if index < len(parameters) else None
+                held[index].update({key: _placed(value, entries[index].get(key), like) for key, value in entry.items()})
+
+
+def _entry(held: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a part of an optimizer's state in an order of its own, without parameters and what is theirs."""
+    own = [(key, value) for key, value in held.items() if key != "params" and not isinstance(key, Tensor)]
+    return dict(sorted(own, key=lambda item: repr(item[0])))
+
+
+def _describe(entry: Mapping[Any, Any]) -> list[Any]:
+    return [
+        (repr(key), (str(value.dtype), tuple(value.shape)) if isinstance(value, Tensor) else repr(value))
+        for key, value in entry.items()
+    ]
+
+
+def _on(value: Any, device: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _placed(value: Any, before: Any, parameter: Tensor | None) -> Any:
+    """Move a received tensor to where this rank has kept it; else to its parameter, where it has the same shape."""
+    if isinstance(before, Tensor):
+        return _on(value, before.device)
+    if isinstance(value, Tensor) and parameter is not None and value.shape == parameter.shape:
+        return value.to(parameter.device)
+    return value
