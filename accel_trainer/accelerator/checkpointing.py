@@ -349,8 +349,8 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             self._prepared.get(model)  # says that it was not prepared here
         if found is not None and found.unit.local_replicas is not None and found.unit.local_replicas.is_apart:
             logger.warning_once(
-                "replicas of %s differ within a LocalSGD block: these are rank 0's weights; leave the block before, for "
-                "those of all", type(found.unit.module).__name__,
+                "replicas of %s differ within a LocalSGD block: these are rank 0's weights; leave the block first "
+                "for those of all", type(found.unit.module).__name__,
             )  # fmt: skip
         return found
 

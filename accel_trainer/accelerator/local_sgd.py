@@ -53,8 +53,8 @@ class LocalSGD:
             raise ConfigError(f"LocalSGD(local_sgd_steps={local_sgd_steps!r}) is no number of updates; give 1 or more")
         if accelerator.scaler is not None:
             raise ConfigError(
-                "LocalSGD was asked for with mixed_precision='fp16', whose loss scale is one for all ranks: an overflow "
-                "on one of them would skip an update there only; use bf16"
+                "LocalSGD was asked for with mixed_precision='fp16', whose loss scale all ranks share: an overflow on "
+                "one of them would skip an update there only; use bf16"
             )
         prepared = accelerator._prepared.get(model)
         if prepared.unit.local_replicas is None:
