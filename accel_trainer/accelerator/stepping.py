@@ -260,7 +260,11 @@ class AcceleratorStepping(AcceleratorSettings):
             ConfigError: an argument is no scalar, or no model is prepared.
         """
         units = self._prepared.current or self._prepared.units[:1]
-        count = torch.as_tensor(num_tokens, device=loss_sum.device)
+        device = loss_sum.device
+        if isinstance(num_tokens, int):
+            count = torch.full((), num_tokens, device=device)  # by the device: a copy to it would wait
+        else:
+            count = torch.as_tensor(num_tokens).to(device, non_blocking=device.type != "cpu")
         if not units or loss_sum.numel() != 1 or count.numel() != 1 or count.is_floating_point():
             raise ConfigError(
                 f"global_token_mean() got a loss of shape {tuple(loss_sum.shape)} and tokens {num_tokens!r} for "

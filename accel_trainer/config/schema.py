@@ -120,6 +120,10 @@ class DataConfig:
     """Seed of the shuffle; None takes the seed that `set_seed` put into torch."""
     non_blocking: bool = False
     """Copy batches to the device without waiting; of use with pinned memory."""
+    prefetch_to_device: bool = True
+    """On an accelerator: pin batches, and copy the next one in a stream of its own while the current one computes."""
+    pin_memory: bool = True
+    """Pin them whatever the loader says; false leaves it to `DataLoader(pin_memory=...)`."""
     use_stateful_dataloader: bool = False
     """Let loaders go on by themselves where `load_state` finds them; else `skip_first_batches` is waited for."""
 

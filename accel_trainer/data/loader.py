@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_trainer.config.schema import DataConfig
@@ -20,8 +23,10 @@ from accel_trainer.logging import get_logger
 from accel_trainer.runtime.collectives import scatter_objects
 from accel_trainer.runtime.fault_injection import with_fault_point
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.side_stream import SideStream, has_streams
 from accel_trainer.runtime.tensor_trees import send_to_device
 from accel_trainer.runtime.torch_private import LOADER_AT_REST, keeps_iterator
+from accel_trainer.tree import leaves
 
 __all__ = ["LoaderCheckpoint", "PreparedDataLoader", "keeping_epoch", "prepare_data_loader", "skip_first_batches"]
 
@@ -65,6 +70,61 @@ class _Bookmark:
         self.current, self.is_open, self.noted = None, False, None
 
 
+_copy_stream = functools.cache(SideStream)
+"""One for each device: every stream keeps memory of its own for what is made in it."""
+
+
+class _Copy:
+    """A batch on its way to the device, or there."""
+
+    __slots__ = ("_batch", "_end", "_side")
+
+    def __init__(self, batch: Any, side: SideStream | None = None) -> None:
+        self._batch = batch
+        self._side = side
+        self._end = None if side is None else side.mark()
+
+    def take(self) -> Any:
+        """Return the batch for use by the computation, and let go of it."""
+        batch, self._batch = self._batch, None
+        if self._side is not None:
+            moved = leaves(batch, is_leaf=_is_moved)
+            self._side.hand_over(self._end, (leaf for leaf in moved if isinstance(leaf, Tensor)))
+        return batch
+
+
+class _DeviceCopies:
+    """Copies of batches to an accelerator, in a stream of their own where it has streams."""
+
+    def __init__(self, device: torch.device, config: DataConfig) -> None:
+        self._device = device
+        self._non_blocking = config.non_blocking
+        self._side = _copy_stream(device) if config.prefetch_to_device and has_streams(device) else None
+
+    def begin(self, batch: Any) -> _Copy:
+        """Begin to copy a batch. One that holds more than host tensors and plain values is copied where it is used.
+
+        What another class's `.to` returns may hold tensors that nobody here can find, to keep their memory.
+        """
+        if self._side is None:
+            return _Copy(send_to_device(batch, self._device, non_blocking=self._non_blocking))
+        if not all(map(_lies_on_host, leaves(batch, is_leaf=_is_moved))):
+            return _Copy(send_to_device(batch, self._device, non_blocking=True))
+        with self._side.entered():
+            return _Copy(send_to_device(batch, self._device, non_blocking=True), self._side)
+
+
+def _is_moved(node: Any) -> bool:
+    """Whether a node of a batch has a `.to` of its own; of mappings that do (BatchEncoding) the values count."""
+    return hasattr(node, "to") and not isinstance(node, Mapping)
+
+
+def _lies_on_host(leaf: Any) -> bool:
+    if not isinstance(leaf, Tensor):
+        return not hasattr(leaf, "to")
+    return leaf.device.type == "cpu" and leaf.layout is torch.strided and not leaf.is_nested
+
+
 class PreparedDataLoader(DataLoader[Any]):
     """A `DataLoader` that yields the batches of one shard; made by `prepare_data_loader`.
 
@@ -82,7 +142,6 @@ class PreparedDataLoader(DataLoader[Any]):
     _bookmark: _Bookmark
     _resumes: bool
     _device: torch.device | None
-    _non_blocking: bool
     _config: DataConfig
     _on_begin: tuple[Hook, ...]
     _on_end: tuple[Hook, ...]
@@ -227,12 +286,17 @@ class PreparedDataLoader(DataLoader[Any]):
         try:
             for hook in self._on_begin:
                 hook(self)
-            batches = with_fault_point("data.next", self._read(current))
             if self._device is None:
-                yield from batches
+                yield from with_fault_point("data.next", self._read(current))
+            elif self.num_workers > 0 and self._dispatch is None and self._config.prefetch_to_device:
+                yield from self._one_ahead(current, _DeviceCopies(self._device, self._config))
             else:
-                for batch in batches:
-                    yield send_to_device(batch, self._device, non_blocking=self._non_blocking)
+                # Batches that this process makes itself are not made ahead of use: what they draw from its random
+                # streams would come before what the step in between draws, and before a checkpoint that it saves. The
+                # copy of one still runs beside the steps before it, which the host only enqueues.
+                copies = _DeviceCopies(self._device, self._config)
+                for batch in with_fault_point("data.next", self._read(current)):
+                    yield copies.begin(batch).take()
             is_complete = True
         finally:
             self._passes.remove(current)
@@ -240,6 +304,23 @@ class PreparedDataLoader(DataLoader[Any]):
             self._advance_epoch(current.epoch, is_complete)
             for hook in self._on_end:
                 hook(self)
+
+    def _one_ahead(self, current: Progress, copies: _DeviceCopies) -> Iterator[Any]:
+        """Yield batches that workers have made, each once the copy of the next one has begun."""
+        reading = current.copy()
+        begun = ((copies.begin(batch), reading.copy()) for batch in with_fault_point("data.next", self._read(reading)))
+        following = next(begun, None)
+        failure: Exception | None = None
+        while following is not None:
+            copied, reached = following
+            try:
+                following = next(begun, None)
+            except Exception as error:  # raised in its turn: this batch is good
+                following, failure = None, error
+            current.move_to(reached)
+            yield copied.take()
+        if failure is not None:
+            raise failure
 
     def _read(self, progress: Progress) -> Iterator[Any]:
         if self._dispatch is None:
@@ -423,6 +504,7 @@ def prepare_data_loader(
 
     Args:
         device: target device of the batches; None, or a CPU device, leaves them where the loader's workers put them.
+            On one with streams they are pinned and copied as `config` says.
         seed: the same on every rank; the order of an epoch depends on it, on the epoch and on the dataset alone.
         shards: number of shards of the data; the number of ranks by default.
         shard: the index of the one that this rank reads; its rank by default.
@@ -447,6 +529,9 @@ def prepare_data_loader(
         return loader
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"expected a torch DataLoader, got {type(loader).__name__}; wrap the dataset in a DataLoader")
+    if device is not None and config.prefetch_to_device and config.pin_memory and has_streams(device):
+        loader = copy.copy(loader)
+        loader.pin_memory = True
     dispatch = bool(config.dispatch_batches) and process.is_distributed
     own = None if dispatch else (process.rank if shard is None else shard)
     data_seed = seed if config.data_seed is None else config.data_seed
@@ -456,7 +541,6 @@ def prepare_data_loader(
         _source=source,
         _dispatch=process if dispatch else None,
         _device=None if device is None or device.type == "cpu" else device,
-        _non_blocking=config.non_blocking,
         _config=config,
         _on_begin=(),
         _on_end=(),

@@ -40,6 +40,11 @@ class Progress:
         reached._before, reached._since = self._before, self._since
         return reached
 
+    def move_to(self, reached: Progress) -> None:
+        """Take all of another pass's progress."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(reached, field.name))
+
     @property
     def _num_samples(self) -> int:
         """Samples yielded in this pass, over all shards."""

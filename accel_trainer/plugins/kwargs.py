@@ -292,6 +292,8 @@ class DataLoaderConfiguration(OptionObject):
     data_seed: int | None = None
     non_blocking: bool | None = None
     use_stateful_dataloader: bool | None = None
+    prefetch_to_device: bool | None = None
+    pin_memory: bool | None = None
 
     def explicit(self) -> dict[str, Any]:
         """Return the options that were set, by dotted path."""

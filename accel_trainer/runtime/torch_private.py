@@ -54,6 +54,7 @@ __all__ = [
     "parameter_like",
     "queue_callback",
     "scaler_states",
+    "scales_itself",
     "set_group_timeout",
     "tensor_registry",
     "tree_leaves",
@@ -100,6 +101,7 @@ PRIVATE_NAMES = {
     "torch.nn.Module._parameters": _REFUSED,
     "torch.nn.MultiheadAttention._reset_parameters": "values that a checkpoint lacks are reported as not initialised",
     "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data": "exposed communication is not measured",
+    "torch.optim.AdamW._step_supports_amp_scaling": "fp16: fused optimizers cost a kernel more",
     "torch.utils._pytree.tree_leaves": _REFUSED,
     "torch.utils.data.DataLoader._IterableDataset_len_called": "torch may warn about the length of a stream",
     "torch.utils.data.DataLoader._get_iterator": (
@@ -187,6 +189,11 @@ def check_scaler(scaler: torch.amp.GradScaler) -> None:
     """Refuse a scaler that `scaler_states` cannot read, since this release of torch keeps its notes elsewhere."""
     if scaler.is_enabled():
         _need(scaler, "torch.amp.GradScaler._per_optimizer_states")
+
+
+def scales_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's step takes a GradScaler's scale and overflows itself, as fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def compile_call(module: nn.Module, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from accel_trainer.runtime.torch_private import check_scaler, scaler_states
+from accel_trainer.runtime.torch_private import check_scaler, scaler_states, scales_itself
 from accel_trainer.strategies.gradients import scale_gradients
 from accel_trainer.strategies.ownership import parameters_of
 
@@ -69,11 +70,23 @@ class LossScale:
                 self.unscale(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Step the optimizer unless its gradients overflowed; return whether it stepped."""
-        self.scaler.step(optimizer)
+        """Step the optimizer unless its gradients overflowed; return whether it stepped. Waits once for the device."""
+        if not self.scaler.is_enabled():
+            optimizer.step()
+            return True
+        state = scaler_states(self.scaler)[id(optimizer)]
+        if scales_itself(optimizer) or state["stage"] is OptState.STEPPED:
+            # The kernel leaves the parameters as they are after an overflow; a second step is refused.
+            self.scaler.step(optimizer)
+            applied = not _has_overflow(state)
+        else:
+            # As scaler.step does, but that it asks the device, and does not say what the answer was.
+            self.unscale(optimizer)
+            applied = not _has_overflow(state)
+            if applied:
+                optimizer.step()
+            state["stage"] = OptState.STEPPED
         self._unscaled.add(optimizer)
-        overflows = scaler_states(self.scaler)[id(optimizer)]["found_inf_per_device"]
-        applied = not any(overflow.item() for overflow in overflows.values())
         self._finish(optimizer)
         return applied
 
@@ -104,13 +117,19 @@ class LossScale:
         # update() forgets which optimizers are unscaled already, and would count their overflows twice.
         states = scaler_states(self.scaler)
         kept = {id(optimizer): states.pop(id(optimizer)) for optimizer in others if optimizer in self._unscaled}
-        before = self.scaler.get_scale()
+        before = self.scaler.get_scale() if others else 1.0  # reading it waits for the device
         self.scaler.update()
         states = scaler_states(self.scaler)
         states.update(kept)
         self._unscaled -= self._done
         self._done = set()
-        if (factor := self.scaler.get_scale() / before) != 1.0:
+        if others and (factor := self.scaler.get_scale() / before) != 1.0:
             for optimizer in others:
                 if optimizer not in self._unscaled:
                     scale_gradients(parameters_of(optimizer), factor)
+
+
+def _has_overflow(state: Mapping[str, Any]) -> bool:
+    """Ask the device whether a step's gradients overflowed, on whichever of the devices they are on."""
+    found = list(state["found_inf_per_device"].values())
+    return bool(sum(each.to(found[0].device, non_blocking=True) for each in found))

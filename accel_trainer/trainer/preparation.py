@@ -130,10 +130,13 @@ def _resolve_for_model(args: TrainingArguments, model: Any) -> Resolved:
     """Return the configuration of the Trainer's Accelerator.
 
     The Trainer makes the windows and divides the loss itself, so the Accelerator accumulates nothing. DDP looks for
-    unused parameters unless the user decides: a pooler or a second head without gradient would stop it.
+    unused parameters unless the user decides: a pooler or a second head without gradient would stop it. Its loaders
+    are made as `dataloader_pin_memory` says.
     """
     resolved, config = args.resolved, args.resolved.config
     changes: dict[str, Any] = {"accumulation": dataclasses.replace(config.accumulation, num_steps=1)}
+    if not resolved.is_set("data.pin_memory"):
+        changes["data"] = dataclasses.replace(config.data, pin_memory=False)
     if not resolved.is_set("ddp.find_unused_parameters") and not config.ddp.static_graph:
         changes["ddp"] = dataclasses.replace(config.ddp, find_unused_parameters=not _recomputes(model, args))
     return dataclasses.replace(resolved, config=dataclasses.replace(config, **changes))

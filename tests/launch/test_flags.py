@@ -25,6 +25,8 @@ FLAGS = [
     "data_dispatch_batches",
     "data_even_batches",
     "data_non_blocking",
+    "data_pin_memory",
+    "data_prefetch_to_device",
     "data_split_batches",
     "data_use_seedable_sampler",
     "data_use_stateful_dataloader",

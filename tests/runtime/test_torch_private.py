@@ -28,6 +28,7 @@ INSTANCES: dict[str, Any] = {
     "torch._dynamo.eval_frame.OptimizedModule": torch.compile(MODULE),
     "torch.amp.GradScaler": torch.amp.GradScaler("cpu"),
     "torch.nn.Module": MODULE,
+    "torch.optim.AdamW": torch.optim.AdamW(MODULE.parameters(), fused=True),
     "torch.utils.data.DataLoader": DataLoader([1]),
 }
 # Objects of torch that the house handles: an attribute of theirs that begins with `_` is torch's own.

@@ -20,6 +20,7 @@ import accel_trainer.trainer.trainer as trainer_module
 from tests.hub_server import Hub, serve_hub
 from tests.ranks import run_ranks
 from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer
+from tests.waits import stand_in_device
 
 TOKEN = "hf_secret_of_this_test"
 
@@ -185,10 +186,11 @@ def test_loaders_read_as_the_arguments_say(tmp_path, name):
 
 @pytest.mark.parametrize("is_pinned", [True, False])
 def test_memory_is_pinned_where_there_is_an_accelerator_to_copy_to(tmp_path, is_pinned):
-    trainer = build_trainer(tmp_path)
-    trainer.args.dataloader_pin_memory = is_pinned  # upstream turns it off on a CPU
+    with stand_in_device():
+        trainer = build_trainer(tmp_path, use_cpu=False)
+        trainer.args.dataloader_pin_memory = is_pinned  # upstream turns it off on a CPU
 
-    assert trainer.get_train_dataloader().pin_memory is is_pinned
+        assert trainer.get_train_dataloader().pin_memory is is_pinned
 
 
 def test_workers_are_started_by_the_method_that_was_asked_for(tmp_path):
