@@ -30,7 +30,14 @@ from accel_trainer.trainer.arguments.training_arguments import MIRRORED_FIELDS, 
 from accel_trainer.trainer.inputs import ShiftingLabelSmoother, fill_empty
 from accel_trainer.trainer.running_trainer import PreparingTrainer
 
-__all__ = ["ModelPreparation", "TakenArguments", "build_accelerator", "create_optimizer", "create_overridden"]
+__all__ = [
+    "ModelPreparation",
+    "TakenArguments",
+    "build_accelerator",
+    "check_optimizer",
+    "create_optimizer",
+    "create_overridden",
+]
 
 logger = logging.get_logger(__name__)
 
@@ -161,11 +168,16 @@ def create_optimizer(trainer: PreparingTrainer, max_steps: int) -> Any:
         # Without the model, which overrides need not take: upstream gives it to FSDP1 only.
         trainer.create_optimizer()
         name = "create_optimizer"
+    check_optimizer(trainer, name)
+    return trainer.optimizer
+
+
+def check_optimizer(trainer: PreparingTrainer, name: str = "create_optimizer") -> None:
+    """Raise ConfigError where the method of a subclass that makes the optimizer has set none."""
     if trainer.optimizer is None:
         raise ConfigError(
             f"{name}() of {type(trainer).__name__} left self.optimizer at None; set it to the optimizer to train with"
         )
-    return trainer.optimizer
 
 
 def create_overridden(trainer: PreparingTrainer, max_steps: int) -> None:

@@ -43,7 +43,12 @@ from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingAr
 from accel_trainer.trainer.batch_size_search import BatchSizeSearch
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.best_model import keeping_best
-from accel_trainer.trainer.checkpoint.methods import CheckpointMethods, SaveSkippedError, loading_by_override
+from accel_trainer.trainer.checkpoint.methods import (
+    CheckpointMethods,
+    SaveSkippedError,
+    begin_pass,
+    loading_by_override,
+)
 from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
 from accel_trainer.trainer.decisions import Decisions, flags_of, share_metrics
 from accel_trainer.trainer.epoch import EpochRun, WindowReader
@@ -57,7 +62,13 @@ from accel_trainer.trainer.inputs import (
     shifts_labels,
 )
 from accel_trainer.trainer.loss_normalization import LossKind, LossNormalization, count_labels
-from accel_trainer.trainer.preparation import ModelPreparation, TakenArguments, build_accelerator, create_overridden
+from accel_trainer.trainer.preparation import (
+    ModelPreparation,
+    TakenArguments,
+    build_accelerator,
+    check_optimizer,
+    create_overridden,
+)
 from accel_trainer.trainer.run_record import RunRecord
 from accel_trainer.trainer.search import search_with_optuna
 from accel_trainer.trainer.step_plan import StepPlan
@@ -303,6 +314,12 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         self.run_record.begin(self, model)
         return model, train_dataloader
 
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: DataLoader | None = None) -> nn.Module:
+        if training:
+            check_optimizer(self)  # upstream has just had it made, and does not look
+        wrapped: nn.Module = super()._wrap_model(model, training, dataloader)
+        return wrapped
+
     def _run_epoch(
         self,
         model: nn.Module,
@@ -327,7 +344,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         if hasattr(train_dataloader, "set_epoch"):
             train_dataloader.set_epoch(epoch)
         checkpoint = resume_from_checkpoint if is_resumed else None
-        batches, restore_rng_from = self._begin_pass(train_dataloader, trained, checkpoint)
+        batches, restore_rng_from = begin_pass(self, train_dataloader, trained, checkpoint)
         self._loss_normalization.begin_epoch(self)
         self._step_plan = StepPlan(self, model)
         clock = self.run_record.clock

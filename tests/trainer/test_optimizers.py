@@ -163,9 +163,21 @@ class Forgetful(Trainer):
         AdamW(self.model.parameters())
 
 
-def test_a_method_that_makes_no_optimizer_is_named(tmp_path):
-    WAYS["none"] = Forgetful
-    with pytest.raises(ConfigError, match=r"_and_scheduler\(\) of Forgetful left self.optimizer at None"):
+class Returning(Trainer):
+    def create_optimizer(self, model: Any = None) -> Any:
+        return AdamW(self.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (Forgetful, r"create_optimizer_and_scheduler\(\) of Forgetful left self.optimizer at None; set it to"),
+        (Returning, r"create_optimizer\(\) of Returning left self.optimizer at None; set it to the optimizer to"),
+    ],
+)
+def test_a_method_that_makes_no_optimizer_is_named(tmp_path, monkeypatch, made, message):
+    monkeypatch.setitem(WAYS, "none", made)
+    with pytest.raises(ConfigError, match=message):
         build(str(tmp_path), "none", "single").train()
 
 

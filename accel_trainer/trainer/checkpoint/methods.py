@@ -42,7 +42,7 @@ from accel_trainer.trainer.run_record import RunRecord
 from accel_trainer.trainer.run_setup import RunLengths
 from accel_trainer.trainer.running_trainer import CheckpointingTrainer
 
-__all__ = ["CheckpointMethods", "SaveSkippedError", "loading_by_override"]
+__all__ = ["CheckpointMethods", "SaveSkippedError", "begin_pass", "loading_by_override"]
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Upstream
@@ -179,30 +179,6 @@ class CheckpointMethods(_Upstream):
             ):
                 super()._load_rng_state(checkpoint)
 
-    def _begin_pass(self, loader: Any, num_trained: int, checkpoint: str | None) -> tuple[Any, str | None]:
-        """Return the rest of a pass over the training loader, and where random streams are still to be restored from.
-
-        Before the first window is read, as a rule: collators and datasets draw, and a pass that begins within an epoch
-        does not. A stream without a position is read up to there first, and those draws are of batches left out.
-
-        Args:
-            num_trained: micro-batches of the epoch that are trained already.
-            checkpoint: of the resume that this pass goes on from; None in later ones.
-        """
-        is_left_out, run = num_trained > 0 and not self._loader_has_position, self.run_checkpoints
-        if checkpoint is not None and run.resumption is not None:
-            run.resumption.restore_pass_streams(self.accelerator.process, loader, is_within_pass=is_left_out)
-        if is_left_out and not isinstance(loader, PreparedDataLoader):
-            run.begin_pass(loader)
-            return rest_of_pass(loader, num_trained, partial(self._load_rng_state, checkpoint)), None
-        if is_left_out:
-            loader = skip_first_batches(loader, num_trained)
-        if checkpoint is not None and not (is_left_out and isinstance(loader.dataset, IterableDataset)):
-            self._load_rng_state(checkpoint)
-            checkpoint = None
-        run.begin_pass(loader)
-        return loader, checkpoint
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with self.run_checkpoints.metrics.resuming("load"):
             if upstream_files.has_engine_state(resume_from_checkpoint):
@@ -328,6 +304,33 @@ def loading_by_override(trainer: CheckpointMethods) -> Iterator[None]:
             yield
     finally:
         del model.load_state_dict
+
+
+def begin_pass(
+    trainer: CheckpointMethods, loader: Any, num_trained: int, checkpoint: str | None
+) -> tuple[Any, str | None]:
+    """Return the rest of a pass over the training loader, and where random streams are still to be restored from.
+
+    Before the first window is read, as a rule: collators and datasets draw, and a pass that begins within an epoch
+    does not. A stream without a position is read up to there first, and those draws are of batches left out.
+
+    Args:
+        num_trained: micro-batches of the epoch that are trained already.
+        checkpoint: of the resume that this pass goes on from; None in later ones.
+    """
+    is_left_out, run = num_trained > 0 and not trainer._loader_has_position, trainer.run_checkpoints
+    if checkpoint is not None and run.resumption is not None:
+        run.resumption.restore_pass_streams(trainer.accelerator.process, loader, is_within_pass=is_left_out)
+    if is_left_out and not isinstance(loader, PreparedDataLoader):
+        run.note_pass(loader)
+        return rest_of_pass(loader, num_trained, partial(trainer._load_rng_state, checkpoint)), None
+    if is_left_out:
+        loader = skip_first_batches(loader, num_trained)
+    if checkpoint is not None and not (is_left_out and isinstance(loader.dataset, IterableDataset)):
+        trainer._load_rng_state(checkpoint)
+        checkpoint = None
+    run.note_pass(loader)
+    return loader, checkpoint
 
 
 def _push(trainer: CheckpointingTrainer, target: Path) -> None:

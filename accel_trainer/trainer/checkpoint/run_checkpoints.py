@@ -129,7 +129,7 @@ class RunCheckpoints:
                 selection.path, MANIFEST_NAME,
             )  # fmt: skip
 
-    def begin_pass(self, loader: Any) -> None:
+    def note_pass(self, loader: Any) -> None:
         """Remember what the order of a pass over the training data depends on, before it begins."""
         self.pass_streams = None if isinstance(loader, PreparedDataLoader) else PassStreams(loader)
 
