@@ -34,6 +34,22 @@ _NAMES = {
 }
 """Public names by the module that has them."""
 
+_MODULES = [
+    "accelerator",
+    "big_modeling",
+    "data_loader",
+    "hooks",
+    "launchers",
+    "logging",
+    "optimizer",
+    "parallelism_config",
+    "scheduler",
+    "state",
+    "tracking",
+    "utils",
+]
+"""Modules that are there after `import accel_trainer` alone, like those of similar libraries."""
+
 _EXPORTS = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = ["__version__", *_EXPORTS]
@@ -42,6 +58,8 @@ find_moved_modules()
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_EXPORTS[name]), name)

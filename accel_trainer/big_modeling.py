@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from accel_trainer.big_models.device_map import get_balanced_memory, get_max_memory, infer_auto_device_map
+from accel_trainer.big_models.device_map import (
+    check_device_map,
+    get_balanced_memory,
+    get_max_memory,
+    infer_auto_device_map,
+)
 from accel_trainer.big_models.dispatch import (
     cpu_offload,
     cpu_offload_with_hook,
@@ -21,6 +26,7 @@ from accel_trainer.unsupported import explain_missing
 __all__ = [
     "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
     "attach_layerwise_casting_hooks",
+    "check_device_map",
     "cpu_offload",
     "cpu_offload_with_hook",
     "disk_offload",

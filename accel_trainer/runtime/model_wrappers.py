@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -13,6 +16,8 @@ from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
 __all__ = [
     "get_model_tp_size",
     "get_module_children_bottom_up",
+    "get_module_class_from_name",
+    "get_parameters_from_modules",
     "get_pretty_name",
     "has_compiled_regions",
     "is_compiled_module",
@@ -83,3 +88,22 @@ def unwrap_module(model: nn.Module) -> nn.Module:
             model = model.module  # type: ignore[assignment]
         else:
             return model
+
+
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """Return the class of this name, of a module or of the first one inside that has it; None where none has."""
+    return next((type(inner) for inner in module.modules() if type(inner).__name__ == name), None)
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
+) -> set[nn.Parameter]:
+    """Return the parameters of some modules of a model.
+
+    Args:
+        modules: as a regular expression, those whose full names match it, which are moved to `device`; None is none.
+    """
+    if isinstance(modules, str):
+        pattern = re.compile(modules)
+        modules = [inner.to(device) for name, inner in model.named_modules() if pattern.fullmatch(name)]
+    return {parameter for module in modules or () for parameter in module.parameters()}

@@ -11,6 +11,8 @@ from accel_trainer.precision import convert_outputs_to_fp32
 from accel_trainer.runtime.model_wrappers import (
     get_model_tp_size,
     get_module_children_bottom_up,
+    get_module_class_from_name,
+    get_parameters_from_modules,
     has_compiled_regions,
     is_compiled_module,
     model_has_dtensor,
@@ -81,3 +83,13 @@ def test_the_tensor_parallel_degree_of_a_loaded_model():
     assert get_model_tp_size(model) == 8
     model.tp_size = 2
     assert get_model_tp_size(model) == 2
+
+
+def test_classes_and_parameters_inside_are_found_by_name():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Doubles(), nn.ReLU()))
+    assert get_module_class_from_name(model, "Doubles") is Doubles
+    assert get_module_class_from_name(model, "Sequential") is nn.Sequential
+    assert get_module_class_from_name(model, "Conv2d") is None
+    assert get_parameters_from_modules(None, model, "cpu") == set()
+    assert get_parameters_from_modules([model[0]], model, "cpu") == set(model[0].parameters())
+    assert get_parameters_from_modules(r"1\.\d", model, "cpu") == set(model[1].parameters())

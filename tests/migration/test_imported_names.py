@@ -1,0 +1,83 @@
+"""Libraries that import accelerate find every name of theirs here, at the same path."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+
+from tests.migration.imported_names import LIBRARIES, is_importable, lacking, names_in, record
+from tests.migration.names import reason_of
+
+_COMMANDS = {f"accelerate.commands.config.{name}" for name in ("default_config_file", "load_config_from_file")}
+_LAUNCH = {f"accelerate.commands.launch.{name}" for name in ("launch_command", "launch_command_parser")}
+
+REFUSED = {
+    "trl": _COMMANDS | _LAUNCH,
+    # Of transformers' own Trainer, whose place accel_trainer's takes.
+    "transformers": _COMMANDS
+    | {
+        "accelerate.utils.DeepSpeedSchedulerWrapper",
+        "accelerate.utils.load_fsdp_model",
+        "accelerate.utils.load_fsdp_optimizer",
+        "accelerate.utils.save_fsdp_model",
+        "accelerate.utils.save_fsdp_optimizer",
+    },
+}
+
+
+@pytest.mark.parametrize("library", sorted(LIBRARIES))
+def test_every_name_of_a_library_is_here_or_refused_with_a_reason(library: str):
+    assert lacking(library) == []
+    absent = {path for path in LIBRARIES[library]["imported"] if not is_importable(path)}
+    assert absent <= REFUSED.get(library, set())
+    assert all(reason_of("absent", path.removeprefix("accelerate.")) for path in absent)
+
+
+def test_modules_are_there_after_the_package_alone_is_imported():
+    used = sorted({path for names in LIBRARIES.values() for path in names["used"]})
+    assert "accelerate.hooks.CpuOffload" in used
+    lines = [f"accel_trainer.{path.partition('.')[2]}" for path in used]
+    subprocess.run([sys.executable, "-c", "\n".join(["import accel_trainer", *lines])], check=True)
+
+
+@pytest.mark.parametrize("library", sorted(LIBRARIES))
+def test_the_recorded_names_are_those_of_the_installed_library(library: str):
+    try:
+        installed = importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{library} is not installed")
+    if installed != LIBRARIES[library]["version"]:
+        pytest.skip(f"{library} {installed} is installed, and {LIBRARIES[library]['version']} is recorded")
+    assert record(library) == LIBRARIES[library], f"python -m tests.migration.imported_names {library}"
+
+
+def test_names_are_found_in_every_form_of_import():
+    source = """
+import accelerate
+import accelerate.utils as tools
+if accelerate.hooks.CpuOffload:
+    from accelerate.utils.modeling import convert_file_size_to_int as size
+    tools.gather(size(accelerate.__version__))
+from accelerate import FullyShardedDataParallelPlugin as Plugin
+hasattr(Plugin, "gone") and Plugin.gone
+from accelerate.state import AcceleratorState
+AcceleratorState._reset_state()
+from .accelerate import other
+"""
+    assert names_in([source]) == {
+        "imported": [
+            "accelerate.FullyShardedDataParallelPlugin",
+            "accelerate.state.AcceleratorState",
+            "accelerate.utils",
+            "accelerate.utils.modeling.convert_file_size_to_int",
+        ],
+        "used": [
+            "accelerate.hooks",
+            "accelerate.hooks.CpuOffload",
+            "accelerate.state.AcceleratorState._reset_state",
+            "accelerate.utils.gather",
+        ],
+    }
