@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
@@ -100,13 +100,13 @@ class Prepared:
             ConfigError: an optimizer's parameters are of no model, or in another optimizer, their model was prepared
                 for evaluation, or the strategy wants one optimizer for each model.
         """
-        bare = {id(o): o for o in optimizers if not isinstance(o, AcceleratedOptimizer)}
-        bare |= {id(o): o for o in self.alone}
+        alone = {id(o): o for o in self.alone}
+        bare = {id(o): o for o in optimizers if not isinstance(o, AcceleratedOptimizer)} | alone
         unbound = [optimizer for optimizer in bare.values() if not self.units_of(optimizer)]
         staying = [prepared for prepared in self.units if prepared not in replaced]
-        may_be_alone = {id(optimizer) for optimizer in self.alone}
+        may_be_alone = {*alone}
         if not (is_distributed or models or staying):
-            may_be_alone |= {id(optimizer) for optimizer in unbound}
+            may_be_alone.update(map(id, unbound))
         return _pair(models, unbound, staying, capabilities, may_be_alone)
 
     @property
@@ -202,14 +202,13 @@ def _holders_of(optimizer: Optimizer, holders: list[_Holder], may_be_alone: bool
         return holders
     owners = [next((holder for holder in holders if id(each) in holder.known), None) for each in parameters]
     found, others = [holder for holder in holders if holder in owners], owners.count(None)
-    if not found and may_be_alone:
-        return []
     if not found:
-        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in parameters[:3])
+        if may_be_alone:
+            return []
         raise ConfigError(
-            f"{name} was prepared without its model: it steps {len(parameters)} parameters (of shapes {shapes}"
-            f"{', ...' if len(parameters) > 3 else ''}), which are of no prepared model; pass both to one prepare() "
-            "call, or prepare the model first"
+            f"{name} was prepared without its model: it steps {len(parameters)} parameters (of shapes "
+            f"{_describe_shapes(parameters)}), which are of no prepared model; pass both to one prepare() call, or "
+            "prepare the model first"
         )
     if others:
         known = ", ".join(type(holder.model).__name__ for holder in holders)
@@ -218,6 +217,11 @@ def _holders_of(optimizer: Optimizer, holders: list[_Holder], may_be_alone: bool
             "model that they are of to the same prepare() call, or build the optimizer without them"
         )
     return found
+
+
+def _describe_shapes(parameters: Sequence[Tensor]) -> str:
+    shapes = [str(tuple(parameter.shape)) for parameter in parameters[:3]]
+    return ", ".join([*shapes, "..."] if len(parameters) > 3 else shapes)
 
 
 def _require_training(prepared: PreparedUnit, optimizer: Optimizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -352,6 +353,17 @@ def attach_align_device_hook(
         add_hook_to_module(inner, hook, append=True)
 
 
+def _by_block(value: Any, other: Any) -> dict[str, Any]:
+    """Return a value for each block: its own, or else the one of all for the blocks that another argument names."""
+    return dict(value) if isinstance(value, Mapping) else dict.fromkeys(other, value)
+
+
+def _inside(name: str, names: Iterable[str]) -> list[str]:
+    """Return those of some names of modules that are inside of another module."""
+    prefix = f"{name}." if name else ""
+    return [each for each in names if each != name and each.startswith(prefix)]
+
+
 def attach_align_device_hook_on_blocks(
     module: nn.Module,
     execution_device: Device | Mapping[str, Device] | None = None,
@@ -370,73 +382,49 @@ def attach_align_device_hook_on_blocks(
         offload: whether the block's weights have memory during forward only; likewise.
         weights_map, module_name, preload_module_classes: as of `attach_align_device_hook`.
     """
-    read_ahead = ReadAhead()
+    offloading = partial(
+        attach_align_device_hook,
+        offload=True,
+        weights_map=weights_map,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        tied_params_map=tied_params_map,
+    )
+    aligning = partial(AlignDevicesHook, skip_keys=skip_keys, tied_params_map=tied_params_map)
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
         if offload:
-            attach_align_device_hook(
-                module,
-                execution_device,
-                offload=True,
-                weights_map=weights_map,
-                offload_buffers=offload_buffers,
-                module_name=module_name,
-                skip_keys=skip_keys,
-                tied_params_map=tied_params_map,
-            )
+            offloading(module, execution_device, module_name=module_name)
         else:
-            hook = AlignDevicesHook(
-                execution_device,
-                io_same_device=True,
-                skip_keys=skip_keys,
-                place_submodules=True,
-                tied_params_map=tied_params_map,
-            )
-            add_hook_to_module(module, hook)
+            add_hook_to_module(module, aligning(execution_device, io_same_device=True, place_submodules=True))
         return
-    if isinstance(execution_device, Mapping):
-        devices: dict[str, Any] = dict(execution_device)
-    else:
-        devices = dict.fromkeys(offload if isinstance(offload, Mapping) else (), execution_device)
-    offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    devices = _by_block(execution_device, offload)
+    offloads = _by_block(offload, devices)
+    read_ahead = ReadAhead()
     for name, inner in list(module.named_modules(prefix=module_name)):
-        is_root = name == ""
         if name not in devices or name not in offloads:
-            if is_root:
-                add_hook_to_module(
-                    inner,
-                    AlignDevicesHook(
-                        devices.get(""), io_same_device=True, skip_keys=skip_keys, tied_params_map=tied_params_map
-                    ),
-                )
+            if name == "":
+                add_hook_to_module(inner, aligning(devices.get(""), io_same_device=True))
             continue
-        device = devices[name]
-        prefix = f"{name}." if name else ""
-        elsewhere = [key for key in devices if key != name and key.startswith(prefix)]
-        inside = [key.removeprefix(prefix) for key in elsewhere]
+        device, elsewhere = devices[name], _inside(name, devices)
+        inside = [key.removeprefix(f"{name}.") for key in elsewhere]
+        whole = None
         if offloads[name]:
-            attach_align_device_hook(
+            whole = preload_module_classes
+            offloading(
                 inner,
                 device,
-                offload=True,
-                weights_map=weights_map,
-                offload_buffers=offload_buffers,
                 module_name=name,
-                skip_keys=skip_keys,
-                preload_module_classes=preload_module_classes,
-                tied_params_map=tied_params_map,
+                preload_module_classes=whole,
                 read_ahead=read_ahead,
                 excluded=elsewhere,
             )
         if not (offloads[name] and hooks_of(inner)):
-            hook = AlignDevicesHook(
+            hook = aligning(
                 device,
                 offload_buffers=offload_buffers,
-                io_same_device=is_root,
+                io_same_device=name == "",
                 place_submodules=not offloads[name],
-                skip_keys=skip_keys,
-                tied_params_map=tied_params_map,
                 excluded=inside,
             )
             add_hook_to_module(inner, hook)
-        whole = preload_module_classes if offloads[name] else None
         attach_execution_device_hook(inner, device, skip_keys, whole, tied_params_map, excluded=inside)

@@ -56,18 +56,23 @@ def get_max_memory(max_memory: Mapping[Place, int | str] | None = None) -> dict[
     """
     if max_memory is None:
         return _free_memory()
+    _check_places(max_memory)
+    numbers = sorted(place for place in max_memory if isinstance(place, int))
+    ordered: list[Place] = [*numbers, *(place for place in _HOST if place in max_memory)]
+    return {place: convert_file_size_to_int(max_memory[place]) for place in ordered}
+
+
+def _check_places(max_memory: Iterable[Place]) -> None:
+    """Refuse what is no place, and warn of accelerators that are not there."""
     unknown = [place for place in max_memory if not isinstance(place, int) and place not in _HOST]
     if unknown:
         raise ConfigError(
             f"max_memory has {unknown[0]!r}; expected numbers of accelerators, 'mps', 'cpu' or 'disk' for its keys"
         )
-    numbers = sorted(place for place in max_memory if isinstance(place, int))
     count = torch.accelerator.device_count()
-    for number in numbers:
+    for number in sorted(place for place in max_memory if isinstance(place, int)):
         if not 0 <= number < count:
             logger.warning("max_memory names device %s, and this machine has %s accelerator(s)", number, count)
-    ordered: list[Place] = [*numbers, *(place for place in _HOST if place in max_memory)]
-    return {place: convert_file_size_to_int(max_memory[place]) for place in ordered}
 
 
 def _free_memory() -> dict[Place, int]:
@@ -108,7 +113,7 @@ def get_balanced_memory(
         low_zero: leave as much as possible of the first accelerator free.
     """
     bounds = get_max_memory(max_memory)
-    used = [place for place in bounds if (isinstance(place, int) or place == "mps") and bounds[place] > 0]
+    used = [place for place, num_bytes in bounds.items() if place not in ("cpu", "disk") and num_bytes > 0]
     if not used:
         return bounds
     if len(used) == 1:
@@ -119,13 +124,11 @@ def get_balanced_memory(
             logger.info("90%% of device %s is for the model; give max_memory to use more", used[0])
     sizes = compute_module_sizes(model, dtype, special_dtypes)
     share = sizes[""] // (len(used) - low_zero) + _slack(model, sizes, class_names(no_split_module_classes))
-    numbers = [place for place in used if isinstance(place, int)]
-    for place in numbers[:-1]:
-        if not (low_zero and place == numbers[0]):
-            bounds[place] = min(share, bounds[place])
+    for place in used[int(low_zero) : -1]:
+        bounds[place] = min(share, bounds[place])
     if low_zero:
-        rest = sizes[""] - sum(bounds[place] for place in numbers[1:])
-        bounds[numbers[0]] = min(max(0, rest), bounds[numbers[0]])
+        rest = sizes[""] - sum(bounds[place] for place in used[1:])
+        bounds[used[0]] = min(max(0, rest), bounds[used[0]])
     return bounds
 
 
@@ -250,14 +253,19 @@ class _Allocation:
         if self._says_why:
             print(text)
 
-    def place_next(self) -> None:
-        """Give the next entry a device, or split it, or go on to the next device."""
+    def _take_next(self) -> Entry:
+        """Return the next entry, which waits no longer: the largest layer is one of those behind it."""
         name, entry = self.waiting.pop(0)
         self._largest_names = [each for each in self._largest_names if not _is_inside(each, name)]
         if not self._largest_names:
             self._measure()
+        return name, entry
+
+    def place_next(self) -> None:
+        """Give the next entry a device, or split it, or go on to the next device."""
+        name, entry = self._take_next()
         place = self.devices[self.position]
-        reserved = self._largest if place in self.keeping_room and place != "disk" else 0
+        reserved = self._largest if place in self.keeping_room else 0
         size = self.sizes[name]
         needed, names, modules = get_module_size_with_ties(
             _ties_outside(name, self.tied), size, self.sizes, self.waiting

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from accel_trainer.big_models.tied_weights import (
     find_tied_parameters,
     retie_parameters,
 )
-from accel_trainer.checkpoint.weights.into_model import describe_names, load_and_index
+from accel_trainer.checkpoint.weights.into_model import describe_names, load_and_index, place_of
 from accel_trainer.checkpoint.weights.offloaded import (
     OFFLOAD_INDEX_NAME,
     OffloadedWeightsLoader,
@@ -221,11 +221,6 @@ def dispatch_model(
     offloaded = {name: place == "disk" or place == "cpu" and not is_on_host for name, place in device_map.items()}
     tied = find_tied_parameters(model)
     weights = _weights_of(model, device_map, is_on_host, state_dict, offload_dir, offload_index, offload_buffers)
-    shared: TiedTensors = {}
-    for group in tied:
-        parameter = model.get_parameter(group[0])
-        if not parameter.is_meta:
-            shared[parameter.data_ptr()] = {}
     devices = {name: main_device if place in ("cpu", "disk") else place for name, place in device_map.items()}
     attach_align_device_hook_on_blocks(
         model,
@@ -235,7 +230,7 @@ def dispatch_model(
         weights_map=weights,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
-        tied_params_map=shared,
+        tied_params_map=_copies_of(model, tied),
     )
     retie_parameters(model, tied)
     watch_moves(model, _check_move)
@@ -253,37 +248,49 @@ def _weights_of(
     offload_buffers: bool,
 ) -> OffloadedWeightsLoader | None:
     """Return the weights of the offloaded blocks; None where there are none."""
-    own = model.state_dict(keep_vars=True)
-    if not offload_buffers:
-        buffers = {name for name, _ in model.named_buffers()}
-        own = {name: tensor for name, tensor in own.items() if name not in buffers}
-    places = {name: _place_of(name, device_map) for name in own}
-    on_disk = {name: tensor for name, tensor in own.items() if places[name] == "disk"}
-    if "cpu" in places.values() and not is_on_host and state_dict is None:
-        state_dict = {name: each.detach().to("cpu") for name, each in own.items() if places[name] == "cpu"}
-    if on_disk and index is None:
-        if folder is None:
-            raise ConfigError(
-                f"device_map sends {describe_names(list(on_disk))} to 'disk', and nothing says where that is; "
-                "give offload_dir"
-            )
-        index = _write_missing(model, on_disk, folder)
-    elif on_disk:
-        assert index is not None
-        _check_index(model, on_disk, index, "offload_index")
-        # In memory anyway, for a tied weight of a block on the host: no file has to hold it.
-        kept = {name: each.detach() for name, each in on_disk.items() if not each.is_meta and name not in index}
+    on_host, on_disk = _state_on(("cpu", "disk"), model, device_map, offload_buffers)
+    if on_host and not is_on_host and state_dict is None:
+        state_dict = {name: tensor.detach().to("cpu") for name, tensor in on_host.items()}
+    if on_disk:
+        index, kept = _index_of(model, on_disk, folder, index)
         state_dict = {**(state_dict or {}), **kept}
     if state_dict is None and index is None:
         return None
-    known = [*(state_dict or ()), *(index or ())]
-    return OffloadedWeightsLoader(state_dict, folder, index or {}, aliases=_aliases(model, known))
+    state_dict, index = state_dict or {}, index or {}
+    return OffloadedWeightsLoader(state_dict, folder, index, aliases=_aliases(model, [*state_dict, *index]))
 
 
-def _place_of(name: str, device_map: Mapping[str, Device]) -> Device:
-    """Return the device of a tensor, by the longest name in the map that it is in."""
-    fitting = [key for key in device_map if key == "" or name == key or name.startswith(f"{key}.")]
-    return device_map[max(fitting, key=len)]
+def _state_on(
+    places: Iterable[str], model: nn.Module, device_map: Mapping[str, Device], with_buffers: bool
+) -> list[dict[str, Tensor]]:
+    """Return the tensors of a model's state dict that go to each of some places."""
+    left_out = set() if with_buffers else {name for name, _ in model.named_buffers()}
+    state = {name: each for name, each in model.state_dict(keep_vars=True).items() if name not in left_out}
+    place_by_name = {name: place_of(name, device_map) for name in state}
+    return [{name: each for name, each in state.items() if place_by_name[name] == place} for place in places]
+
+
+def _copies_of(model: nn.Module, tied: Iterable[Sequence[str]]) -> TiedTensors:
+    """Return the map of the copies of tied parameters, in which there are none yet."""
+    parameters = [model.get_parameter(names[0]) for names in tied]
+    return {parameter.data_ptr(): {} for parameter in parameters if not parameter.is_meta}
+
+
+def _index_of(
+    model: nn.Module, on_disk: Mapping[str, Tensor], folder: Folder | None, index: Index | None
+) -> tuple[Index, dict[str, Tensor]]:
+    """Return the index of weights that go to disk, which are written where none is given; and those left in memory."""
+    if index is not None:
+        _check_index(model, on_disk, index, "offload_index")
+        # In memory anyway, for a tied weight of a block on the host: no file has to hold it.
+        kept = {name: each.detach() for name, each in on_disk.items() if not each.is_meta and name not in index}
+        return index, kept
+    if folder is None:
+        raise ConfigError(
+            f"device_map sends {describe_names(list(on_disk))} to 'disk', and nothing says where that is; "
+            "give offload_dir"
+        )
+    return _write_missing(model, on_disk, folder), {}
 
 
 def _check_move(model: nn.Module) -> None:

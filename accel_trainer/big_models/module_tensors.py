@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from accel_trainer.checkpoint.weights.into_model import as_dtype
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.memory import clear_device_cache
 from accel_trainer.runtime.torch_private import non_persistent_buffers, parameter_like, tensor_registry
@@ -132,34 +133,19 @@ def set_module_tensor_to_device(
         clear_cache: return unused memory of an accelerator to it afterwards.
 
     Raises:
-        ConfigError: there is no such tensor, it has no values, or those that are given have another shape.
+        ConfigError: there is no such tensor, it has no values, those that are given have another shape, or torch has no
+            such dtype.
     """
     registry, leaf = find_registry(module, tensor_name)
     old: Tensor | None = registry[leaf]
     target = same_device(device)
-    sources = [each for each in (value, old) if isinstance(each, Tensor)]
-    for known in sources:
-        shared = (tied_params_map or {}).get(known.data_ptr(), {})
+    copies = _copies_of((value, old), tied_params_map or {})
+    for shared in copies:
         if device in shared:
             registry[leaf] = shared[device]
             return
-    source = value if value is not None else old
-    if source is None or source.device.type == "meta" and target.type != "meta":
-        raise ConfigError(
-            f"{tensor_name!r} is on the meta device and has no values to put on {target}; give them as `value`"
-        )
-    if not isinstance(source, Tensor):
-        source = torch.tensor(source)
-    if value is not None and old is not None and source.shape != old.shape:
-        raise ConfigError(
-            f"value for {tensor_name!r} has shape {tuple(source.shape)}, and the module's tensor {tuple(old.shape)}; "
-            "give the weights of a model of this configuration"
-        )
-    wanted = source.dtype if old is None else old.dtype
-    if dtype is not None:
-        is_number = source.is_floating_point() or source.is_complex()
-        named = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-        wanted = named if is_number else source.dtype
+    source = _values_for(tensor_name, value, old, target)
+    wanted = _wanted_dtype(source, old, dtype)
     if value is None and target == source.device and wanted == source.dtype:
         return
     with torch.no_grad():
@@ -169,7 +155,32 @@ def set_module_tensor_to_device(
     registry[leaf] = made
     if clear_cache and target.type not in ("cpu", "meta"):
         clear_device_cache()
-    for each in reversed(sources):
-        if tied_params_map is not None and each.data_ptr() in tied_params_map:
-            tied_params_map[each.data_ptr()].setdefault(device, made)
-            break
+    if copies:
+        copies[-1].setdefault(device, made)
+
+
+def _copies_of(values: Iterable[Any], tied: TiedTensors) -> list[dict[Any, Tensor]]:
+    """Return the copies, by device, of those of some values that are tied tensors."""
+    addresses = [each.data_ptr() for each in values if isinstance(each, Tensor)]
+    return [tied[address] for address in addresses if address in tied]
+
+
+def _values_for(name: str, value: Any, old: Tensor | None, target: torch.device) -> Tensor:
+    """Return the given values of a tensor, or else its own."""
+    source = old if value is None else value
+    if source is None or source.device.type == "meta" and target.type != "meta":
+        raise ConfigError(f"{name!r} is on the meta device and has no values to put on {target}; give them as `value`")
+    if not isinstance(source, Tensor):
+        source = torch.tensor(source)
+    if old is not None and source.shape != old.shape:
+        raise ConfigError(
+            f"value for {name!r} has shape {tuple(source.shape)}, and the module's tensor {tuple(old.shape)}; "
+            "give the weights of a model of this configuration"
+        )
+    return source
+
+
+def _wanted_dtype(source: Tensor, old: Tensor | None, dtype: str | torch.dtype | None) -> torch.dtype:
+    if dtype is None:
+        return source.dtype if old is None else old.dtype
+    return as_dtype(dtype) if source.is_floating_point() or source.is_complex() else source.dtype

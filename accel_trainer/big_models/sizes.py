@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from accel_trainer.big_models.module_tensors import named_module_tensors
+from accel_trainer.checkpoint.weights.into_model import as_dtype
 from accel_trainer.errors import ConfigError
 
 __all__ = [
     "Entry",
-    "as_dtype",
     "calculate_maximum_sizes",
     "class_names",
     "compute_module_sizes",
@@ -58,18 +58,6 @@ def convert_bytes(size: float) -> str:
             return f"{round(size, 2)} {unit}"
         size /= 1024
     return f"{round(size, 2)} PB"
-
-
-def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return a dtype by its name, `"float16"` or `"torch.float16"`.
-
-    Raises:
-        ConfigError: torch has no such dtype.
-    """
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
-        raise ConfigError(f"dtype={dtype!r} is no dtype of torch; give one, such as torch.bfloat16 or 'bfloat16'")
-    return found
 
 
 def dtype_byte_size(dtype: torch.dtype) -> float:

@@ -515,15 +515,7 @@ def prepare_data_loader(
         ConfigError: the object is no DataLoader, its dataset is empty, its sampler shards by rank already, its batch
             size cannot be split, or it was prepared with another `config`.
     """
-    skipped = 0
-    if isinstance(loader, PreparedDataLoader) and loader._plain is not None:
-        loader, skipped = loader._plain
-        if process.is_distributed:
-            raise ConfigError(
-                f"skip_first_batches left out {skipped} batches of a {type(loader).__name__} that was not prepared, "
-                f"and a step of {process.world_size} processes has {process.world_size} batches; prepare the loader "
-                "first, then skip steps of what prepare() returned"
-            )
+    loader, skipped = _without_skips(loader, process)
     if isinstance(loader, PreparedDataLoader):
         loader.add_hooks(config, on_begin, on_end)
         return loader
@@ -553,6 +545,20 @@ def prepare_data_loader(
     prepared = _restore(type(loader), state)
     prepared.add_hooks(config, on_begin, on_end)
     return prepared.skipping(skipped) if skipped else prepared
+
+
+def _without_skips(loader: DataLoader[Any], process: ProcessContext) -> tuple[DataLoader[Any], int]:
+    """Return the user's loader inside of what `skip_first_batches` made of one, and the number of batches left out."""
+    if not isinstance(loader, PreparedDataLoader) or loader._plain is None:
+        return loader, 0
+    plain, skipped = loader._plain
+    if process.is_distributed:
+        raise ConfigError(
+            f"skip_first_batches left out {skipped} batches of a {type(plain).__name__} that was not prepared, and a "
+            f"step of {process.world_size} processes has {process.world_size} batches; prepare the loader first, then "
+            "skip steps of what prepare() returned"
+        )
+    return plain, skipped
 
 
 @contextmanager

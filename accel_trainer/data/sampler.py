@@ -358,21 +358,28 @@ def _seeded(sampler: Any, seed: int, fresh: dict[int, torch.Generator] | None = 
         changed["generator"] = fresh.setdefault(id(sampler.generator), torch.Generator().manual_seed(seed))
     elif isinstance(sampler, (SequentialSampler, SeedableRandomSampler, list, tuple, range)):
         return sampler, True
-    is_fixed = bool(changed) or type(sampler) is BatchSampler
+    is_own_fixed = bool(changed) or type(sampler) is BatchSampler
+    nested, are_fixed = _seeded_inside(sampler, seed, fresh)
+    changed |= nested
+    if changed:
+        sampler = copy.copy(sampler)
+        for name, value in changed.items():
+            setattr(sampler, name, value)
+    return sampler, is_own_fixed and are_fixed
+
+
+def _seeded_inside(sampler: Any, seed: int, fresh: dict[int, torch.Generator]) -> tuple[dict[str, Any], bool]:
+    """Return the attribute of a sampler with those that it wraps, as copies; and whether that fixes their order."""
     for name in (*_NESTED, _NESTED_LIST):
         inner = getattr(sampler, name, None)
         if inner is None or inner is sampler:
             continue
         parts = [_seeded(part, seed, fresh) for part in (inner if name == _NESTED_LIST else [inner])]
-        changed[name] = [part for part, _ in parts] if name == _NESTED_LIST else parts[0][0]
+        copies = [part for part, _ in parts]
         # Some keep their dataset under this name.
-        is_fixed = is_fixed and all(fixed or not isinstance(part, Sampler) for part, fixed in parts)
-        break
-    if changed:
-        sampler = copy.copy(sampler)
-        for name, value in changed.items():
-            setattr(sampler, name, value)
-    return sampler, is_fixed
+        are_fixed = all(fixed or not isinstance(part, Sampler) for part, fixed in parts)
+        return {name: copies if name == _NESTED_LIST else copies[0]}, are_fixed
+    return {}, True
 
 
 def _chain(node: Any) -> Iterator[Any]:

@@ -132,7 +132,7 @@ def name_parameters(stored: Mapping[str, Any], own: Mapping[str, Any], path: Pat
     if not all(isinstance(key, int) for key in keys):
         return {"state": dict(stored.get("state", {})), "param_groups": groups}
     sizes, own_sizes = ([len(group["params"]) for group in each] for each in (groups, own_groups))
-    if [size for size in sizes if size] != [size for size in own_sizes if size]:  # DeepSpeed drops empty groups
+    if list(filter(None, sizes)) != list(filter(None, own_sizes)):  # DeepSpeed drops empty groups
         raise IncompatibleCheckpointError(
             f"the optimizer's state in {path.absolute()} was saved for parameter groups of {sizes} parameters, and "
             f"this optimizer has groups of {own_sizes}; build the model and the optimizer that were saved"

@@ -27,7 +27,16 @@ from accel_trainer.runtime.cores import usable_cores
 from accel_trainer.runtime.model_wrappers import unwrap_module
 from accel_trainer.runtime.torch_private import RESET_METHODS, copy_module
 
-__all__ = ["DISK", "LoadReport", "WeightFiles", "describe_names", "load_and_index", "load_checkpoint_in_model"]
+__all__ = [
+    "DISK",
+    "LoadReport",
+    "WeightFiles",
+    "as_dtype",
+    "describe_names",
+    "load_and_index",
+    "load_checkpoint_in_model",
+    "place_of",
+]
 
 logger = logging.get_logger(__name__)
 
@@ -146,32 +155,25 @@ def load_and_index(
     if verify:
         _verify(weights)
     own = model.state_dict(keep_vars=True)
-    sources, missing, unexpected = _match(own, weights)
+    groups = _group_names(own)
+    sources, missing, unexpected = _match(own, groups.values(), weights)
     if strict and (missing or unexpected):
         raise IncompatibleCheckpointError(
             f"{weights.path} {_describe(missing, unexpected, model)}; load with strict=False to accept"
         )
-    buffers = set() if offload_buffers else {name for name, _ in model.named_buffers()}
-    devices = {name: _device(name, device_map, stays_in_memory=name in buffers) for name in own}
-    kept = () if _as_dtype(dtype) != torch.float16 else tuple(keep_in_fp32_modules or ())
-    dtypes = {name: _dtype(name, own[name], _as_dtype(dtype), kept) for name in sources}
-    order = {name: position for position, name in enumerate(weights)}
-    groups: dict[int, list[str]] = {}
-    for name, tensor in own.items():
-        groups.setdefault(id(tensor), []).append(name)
+    devices = _choose_devices(model, groups.values(), device_map, offload_buffers)
+    dtypes = _choose_dtypes(own, sources, dtype, keep_in_fp32_modules)
     index: Index = {}
-    for name, stored in sorted(sources.items(), key=lambda pair: order[pair[1]]):
-        # A tied tensor is in memory if one of its names has to be.
-        names = groups[id(own[name])]
-        device = next((devices[each] for each in names if devices[each] != DISK), DISK)
+    on_disk: set[str] = set()
+    for name, stored in _in_file_order(sources, weights):
+        names, device = groups[id(own[name])], devices[name]
         if device == DISK:
             index[name] = _leave_on_disk(own[name], weights, stored, dtypes[name], name, offload_folder)
             _release(model, names, own[name], dtypes[name])
+            on_disk.update(names)
         else:
             _fill(own[name], weights, stored, device, dtypes[name])
-    left = _fill_missing(model, missing, init_missing, device_map)
-    on_disk = {id(own[name]) for name in index}
-    left = [name for name in left if name not in own or id(own[name]) not in on_disk]
+    left = [name for name in _fill_missing(model, missing, init_missing, device_map) if name not in on_disk]
     if missing or unexpected or left:
         logger.warning("%s %s", weights.path, _describe(missing, unexpected, model, left))
     return LoadReport(missing, unexpected, left), index
@@ -244,13 +246,30 @@ def _open(checkpoint: Path, broadcast: bool) -> Weights:
     return BroadcastFiles(checkpoint, torch.device(not on_cpu and torch.accelerator.current_accelerator() or "cpu"))
 
 
-def _match(own: Mapping[str, Tensor], weights: Weights) -> tuple[dict[str, str], list[str], list[str]]:
-    """Return the stored name of each distinct tensor of the model, the missing names and the unexpected ones."""
+def _group_names(own: Mapping[str, Tensor]) -> dict[int, list[str]]:
+    """Return the names of each distinct tensor, by its id."""
     groups: dict[int, list[str]] = {}
     for name, tensor in own.items():
         groups.setdefault(id(tensor), []).append(name)
+    return groups
+
+
+def _in_file_order(sources: Mapping[str, str], weights: Weights) -> list[tuple[str, str]]:
+    """Return names and stored names, in the order in which the files are read."""
+    order = {name: position for position, name in enumerate(weights)}
+    return sorted(sources.items(), key=lambda pair: order[pair[1]])
+
+
+def _match(
+    own: Mapping[str, Tensor], groups: Iterable[list[str]], weights: Weights
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """Return the stored name of each distinct tensor of the model, the missing names and the unexpected ones.
+
+    Args:
+        groups: the names of each distinct tensor.
+    """
     sources, missing = {}, []
-    for names in groups.values():
+    for names in groups:
         stored = next((name for name in names if name in weights), None)
         if stored is None:
             missing.append(names[0])
@@ -286,6 +305,19 @@ def _describe(missing: list[str], unexpected: list[str], model: nn.Module, left:
     return f"{text}; {len(left)} tensor(s) are left on the meta device, without values: {describe_names(left)}"
 
 
+def _choose_devices(
+    model: nn.Module, groups: Iterable[list[str]], device_map: DeviceMap | None, offload_buffers: bool
+) -> dict[str, torch.device | Literal["disk"] | None]:
+    """Return where each distinct tensor goes, by the first of its names; None for where it is."""
+    buffers = set() if offload_buffers else {name for name, _ in model.named_buffers()}
+    chosen = {}
+    for names in groups:
+        devices = [_device(name, device_map, stays_in_memory=name in buffers) for name in names]
+        # A tied tensor is in memory if one of its names has to be.
+        chosen[names[0]] = next((device for device in devices if device != DISK), DISK)
+    return chosen
+
+
 def _device(
     name: str, device_map: DeviceMap | None, *, stays_in_memory: bool = False
 ) -> torch.device | Literal["disk"] | None:
@@ -294,10 +326,7 @@ def _device(
         return None
     if not isinstance(device_map, Mapping):
         raise ConfigError(f"device_map={device_map!r} is no mapping; expected names and devices, such as {{'': 'cpu'}}")
-    fitting = [key for key in device_map if key == "" or name == key or name.startswith(f"{key}.")]
-    if not fitting:
-        raise ConfigError(f"device_map says nothing about {name!r}; add its module, or an entry '' for all the rest")
-    value = device_map[max(fitting, key=len)]
+    value = place_of(name, device_map)
     if value == DISK:
         return torch.device("cpu") if stays_in_memory else DISK
     try:
@@ -308,11 +337,40 @@ def _device(
         ) from error
 
 
-def _as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+def place_of(name: str, device_map: DeviceMap) -> Device:
+    """Return the place of a tensor, by the longest name in the map that it is in.
+
+    Raises:
+        ConfigError: it is in none.
+    """
+    fitting = [key for key in device_map if key == "" or name == key or name.startswith(f"{key}.")]
+    if not fitting:
+        raise ConfigError(f"device_map says nothing about {name!r}; add its module, or an entry '' for all the rest")
+    return device_map[max(fitting, key=len)]
+
+
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """Return a dtype by its name, `"float16"` or `"torch.float16"`.
+
+    Raises:
+        ConfigError: torch has no such dtype.
+    """
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if dtype is not None and not isinstance(found, torch.dtype):
+    if not isinstance(found, torch.dtype):
         raise ConfigError(f"dtype={dtype!r} is no dtype of torch; give one, such as torch.bfloat16 or 'bfloat16'")
     return found
+
+
+def _choose_dtypes(
+    own: Mapping[str, Tensor],
+    names: Iterable[str],
+    dtype: str | torch.dtype | None,
+    keep_in_fp32_modules: Iterable[str] | None,
+) -> dict[str, torch.dtype]:
+    """Return the dtype in which the model has each of some tensors from now on."""
+    wanted = None if dtype is None else as_dtype(dtype)
+    kept = () if wanted != torch.float16 else tuple(keep_in_fp32_modules or ())
+    return {name: _dtype(name, own[name], wanted, kept) for name in names}
 
 
 def _dtype(name: str, tensor: Tensor, dtype: torch.dtype | None, kept_in_fp32: Sequence[str]) -> torch.dtype:

@@ -86,24 +86,27 @@ def match_groups(saved: Mapping[str, Any], own_groups: Sequence[Sequence[str]]) 
         saved: an optimizer's state, whose groups list the names of their parameters.
         own_groups: the names of the parameters of each group.
     """
-    remaining = [group for group in saved.get("param_groups", []) if group["params"]]
-    empty = [group for group in saved.get("param_groups", []) if not group["params"]]
-    saved_groups = [list(group["params"]) for group in remaining]
-    if sorted(saved_groups) != sorted(list(names) for names in own_groups if names):
-        saved_names, own_names = set(itertools.chain(*saved_groups)), set(itertools.chain(*own_groups))
-        differences = _describe("missing in the state", sorted(own_names - saved_names))
-        differences += _describe("not in this optimizer", sorted(saved_names - own_names))
-        return (
-            f"the optimizer state was saved for {len(remaining + empty)} group(s) of {len(saved_names)} parameter(s), "
-            f"and this optimizer has {len(own_groups)} group(s) of {len(own_names)}; "
-            f"{'; '.join(differences) or 'they are the same, in other groups or another order'}. "
-            "Build the optimizer that was saved"
-        )
+    groups = saved.get("param_groups", [])
+    names_saved, names_owned = ([list(names) for names in each] for each in ((g["params"] for g in groups), own_groups))
+    if sorted(filter(None, names_saved)) != sorted(filter(None, names_owned)):
+        return _describe_groups(names_saved, names_owned)
+    # No name is in two groups, so that only those without any are the same.
+    remaining = [*zip(names_saved, groups, strict=True)]
     ordered = []
-    for names in own_groups:
-        if names:
-            index = next(i for i, group in enumerate(remaining) if list(group["params"]) == list(names))
-            ordered.append(remaining.pop(index))
-        else:
-            ordered.append(empty.pop(0) if empty else {"params": []})
+    for names in names_owned:
+        index = next((i for i, (found, _) in enumerate(remaining) if found == names), None)
+        ordered.append({"params": []} if index is None else remaining.pop(index)[1])
     return ordered
+
+
+def _describe_groups(saved: Sequence[list[str]], own: Sequence[list[str]]) -> str:
+    """Return the message of parameter groups that differ."""
+    saved_names, own_names = set(itertools.chain(*saved)), set(itertools.chain(*own))
+    differences = _describe("missing in the state", sorted(own_names - saved_names))
+    differences += _describe("not in this optimizer", sorted(saved_names - own_names))
+    return (
+        f"the optimizer state was saved for {len(saved)} group(s) of {len(saved_names)} parameter(s), and this "
+        f"optimizer has {len(own)} group(s) of {len(own_names)}; "
+        f"{'; '.join(differences) or 'they are the same, in other groups or another order'}. Build the optimizer that "
+        "was saved"
+    )
