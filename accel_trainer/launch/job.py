@@ -10,7 +10,6 @@ import json
 import os
 import shlex
 import shutil
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.launch.default_file import find_default_config
 from accel_trainer.launch.flags import Options, parse_options, print_help
 from accel_trainer.launch.hosts import HostJob, agent_options, plan_hosts, run_on_hosts
+from accel_trainer.launch.network import find_interface
 from accel_trainer.launch.outer_job import OuterJob, find_outer_job, refuse_nesting
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.cores import usable_cores
@@ -49,7 +49,6 @@ _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIB
 _DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg", "/dev/dri/renderD*", "/dev/accel*", "/dev/davinci[0-9]*")
 # The strategies that a process without a group can run; the capabilities of any other cost an import of torch.
 _WITHOUT_GROUP = ("auto", "single")
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _CHECKS = "accel_trainer.launch.self_check"
 
 
@@ -161,7 +160,10 @@ def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] =
         command = (command[0], "-u", *command[1:])
     num_local = num_processes // launch.num_machines if hosts is None else hosts.num_local_processes
     is_one_machine = launch.num_machines == 1 if hosts is None else hosts.is_here
-    environment = worker_environment(environ, resolved, launch_text, num_local, needs_group and is_one_machine)
+    interface = None
+    if needs_group and (is_one_machine or hosts is None):
+        interface = find_interface(None if is_one_machine else launch.main_process_ip)
+    environment = worker_environment(environ, resolved, launch_text, num_local, interface)
     if is_rank:
         environment |= {name: environ[name] for name in _RANK_VARIABLES if name in environ}
     return Job(resolved, command, environment, num_local, needs_group, hosts, outer)
@@ -314,14 +316,14 @@ def _check_strategy(resolved: Resolved, num_processes: int, options: Options, ar
 
 
 def worker_environment(
-    environ: Mapping[str, str], resolved: Resolved, launch_text: str, num_local: int, meets_here: bool
+    environ: Mapping[str, str], resolved: Resolved, launch_text: str, num_local: int, interface: str | None
 ) -> dict[str, str]:
     """Return the environment of the started processes: ours, without ranks of others, with the launcher's decisions.
 
     Args:
         launch_text: the value of ACCEL_TRAINER_LAUNCH.
         num_local: processes of the job on this machine.
-        meets_here: whether all ranks of a process group are on this machine.
+        interface: the one through which the ranks of a process group reach each other; None leaves that to torch.
     """
     launch = resolved.config.launch
     variables = {
@@ -340,6 +342,8 @@ def worker_environment(
     elif num_local > 1:
         # N ranks with a full thread pool each run slower than one.
         variables.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // num_local)))
-    if meets_here and _LOOPBACK in dict(socket.if_nameindex()).values():
-        variables.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+    if interface is not None:
+        variables.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if launch.num_machines > 1:
+            variables.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else any whose name begins like that
     return variables

@@ -31,6 +31,7 @@ from accel_trainer.config import LaunchConfig, resolve
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.launch.job import worker_environment
+from accel_trainer.launch.network import find_interface
 from accel_trainer.launch.outer_job import refuse_nesting
 from accel_trainer.launch.torchrun import AGENT_LOGGERS, build_rendezvous, log_destination, worker_variables
 from accel_trainer.runtime.process import destroy_process_group
@@ -116,7 +117,8 @@ def notebook_launcher(
         explicit={**flags, **numbers}, environ=outer, explicit_name="notebook_launcher", explicit_keywords=_NUMBERS
     )
     launch_text = json.dumps({"config_file": None, "flags": flags})
-    environment = worker_environment(os.environ, resolved, launch_text, num_processes, num_nodes == 1)
+    interface = find_interface(None if num_nodes == 1 else address)
+    environment = worker_environment(os.environ, resolved, launch_text, num_processes, interface)
     if num_processes == num_nodes == 1:
         with worker_variables(environment):
             function(*args)
