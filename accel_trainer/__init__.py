@@ -61,7 +61,10 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        unsupported = importlib.import_module(
+            f"{__name__}.unsupported"
+        )  # inspect takes longer than all of this package
+        raise unsupported.explain_missing(__name__, name)
     value = getattr(importlib.import_module(_EXPORTS[name]), name)
     globals()[name] = value
     return value

@@ -89,3 +89,8 @@ def test_a_familiar_name_that_is_absent_says_what_to_use(module: str, name: str,
     with pytest.raises(ImportError, match=f"accel_trainer.{module} has no '{name}': {way_out}"):
         exec(f"from accel_trainer.{module} import {name}")
     assert not hasattr(importlib.import_module(f"accel_trainer.{module}"), "no_such_name")
+
+
+def test_a_refused_name_of_the_package_says_why():
+    with pytest.raises(ImportError, match="accel_trainer has no 'prepare_pippy': pipeline-parallel inference is not"):
+        from accel_trainer import prepare_pippy  # noqa: F401

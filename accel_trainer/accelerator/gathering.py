@@ -79,8 +79,9 @@ class AcceleratorGathering(AcceleratorSettings):
         """Gather values that the ranks computed from their current batch, every sample exactly once. Collective.
 
         Which rows are padding is known to the prepared loader that is being iterated; outside of a loop everything is
-        kept. Tensors of unequal shapes, logits of sequences of different lengths for instance, have to be declared by
-        one of the last two arguments; it costs an exchange of shapes.
+        kept. A value that is repeated for each sample of a full batch, `loss.repeat(batch_size)`, counts once for each
+        sample of a short one, too. Tensors of unequal shapes, logits of sequences of different lengths for instance,
+        have to be declared by one of the last two arguments; it costs an exchange of shapes.
 
         Args:
             use_gather_object: take lists and mappings of any picklable values, one for each sample.
@@ -93,6 +94,8 @@ class AcceleratorGathering(AcceleratorSettings):
         """
         fault_point("eval.gather")
         loader = self.gradient_state.active_dataloader
+        if loader is not None and not use_gather_object:
+            input_data = loader.one_for_each(input_data, self.process.rank)
         return trim_gathered(
             input_data,
             loader.rows if loader is not None else None,

@@ -160,6 +160,15 @@ class AcceleratorSettings(ProcessView):
         """Always "NO": mixed_precision="fp8" is refused."""
         return "NO"
 
+    # Always so: a recipe for fp8 is refused where it is given.
+    fp8_recipe_handler = ao_recipe_handler = te_recipe_handler = msamp_recipe_handler = None
+    fp8_enabled = has_fp8_handler = False
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether models compute in bf16 or fp16."""
+        return self.mixed_precision != "no"
+
     @property
     def mixed_precision(self) -> str:
         """The precision in force: "no", "bf16" or "fp16"."""

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel_trainer.config.schema import DataConfig
 from accel_trainer.data.index_source import IndexSource, build_index_source, length_of
 from accel_trainer.data.iterable_source import ShardSource, SliceSource, build_stream_source
+from accel_trainer.data.metrics import keep_one_for_each
 from accel_trainer.data.plan import BatchRows
 from accel_trainer.data.position import Position, Progress
 from accel_trainer.errors import ConfigError, ProcessGroupError
@@ -157,6 +158,14 @@ class PreparedDataLoader(DataLoader[Any]):
     def rows(self) -> BatchRows | None:
         """Rows of the batch yielded last, for every shard; None when no pass is under way."""
         return self._passes[-1].rows if self._passes else None
+
+    def one_for_each(self, data: Any, rank: int) -> Any:
+        """Return what a rank computed of its batch, a value repeated to a full batch cut to its samples."""
+        rows, total = self.rows, self.total_batch_size
+        if rows is None or total is None or self.yields_items or rank >= len(rows.sizes):
+            return data
+        full = total // len(rows.sizes)
+        return keep_one_for_each(data, rows.sizes[rank], full, self._passes[-1].gathered_rows)
 
     @property
     def dispatches(self) -> bool:

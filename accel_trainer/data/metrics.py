@@ -16,7 +16,31 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.uneven_gather import check_uneven_options, gather_known_rows, gather_unknown_rows
 from accel_trainer.tree import leaves, map_leaves
 
-__all__ = ["trim_gathered"]
+__all__ = ["keep_one_for_each", "trim_gathered"]
+
+
+def keep_one_for_each(data: Any, num_samples: int, full: int, seen: set[int]) -> Any:
+    """Return `data` with a value that was repeated for each sample of a full batch cut to those of this rank's batch.
+
+    `loss.repeat(batch_size)` has too many rows in a step with fewer samples. They are no several rows of each sample
+    where tensors of full steps had one row for each, and none had that many.
+
+    Args:
+        num_samples: in this rank's batch.
+        full: samples in a full one.
+        seen: rows of the tensors in full steps of the pass; added to.
+    """
+    if num_samples == full:
+        seen.update(leaf.shape[0] for leaf in leaves(data) if isinstance(leaf, Tensor) and leaf.ndim)
+        return data
+    per_sample = full // num_samples if num_samples and full % num_samples == 0 else None
+    if full not in seen or (per_sample is not None and per_sample * full in seen):
+        return data
+
+    def cut(leaf: Any) -> Any:
+        return leaf[:num_samples] if isinstance(leaf, Tensor) and leaf.shape[:1] == (full,) else leaf
+
+    return map_leaves(cut, data)
 
 
 def trim_gathered(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from accel_trainer.data.plan import BatchRows
@@ -25,6 +25,8 @@ class Progress:
     """Samples and steps of the epoch, over all shards, before the pass."""
     dataset_state: Any = None
     """The dataset's own state after the samples of the last batch, for streams that offer one."""
+    gathered_rows: set[int] = field(default_factory=set)
+    """Rows of the tensors that were gathered for metrics in full steps."""
     _before: int = 0
     _since: int = 0
 
@@ -38,12 +40,13 @@ class Progress:
         """Return what has been reached by now."""
         reached = Progress(self.epoch, self.total, self.num_yielded, self.rows, self.start, self.dataset_state)
         reached._before, reached._since = self._before, self._since
+        reached.gathered_rows = self.gathered_rows
         return reached
 
     def move_to(self, reached: Progress) -> None:
         """Take all of another pass's progress."""
-        for field in fields(self):
-            setattr(self, field.name, getattr(reached, field.name))
+        for each in fields(self):
+            setattr(self, each.name, getattr(reached, each.name))
 
     @property
     def _num_samples(self) -> int:

@@ -41,6 +41,15 @@ def test_one_process_is_not_many_devices():
     assert facts(Accelerator(cpu=True)) == (False, False, False, "NO")
 
 
+def test_there_is_no_recipe_for_fp8():
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    recipes = [getattr(accelerator, f"{kind}_recipe_handler") for kind in ("fp8", "ao", "te", "msamp")]
+    assert recipes == [None] * 4
+    assert (accelerator.fp8_enabled, accelerator.has_fp8_handler) == (False, False)
+    assert accelerator.native_amp
+    assert not Accelerator(cpu=True).native_amp
+
+
 @SCENARIOS.add
 def layouts() -> Any:
     return [facts(Accelerator(cpu=True, strategy=strategy)) for strategy in ("ddp", "fsdp2")]

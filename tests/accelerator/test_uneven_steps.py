@@ -101,3 +101,26 @@ def test_loaders_are_left_as_they_are_unless_told(caplog: pytest.LogCaptureFixtu
     assert loader.batch_sampler.even_batches
     assert "leaves loaders of iterable datasets alone" in caplog.text
     assert len(list(stream)) == 4
+
+
+def gather_repeated(num_samples: int) -> tuple[list[float], list[float], list[float]]:
+    """Gather each batch's mean, repeated as for a full batch of 4, and two rows for each sample, in separate passes."""
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(torch.arange(float(num_samples)), batch_size=4))
+    means = [accelerator.gather_for_metrics(batch.mean().repeat(4)) for batch in loader]
+    both = [accelerator.gather_for_metrics((batch.mean().repeat(4), batch)) for batch in loader]
+    twice = [accelerator.gather_for_metrics(batch.repeat_interleave(2)) for batch in loader]
+    assert torch.cat([batch for _, batch in both]).tolist() == list(range(num_samples))
+    return torch.cat(means).tolist(), torch.cat([mean for mean, _ in both]).tolist(), torch.cat(twice).tolist()
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("num_samples", [9, 10, 12, 13, 15])
+def test_a_loss_repeated_for_each_sample_of_a_full_batch_counts_each_sample_once(num_samples: int):
+    batches = [range(begin, min(begin + 4, num_samples)) for begin in range(0, num_samples, 4)]
+    expected = [sum(batch) / len(batch) for batch in batches for _ in batch]
+    twice = [float(sample) for sample in range(num_samples) for _ in range(2)]
+    alone = run_ranks(gather_repeated, 1, num_samples)
+    for means, both, rows in [*alone, *run_ranks(gather_repeated, 2, num_samples)]:
+        assert means == both == expected
+        assert rows == twice
