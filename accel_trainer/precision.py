@@ -14,7 +14,7 @@ from torch import nn
 
 from accel_trainer.config import MixedPrecision, OutputDtype
 from accel_trainer.errors import ConfigError
-from accel_trainer.tree import map_leaves
+from accel_trainer.tree import map_leaves, rebuild_mapping
 
 __all__ = [
     "AutocastForward",
@@ -44,6 +44,8 @@ class PrecisionPolicy:
     """False keeps autocast off although there is a compute dtype; a strategy without autocast refuses it."""
     cache_enabled: bool | None = None
     """Whether autocast keeps the weights that it has cast until it is left; None is torch's default."""
+    casts_beside_loss: bool = False
+    """Whether outputs are cast, too, that come with a loss to be trained: logits that nobody asks for any more."""
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any]:
         """Return the context in which operations compute in this policy's dtype."""
@@ -52,6 +54,22 @@ class PrecisionPolicy:
         return torch.autocast(
             device_type, dtype=self.compute, enabled=self.autocast_enabled, cache_enabled=self.cache_enabled
         )
+
+    def cast_outputs(self, outputs: Any) -> Any:
+        """Return a model's outputs in the dtype of this policy."""
+        if self.output is None:
+            return outputs
+        if not self.casts_beside_loss:
+            if isinstance(outputs, Mapping) and _is_trained(loss := outputs.get("loss")):
+                cast = cast_floating(loss, self.output)
+                return outputs if cast is loss else rebuild_mapping(outputs, {**outputs, "loss": cast})
+            if type(outputs) is tuple and outputs and _is_trained(outputs[0]):  # return_dict=False
+                return (cast_floating(outputs[0], self.output), *outputs[1:])
+        return cast_floating(outputs, self.output)
+
+
+def _is_trained(loss: Any) -> bool:
+    return isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.requires_grad
 
 
 def _supports_bf16(device: torch.device) -> bool:
@@ -67,7 +85,7 @@ def build_precision(
     device: torch.device,
     *,
     origin: str = "mixed_precision",
-    output_dtype: str = OutputDtype.FP32,
+    output_dtype: str = OutputDtype.AUTO,
     autocast: Mapping[str, bool] | None = None,
 ) -> PrecisionPolicy:
     """Return the policy for `mixed_precision` on `device`.
@@ -77,7 +95,8 @@ def build_precision(
     Args:
         mixed_precision: "no", "bf16" or "fp16".
         origin: how the option was given, for the message.
-        output_dtype: "fp32" casts the model's outputs, "kept" leaves them as computed.
+        output_dtype: "fp32" casts the model's outputs, "kept" leaves them as computed, "auto" casts those that come
+            without a loss to be trained.
         autocast: `enabled` and `cache_enabled`, where they were set.
 
     Raises:
@@ -86,6 +105,7 @@ def build_precision(
     policy = _device_precision(mixed_precision, device, origin)
     if output_dtype == OutputDtype.KEPT:
         policy = replace(policy, output=None)
+    policy = replace(policy, casts_beside_loss=output_dtype == OutputDtype.FP32)
     options = autocast or {}
     return replace(policy, autocast_enabled=options.get("enabled", True), cache_enabled=options.get("cache_enabled"))
 
@@ -139,7 +159,7 @@ class AutocastForward:
                 outputs = type(self.model).forward(self.model, *args, **kwargs)
             else:
                 outputs = self.inner(*args, **kwargs)
-        return outputs if self.policy.output is None else cast_floating(outputs, self.policy.output)
+        return self.policy.cast_outputs(outputs)
 
 
 def cast_floating(data: Any, dtype: torch.dtype) -> Any:

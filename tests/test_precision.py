@@ -134,7 +134,7 @@ def dtypes(data: Any) -> list[torch.dtype]:
 def test_outputs_are_fp32_in_the_structure_that_the_model_returns(shape: str):
     model = Net(shape)
     plain = model(torch.ones(2, 4))
-    apply_autocast(model, BF16)
+    apply_autocast(model, build_precision("bf16", CPU, output_dtype="fp32"))
     outputs = model(torch.ones(2, 4))
     assert model.seen == [torch.float32, torch.bfloat16]
     assert type(outputs) is type(plain)

@@ -49,6 +49,7 @@ class MixedPrecision(StrEnum):
 class OutputDtype(StrEnum):
     """The number format of floating-point outputs of the model under mixed precision."""
 
+    AUTO = "auto"
     FP32 = "fp32"
     KEPT = "kept"
 
@@ -252,8 +253,8 @@ class RunConfig:
     """auto, single, ddp, fsdp2, or any registered name; auto is ddp on several ranks and single on one."""
     mixed_precision: MixedPrecision = MixedPrecision.NO
     """no, bf16 or fp16; fp8 is known, and refused on every device."""
-    output_dtype: OutputDtype = OutputDtype.FP32
-    """fp32 casts the model's outputs under mixed precision; kept leaves them in 16 bits, half the memory of logits."""
+    output_dtype: OutputDtype = OutputDtype.AUTO
+    """fp32 casts the model's outputs under mixed precision, kept casts none; auto, none beside a loss to be trained."""
     use_cpu: bool = False
     """Run on the CPU even when the machine has an accelerator."""
     debug: bool = False

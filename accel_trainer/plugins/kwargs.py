@@ -71,8 +71,8 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
     """Whether weights that were cast are kept until autocast is left."""
     output_dtype: str | None = None
-    """Dtype of the outputs of prepared models: "fp32" (the default), or "kept" as computed, half the memory of large
-    logits."""
+    """Dtype of the outputs of prepared models: "fp32", "kept" as computed (half the memory of large logits), or "auto":
+    fp32 unless they come with a loss to be trained. "auto" is the default."""
 
     def autocast_options(self) -> dict[str, bool]:
         """Return `enabled` and `cache_enabled` where they were set."""

@@ -21,7 +21,7 @@ from accel_trainer.integrations.deepspeed.config import EngineConfig, Fact, Fact
 from accel_trainer.integrations.deepspeed.extension_locks import watch_locks
 from accel_trainer.integrations.deepspeed.runtime import check_can_start, require_deepspeed, start_engine
 from accel_trainer.integrations.deepspeed.unit import DeepSpeedUnit, EvaluationUnit
-from accel_trainer.precision import PrecisionPolicy, apply_autocast, cast_floating
+from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.availability import is_transformers_available
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
@@ -332,11 +332,13 @@ def _cast_around(model: nn.Module, engine_config: EngineConfig, config: RunConfi
     def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         return _cast(args, dtype), _cast(kwargs, dtype)
 
+    policy = PrecisionPolicy(output=torch.float32, casts_beside_loss=config.output_dtype == OutputDtype.FP32)
+
     def give(module: nn.Module, args: Any, output: Any) -> Any:
-        return cast_floating(output, torch.float32)
+        return policy.cast_outputs(output)
 
     hooks = [model.register_forward_pre_hook(take, with_kwargs=True)]
-    if config.output_dtype == OutputDtype.FP32:
+    if config.output_dtype != OutputDtype.KEPT:
         hooks.append(model.register_forward_hook(give))
     return hooks
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from accel_trainer import Accelerator
 from accel_trainer.errors import ConfigError
@@ -64,8 +65,56 @@ def test_outputs_are_fp32_unless_they_are_kept():
     assert pickle.loads(pickle.dumps(kept))(x).dtype is torch.bfloat16
 
 
+class Losing(Net):
+    """A model that returns its loss, too."""
+
+    def forward(self, x: Tensor, as_tuple: bool = False) -> Any:  # type: ignore[override]
+        """Return loss and logits."""
+        logits = super().forward(x)
+        loss = logits.sum()
+        return (loss, logits) if as_tuple else ModelOutput(loss=loss, logits=logits)
+
+
+def dtypes(strategy: str | None, **options: Any) -> list[Any]:
+    """Return the dtypes of loss and logits, in training and without gradients; and whether the class is the model's."""
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", strategy=strategy, **options)
+    model = accelerator.prepare(Losing())
+    seen = []
+    for is_training, as_tuple in ((True, False), (True, True), (False, False)):
+        with torch.set_grad_enabled(is_training):
+            output = model(torch.ones(1, 4), as_tuple=as_tuple)
+        loss, logits = output if as_tuple else (output["loss"], output["logits"])
+        assert type(output) is (tuple if as_tuple else ModelOutput)
+        seen += [loss.dtype, logits.dtype]
+        if is_training:
+            accelerator.backward(loss)
+    return seen
+
+
+def dtypes_on_ranks() -> list[list[Any]]:
+    return [
+        dtypes(strategy, config={"output_dtype": kind}) for strategy in ("ddp", "fsdp2") for kind in ("auto", "fp32")
+    ]
+
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def test_logits_stay_as_they_are_once_the_model_has_computed_its_loss():
+    """A cast would add the logits once more, in fp32, to the peak of memory: 2 GiB for 8 x 2,048 x 32,768."""
+    assert dtypes(None) == [FP32, BF16, FP32, BF16, FP32, FP32]
+    assert dtypes(None, config={"output_dtype": "fp32"}) == [FP32] * 6
+    assert dtypes(None, config={"output_dtype": "kept"}) == [BF16] * 6
+
+
+@pytest.mark.multirank
+def test_logits_stay_as_they_are_on_several_ranks_too():
+    for seen in run_ranks(dtypes_on_ranks, 2):
+        assert seen == [[FP32, BF16, FP32, BF16, FP32, FP32], [FP32] * 6] * 2
+
+
 def test_an_unknown_output_dtype_is_an_error():
-    with pytest.raises(ConfigError, match=r"output_dtype.*is 'bf16'; expected one of 'fp32', 'kept'"):
+    with pytest.raises(ConfigError, match=r"output_dtype.*is 'bf16'; expected one of 'auto', 'fp32', 'kept'"):
         prepared(AutocastKwargs(output_dtype="bf16"))
 
 

@@ -22,7 +22,7 @@ from accel_trainer import logging
 from accel_trainer.checkpoint.weights.writing import USERS_CLASS
 from accel_trainer.config import FSDPConfig, Resolved, WrapPolicy
 from accel_trainer.errors import ConfigError, did_you_mean
-from accel_trainer.precision import PrecisionPolicy, apply_autocast
+from accel_trainer.precision import AutocastForward, PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import group_timeout, set_group_timeout, tree_leaves
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob, WrapPolicyFunction
@@ -111,13 +111,6 @@ def _require_autocast(precision: PrecisionPolicy) -> None:
         )
 
 
-def _mixed_precision_policy(precision: PrecisionPolicy, *, root: bool) -> MixedPrecisionPolicy:
-    # Only the root's outputs are cast: casting each block's would run every residual stream in fp32.
-    return MixedPrecisionPolicy(
-        param_dtype=precision.compute, reduce_dtype=precision.reduce, output_dtype=precision.output if root else None
-    )
-
-
 def _reshard_after_inference(module: nn.Module, args: Any, output: Any) -> None:
     """Give memory back after a forward without backward: FSDP2 leaves parameters gathered, waiting for one.
 
@@ -184,6 +177,9 @@ class FSDP2Strategy(BaseStrategy):
         _prepare_unsharded(selection, precision, process.device)
         if config.activation_checkpointing:
             apply_activation_checkpointing(selection.layers)
+        if precision.output is not None:
+            # Of the whole model alone, and not by FSDP2's policy, which would cast logits that the loss was made of.
+            model.forward = AutocastForward(model, replace(precision, compute=None))
         apply_compile(model, job.config.compile, job.compile_options)
         root = self._shard(job, blocks, selection.unsharded, precision, process)
         shard_device = torch.device("cpu") if config.offload_params else process.device
@@ -203,16 +199,19 @@ class FSDP2Strategy(BaseStrategy):
     ) -> FSDPModule:
         """Make units of sharding of the blocks and the model, with their hooks. Collective for a new mesh."""
         model, config = job.model, job.config.fsdp
-        options: dict[str, Any] = {"mesh": self._mesh(process, job), "ignored_params": set(unsharded) or None}
+        options: dict[str, Any] = {
+            "mesh": self._mesh(process, job),
+            "ignored_params": set(unsharded) or None,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce),
+        }
         if config.offload_params:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=process.device.type == "cuda")
         # Before the optimizer is bound: fully_shard replaces every Parameter object, and an optimizer built earlier
         # would keep updating the unsharded tensors without any error.
         for block in reversed(blocks):
-            policy = _mixed_precision_policy(precision, root=False)
-            fully_shard(block, reshard_after_forward=config.reshard_after_forward, mp_policy=policy, **options)
+            fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
         setattr(model, USERS_CLASS, type(model))
-        root = fully_shard(model, mp_policy=_mixed_precision_policy(precision, root=True), **options)
+        root = fully_shard(model, **options)
         _set_prefetch(model, blocks, config)
         for unit in [model] if config.reshard_after_forward else [model, *blocks]:
             unit.register_forward_hook(_reshard_after_inference)
