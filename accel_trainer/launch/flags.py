@@ -18,7 +18,7 @@ from typing import Any
 
 from accel_trainer.config import FieldSpec, field_specs, flag_name, schema
 from accel_trainer.config.dialects import fsdp as fsdp_dialect
-from accel_trainer.config.dialects.accelerate import DYNAMO
+from accel_trainer.config.dialects.accelerate import DYNAMO, PARALLEL_DETAILS, PARALLEL_SIZES, put_parallelism
 from accel_trainer.config.layer import Layer, SourceKind
 from accel_trainer.config.readers.document import Entry
 from accel_trainer.config.validation import WrongValueError, coerce
@@ -51,6 +51,26 @@ _DEEPSPEED_FLAGS = {
     ),
 }
 """Keys of the DeepSpeed block, as accelerate's launcher has them: value and help."""
+_PARALLELISM = "parallelism_config"
+_REFUSED = {
+    "megatron_lm_": "there is no Megatron-LM strategy; use --use_fsdp or --use_deepspeed",
+    "use_megatron_lm": "there is no Megatron-LM strategy; use --use_fsdp or --use_deepspeed",
+    "fp8_": "recipes of fp8 are not taken; use --mixed_precision bf16",
+    "downcast_bf16": "it exists on TPUs only; use --mixed_precision bf16",
+    "mpirun_hostfile": "start the launcher or the script with mpirun itself (mpirun -f HOSTFILE accel-trainer launch "
+    "...), whose ranks are found; or give DeepSpeed's runner --deepspeed_hostfile",
+    **dict.fromkeys(
+        ("tpu", "tpu_cluster", "no_tpu_cluster", "tpu_use_sudo", "vm", "env", "restart_tpuvm_pod_server"),
+        "it is for pods of TPUs, and there is no TPU strategy; leave it out (variables of workers are those of the "
+        "launcher)",
+    ),
+    **dict.fromkeys(
+        ("aws_access_key_id", "aws_secret_access_key"),
+        "jobs are not started on SageMaker; start this launcher there with SageMaker's own tools",
+    ),
+}
+"""Flags of accelerate's launcher that are not offered, or how their names begin, and what to do instead."""
+_WITHOUT_EFFECT = ("quiet", f"use_{_PARALLELISM}")
 _BOOLEANS = {"true": True, "false": False}
 _SECTION_TITLES = {
     "": "what runs",
@@ -61,6 +81,7 @@ _SECTION_TITLES = {
     "ddp": "DistributedDataParallel",
     "fsdp": "FSDP2 (also the spellings of accelerate, such as --fsdp_transformer_layer_cls_to_wrap)",
     "deepspeed": "DeepSpeed",
+    _PARALLELISM: "ranks as accelerate's ParallelismConfig divides them",
 }
 
 
@@ -99,6 +120,7 @@ class Options:
 _OWN = (
     Flag("config_file", help="YAML or JSON file, or a packaged name such as full_shard", metavar="FILE"),
     Flag("module", is_switch=True, help="-m: the script is the name of a module, as in python -m"),
+    Flag("quiet", is_switch=True, help="-q: taken, and without effect; only the failing rank's traceback is shown"),
     Flag("no_python", is_switch=True, help="the script is a program of its own: start it without python"),
     *(
         Flag(name, "strategy", is_switch=True, preset=strategy, help=f"the same as --strategy {strategy}")
@@ -121,7 +143,13 @@ def launch_flags() -> Mapping[str, Flag]:
     for name, (metavar, text) in _DEEPSPEED_FLAGS.items():
         flags[name] = Flag(name, "deepspeed", name, metavar == "true|false", None, text, metavar)
     flags |= {alias: flags[flag_name(path).removeprefix("--")] for alias, path in _ALIASES.items()}
-    flags["m"] = flags["module"]
+    for size in PARALLEL_SIZES:
+        name = f"{_PARALLELISM}_{size}"
+        flags[name] = Flag(name, _PARALLELISM, size, metavar="N", help="ranks along this axis of accelerate's mesh")
+    flags[f"use_{_PARALLELISM}"] = Flag(
+        f"use_{_PARALLELISM}", is_switch=True, help="taken; the sizes say it themselves"
+    )
+    flags |= {"m": flags["module"], "q": flags["quiet"]}
     return flags
 
 
@@ -182,18 +210,25 @@ def parse_options(argv: Sequence[str], command: str) -> Options:
     """
     options = Options()
     entries: list[Entry] = []
+    sizes: dict[str, Entry] = {}
     position = 0
     while position < len(argv) and argv[position].startswith("-") and argv[position] not in ("-", "--"):
         token = argv[position]
         flag, value, used = _read_flag(argv, position, command)
         position += used
-        if flag.path == "fsdp":
+        if flag.path == _PARALLELISM:
+            sizes[str(flag.key)] = Entry(flag.name, _parse_size(value), token.partition("=")[0], f"--{flag.name}")
+        elif flag.path == "fsdp":
             entries.append(Entry(flag.name, value, token.partition("=")[0], f"--{flag.name}"))
         else:
             _apply(options, flag, value, token)
     if position < len(argv) and argv[position] == "--":
         position += 1
     layer = _fsdp_layer(entries)
+    # The strategy may stand in a file; options without effect are refused once that has been read.
+    put_parallelism(sizes, layer, is_fsdp=options.flags.get("strategy", "fsdp2") == "fsdp2")
+    if layer.problems:
+        raise ConfigError("; ".join(layer.problems))
     for path, setting in layer.settings.items():
         options.flags.setdefault(path, schema.thaw(setting.value))
     options.notes = tuple(layer.notes)
@@ -216,6 +251,10 @@ def _read_flag(argv: Sequence[str], position: int, command: str) -> tuple[Flag, 
     return flag, following, 2
 
 
+def _parse_size(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
 def _name(word: str) -> str:
     return word.partition("=")[0].lstrip("-").replace("-", "_")
 
@@ -227,7 +266,8 @@ def _find_flag(written: str, command: str) -> Flag:
     if flag is None and name.startswith("fsdp_") and fsdp_dialect.is_known_key(name):
         flag = Flag(name, "fsdp", name)
     if flag is None or (len(name) == 1) != (not written.startswith("--")):
-        known = [f"--{known}" for known in launch_flags()]
+        _refuse_of_others(written, name)
+        known = [f"--{known}" for known in launch_flags() if len(known) > 1]
         hint = did_you_mean("--" + name, known) or "; there is none like it."
         raise ConfigError(
             f"unknown option {written!r} of {command}{hint} Options of the script stand behind the script; "
@@ -236,8 +276,21 @@ def _find_flag(written: str, command: str) -> Flag:
     return flag
 
 
+def _refuse_of_others(written: str, name: str) -> None:
+    for beginning, way_out in _REFUSED.items():
+        if name == beginning or beginning.endswith("_") and name.startswith(beginning):
+            raise ConfigError(f"{written} is an option of accelerate that is not offered: {way_out}")
+    if name.startswith(f"{_PARALLELISM}_") and name.removeprefix(f"{_PARALLELISM}_") in PARALLEL_DETAILS:
+        raise ConfigError(
+            f"{written} is an option of accelerate that is not offered: context and sequence parallelism are not here; "
+            "shard with --use_fsdp"
+        )
+
+
 def _apply(options: Options, flag: Flag, value: Any, token: str) -> None:
     if flag.path is None:
+        if flag.name in _WITHOUT_EFFECT:
+            return
         if flag.name == "config_file":
             options.config_file = value
         else:

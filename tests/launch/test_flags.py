@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +86,13 @@ FLAGS = [
     "offload_param_device",
     "offload_param_nvme_path",
     "output_dtype",
+    "parallelism_config_cp_size",
+    "parallelism_config_dp_replicate_size",
+    "parallelism_config_dp_shard_size",
+    "parallelism_config_sp_size",
+    "parallelism_config_tp_size",
+    "q",
+    "quiet",
     "rdzv_backend",
     "rdzv_conf",
     "role",
@@ -95,6 +104,7 @@ FLAGS = [
     "use_cpu",
     "use_deepspeed",
     "use_fsdp",
+    "use_parallelism_config",
     "zero3_init_flag",
     "zero3_save_16bit_model",
     "zero_stage",
@@ -111,7 +121,7 @@ def test_the_flags_are_these() -> None:
 
 def test_every_option_has_a_flag_with_a_line_of_help() -> None:
     flags = {flag.path: flag for flag in launch_flags().values() if flag.preset is None}
-    assert set(flags) - {None} == set(field_specs())
+    assert set(flags) - {None, "parallelism_config"} == set(field_specs())
     assert all(flag.help for flag in flags.values())
     text = options_parser("usage", "description").format_help()
     assert "--fsdp_wrap_classes A,B" in text
@@ -229,3 +239,48 @@ def test_a_wrong_value_in_accelerate_s_spelling_is_named() -> None:
 def test_a_wrong_value_of_our_own_spelling_is_named() -> None:
     with pytest.raises(ConfigError, match="--fsdp_state_dict_type is 'SHARDS'; expected one of"):
         parse("--fsdp_state_dict_type", "SHARDS")
+
+
+ACCELERATES = json.loads((Path(__file__).parents[1] / "migration" / "launch_flags_1_15.json").read_text())
+
+
+@pytest.mark.parametrize("name", ACCELERATES)
+def test_a_flag_of_accelerates_launcher_is_taken_or_refused_with_the_way_out(name: str) -> None:
+    message = ""
+    try:
+        parse(f"--{name}=1", "train.py")
+    except ConfigError as error:
+        message = str(error)
+    assert "unknown option" not in message
+    if "not offered" in message:
+        assert name.replace("-", "_") not in launch_flags()
+        assert ";" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--use_megatron_lm", "--use_megatron_lm is an option of accelerate .*; use --use_fsdp or --use_deepspeed"),
+        ("--megatron_lm_tp_degree 2", "there is no Megatron-LM strategy"),
+        ("--fp8_backend TE", "recipes of fp8 are not taken; use --mixed_precision bf16"),
+        ("--mpirun_hostfile hosts", r"start the launcher or the script with mpirun itself"),
+        ("--env X=1", "it is for pods of TPUs, and there is no TPU strategy; leave it out"),
+        ("--aws_access_key_id K", "jobs are not started on SageMaker"),
+        ("--parallelism_config_cp_backend torch", "context and sequence parallelism are not here"),
+        ("--parallelism_config_tp_size 2", "--parallelism_config_tp_size is 2, which is not offered: set it to 1"),
+        ("--parallelism_config_tp_size two", "--parallelism_config_tp_size is 'two'; expected a whole number"),
+        ("--multi_gpu --parallelism_config_dp_shard_size 2", "which needs FSDP .distributed_type: FSDP, --use_fsdp."),
+    ],
+)
+def test_what_is_not_offered_says_why(words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(*words.split(), "train.py")
+
+
+def test_sizes_of_a_mesh_are_those_of_fsdp() -> None:
+    words = "-q --quiet --use_fsdp --use_parallelism_config --parallelism_config_dp_replicate_size 2 "
+    options = parse(
+        *words.split(), "--parallelism_config_dp_shard_size", "4", "--parallelism_config_tp_size", "1", "x.py"
+    )
+    config = resolve(flags=options.flags).config
+    assert (config.strategy, config.fsdp.replicate_size, options.rest) == ("fsdp2", 2, ("x.py",))

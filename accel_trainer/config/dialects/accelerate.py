@@ -16,7 +16,7 @@ from accel_trainer.config.readers.document import Document, Entry, Key, Node
 from accel_trainer.config.schema import field_specs, section_names
 from accel_trainer.errors import did_you_mean
 
-__all__ = ["DYNAMO", "KNOWN_KEYS", "MARKER_KEYS", "PARALLEL_SIZES", "put_parallelism", "translate"]
+__all__ = ["DYNAMO", "KNOWN_KEYS", "MARKER_KEYS", "PARALLEL_DETAILS", "PARALLEL_SIZES", "put_parallelism", "translate"]
 
 _DIRECT = {
     "mixed_precision": "mixed_precision",
@@ -55,7 +55,7 @@ DYNAMO = {
 }
 """Options of `torch.compile`: `dynamo_backend` in files and flags, `ACCELERATE_DYNAMO_BACKEND` as a variable."""
 PARALLEL_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
-_PARALLEL_DETAILS = (
+PARALLEL_DETAILS = (
     "cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable",
     "sp_attn_implementation",
 )  # fmt: skip
@@ -222,8 +222,8 @@ class _Reader:
             bare = key.name.removeprefix("parallelism_config_")
             if bare in PARALLEL_SIZES:
                 sizes[bare] = self.document.entry(key, node, "parallelism_config")
-            elif bare not in _PARALLEL_DETAILS:
-                known = [f"parallelism_config_{name}" for name in PARALLEL_SIZES + _PARALLEL_DETAILS]
+            elif bare not in PARALLEL_DETAILS:
+                known = [f"parallelism_config_{name}" for name in PARALLEL_SIZES + PARALLEL_DETAILS]
                 self.unknown(key, "parallelism_config", known)
         put_parallelism(sizes, self.layer, is_fsdp=kind == "FSDP")
 
@@ -257,5 +257,6 @@ def _put_size(name: str, entry: Entry, layer: Layer, *, is_fsdp: bool) -> None:
         layer.refuse(entry, "set it to 1, and shard with FSDP instead")
     elif not is_fsdp:
         layer.problems.append(
-            f"{entry.subject} is {entry.value}, which needs distributed_type: FSDP; set that, or a size of 1"
+            f"{entry.subject} is {entry.value}, which needs FSDP (distributed_type: FSDP, --use_fsdp); set "
+            "that, or a size of 1"
         )
