@@ -102,7 +102,7 @@ BAD_FILES = [
         "acc.yaml",
         "distributed_type: MULTI_GPU\nparallelism_config:\n  parallelism_config_dp_shard_size: 2\n",
         "parallelism_config.parallelism_config_dp_shard_size at acc.yaml:3 is 2, which needs "
-        "distributed_type: FSDP; set that, or a size of 1",
+        "FSDP (distributed_type: FSDP, --use_fsdp); set that, or a size of 1",
     ),
     (
         "accelerate-product",
