@@ -14,6 +14,7 @@ __all__ = ["MOVED_MODULES", "find_moved_modules"]
 _MOVED = {
     "": (
         "absent:unsupported accumulation:accelerator.accumulation checkpointing:accelerator.checkpointing "
+        "commands:launch.entry_points "
         "deepspeed_plugin:plugins.deepspeed_plugin described:accelerator.preparing "
         "engine_plugins:plugins.deepspeed_plugin exchange:accelerator.gathering fsdp_plugin:plugins.fsdp_plugin "
         "gathering:accelerator.gathering hooks:big_models operations:accelerator.gathering options:accelerator.options "
@@ -43,6 +44,11 @@ _MOVED = {
         "environment:config.dialects.environment fsdp_dialect:config.dialects.fsdp "
         "json_reader:config.readers.config_source loading:config.readers.config_source render:config.files "
         "settings:config.layer sources:config.resolve yaml_reader:config.readers.yaml_reader"
+    ),
+    "commands": (
+        "accelerate_cli:launch.cli config:launch.entry_points config.config_args:launch.entry_points "
+        "config.default:launch.entry_points env:launch.entry_points launch:launch.entry_points "
+        "merge:launch.entry_points test:launch.entry_points"
     ),
     "data": (
         "build:data.loader sources:data.index_source splitting:runtime.tensor_trees stream:data.iterable_reader "

@@ -30,7 +30,6 @@ _NAMES = {
     "enable_fsdp_ram_efficient_loading": "pass FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)",
     "prepare_pippy": "pipeline-parallel inference is not offered; use torch.distributed.pipelining",
     "merge_fsdp_weights": "run `accel-trainer merge-weights`",
-    "write_basic_config": "run `accel-trainer config default`",
 }
 
 

@@ -14,7 +14,7 @@ from accel_trainer.checkpoint.format.verification import check_checkpoint
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError
 from accel_trainer.runtime.cores import usable_cores
 
-__all__ = ["run_ckpt", "run_merge_weights"]
+__all__ = ["export", "merge_weights_parser", "run_ckpt", "run_merge_weights"]
 
 _PREFIXES = ("checkpoint_", "checkpoint-")
 """Of `save_state` and of the Trainer."""
@@ -44,7 +44,7 @@ def run_ckpt(words: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(words)
     if arguments.command == "export":
-        return _export(arguments)
+        return export(arguments)
     if not arguments.directory.is_dir():
         raise CheckpointNotFoundError(f"{arguments.directory.absolute()} is no directory; give one with checkpoints")
     if arguments.command == "list":
@@ -58,6 +58,11 @@ def run_ckpt(words: Sequence[str]) -> int:
 
 def run_merge_weights(words: Sequence[str]) -> int:
     """Run `accel-trainer merge-weights IN OUT`."""
+    return export(merge_weights_parser().parse_args(words))
+
+
+def merge_weights_parser() -> argparse.ArgumentParser:
+    """Return the parser of `accel-trainer merge-weights`."""
     parser = argparse.ArgumentParser(
         "accel-trainer merge-weights",
         description="Write the weights of a checkpoint as safetensors that from_pretrained reads: of save_state, of "
@@ -66,7 +71,7 @@ def run_merge_weights(words: Sequence[str]) -> int:
     )
     _add_export_options(parser)
     parser.set_defaults(format="weights")
-    return _export(parser.parse_args(words))
+    return parser
 
 
 def _add_export_options(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +92,8 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _export(arguments: argparse.Namespace) -> int:
+def export(arguments: argparse.Namespace) -> int:
+    """Write the weights or the state that arguments of the command line name, and print the files; return 0."""
     if arguments.format == "weights":
         from accel_trainer.checkpoint.interop.export import export_weights
 

@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -102,6 +103,11 @@ class Flag:
     help: str = ""
     metavar: str | None = None
 
+    @property
+    def takes_no_value(self) -> bool:
+        """Whether a value never follows it."""
+        return self.preset is not None or self.path is None and self.is_switch
+
 
 @dataclass(slots=True)
 class Options:
@@ -119,8 +125,8 @@ class Options:
 
 _OWN = (
     Flag("config_file", help="YAML or JSON file, or a packaged name such as full_shard", metavar="FILE"),
-    Flag("module", is_switch=True, help="-m: the script is the name of a module, as in python -m"),
-    Flag("quiet", is_switch=True, help="-q: taken, and without effect; only the failing rank's traceback is shown"),
+    Flag("module", is_switch=True, help="the script is the name of a module, as in python -m"),
+    Flag("quiet", is_switch=True, help="taken, and without effect; only the failing rank's traceback is shown"),
     Flag("no_python", is_switch=True, help="the script is a program of its own: start it without python"),
     *(
         Flag(name, "strategy", is_switch=True, preset=strategy, help=f"the same as --strategy {strategy}")
@@ -179,18 +185,53 @@ def _documentation() -> dict[str, str]:
     }
 
 
-def options_parser(usage: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser that prints the help of the flags, grouped as the configuration is. It parses nothing itself."""
-    parser = argparse.ArgumentParser(usage=usage, description=description, add_help=False, allow_abbrev=False)
+class _OptionsParser(argparse.ArgumentParser):
+    """Takes `-` and `_` in names as the same, and switches with a value and without, as `parse_options` does."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the options before the script; what follows it is the script's."""
+        words, position = list(sys.argv[1:] if args is None else args), 0
+        while position < len(words) and words[position].startswith("-") and words[position] not in ("-", "--"):
+            name, equals, value = words[position].partition("=")
+            flag = launch_flags().get(_name(name))
+            if flag is None:
+                _refuse_of_others(name, _name(name))
+            words[position] = f"{name}{equals}{value}" if len(name) == 2 else f"--{_name(name)}{equals}{value}"
+            if equals or flag is None or flag.takes_no_value:
+                position += 2 if not equals and flag is None and fsdp_dialect.is_known_key(_name(name)) else 1
+            elif flag.is_switch and (position + 1 == len(words) or words[position + 1].lower() not in _BOOLEANS):
+                words[position] += "=true"
+                position += 1
+            else:
+                position += 2
+        return super().parse_known_args(words, namespace)
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in _BOOLEANS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
+    return _BOOLEANS[text.lower()]
+
+
+def options_parser(usage: str | None, description: str) -> argparse.ArgumentParser:
+    """Return a parser of the flags, with help that is grouped as the configuration is; see `parse_options`.
+
+    What is not given is None in its results, or False for switches that take no value. They are not checked.
+    """
+    parser = _OptionsParser(
+        "accel-trainer launch", usage=usage, description=description, add_help=False, allow_abbrev=False
+    )
     own = parser.add_argument_group("launcher")
-    own.add_argument("-h", "--help", action="store_true", help="show this and end")
+    own.add_argument("-h", "--help", action="help", help="show this and end")
+    types = {"N": int, "SECONDS": float, "true|false": _boolean}
     groups = {title: parser.add_argument_group(text) for title, text in _SECTION_TITLES.items()}
     for flag in dict.fromkeys(launch_flags().values()):
         section = flag.path if flag.key is not None else (flag.path or "").rpartition(".")[0]
         group = own if flag.path is None else groups[section or ""]
-        takes_none = flag.preset is not None or flag.path is None and flag.is_switch
-        kind: dict[str, Any] = {"action": "store_true"} if takes_none else {"metavar": flag.metavar}
-        group.add_argument(f"--{flag.name}", help=flag.help.replace("%", "%%"), **kind)
+        kind: dict[str, Any] = {"metavar": flag.metavar, "type": types.get(flag.metavar or "", str)}
+        kind = {"action": "store_true"} if flag.takes_no_value else kind
+        names = [f"{'--' if len(name) > 1 else '-'}{name}" for name, known in launch_flags().items() if known is flag]
+        group.add_argument(*names, dest=flag.name, help=flag.help.replace("%", "%%"), **kind)
     return parser
 
 

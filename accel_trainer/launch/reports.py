@@ -20,7 +20,7 @@ from accel_trainer.launch.job import check_job, read_options, resolve_options
 from accel_trainer.launch.outer_job import find_outer_job, refuse_nesting
 from accel_trainer.tracking import mask_secrets
 
-__all__ = ["run_env", "run_explain"]
+__all__ = ["env_parser", "environment_facts", "run_env", "run_explain"]
 
 _PACKAGES = ("torch", "numpy", "transformers", "datasets", "evaluate", "safetensors", "huggingface_hub", "deepspeed")
 _REPORTED_PREFIXES = (
@@ -70,6 +70,17 @@ def _text(path: str, value: Any) -> str:
 
 def run_env(words: Sequence[str]) -> int:
     """Print versions, devices, variables and the configuration file, as a block to paste into a bug report."""
+    file = env_parser().parse_args(words).config_file
+    lines = [f"- {name}: {value}" for name, value in environment_facts()]
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_REPORTED_PREFIXES)}
+    lines += [f"- {name}: {value}" for name, value in mask_secrets(variables).items()]
+    lines.append(_config_lines(file))
+    print("\n".join(["Copy this into the bug report:", "", *lines]))
+    return 0
+
+
+def env_parser() -> argparse.ArgumentParser:
+    """Return the parser of `accel-trainer env`."""
     parser = argparse.ArgumentParser(
         "accel-trainer env",
         description="Print versions, devices and configuration for a bug report.",
@@ -78,16 +89,11 @@ def run_env(words: Sequence[str]) -> int:
     parser.add_argument(
         "--config_file", "--config-file", metavar="FILE", help="the file to report instead of the default one"
     )
-    file = parser.parse_args(words).config_file
-    lines = [f"- {name}: {value}" for name, value in _facts()]
-    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_REPORTED_PREFIXES)}
-    lines += [f"- {name}: {value}" for name, value in mask_secrets(variables).items()]
-    lines.append(_config_lines(file))
-    print("\n".join(["Copy this into the bug report:", "", *lines]))
-    return 0
+    return parser
 
 
-def _facts() -> Iterator[tuple[str, str]]:
+def environment_facts() -> Iterator[tuple[str, str]]:
+    """Yield what a bug report begins with: versions, and devices."""
     yield "accel_trainer", _version("accel-trainer")
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "platform", platform.platform()

@@ -97,6 +97,7 @@ from accel_trainer.errors import (
     CannotPadNestedTensorWarning,
     DistributedOperationException,
 )
+from accel_trainer.launch.entry_points import write_basic_config
 from accel_trainer.logging import (
     tqdm,
 )
@@ -331,6 +332,7 @@ __all__ = [
     "synchronize_rng_states",
     "tqdm",
     "wait_for_everyone",
+    "write_basic_config",
 ]
 __all__ += availability.__all__
 __all__ += constants.__all__
