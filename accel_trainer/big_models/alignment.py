@@ -17,12 +17,12 @@ from accel_trainer.big_models.module_tensors import (
     find_registry,
     get_non_persistent_buffers,
     named_module_tensors,
-    same_device,
     set_module_tensor_to_device,
     with_data,
 )
 from accel_trainer.big_models.read_ahead import ReadAhead
 from accel_trainer.checkpoint.weights.offloaded import OffloadedWeightsLoader, PrefixedDataset
+from accel_trainer.runtime.process import with_index
 from accel_trainer.runtime.tensor_trees import find_device, send_to_device
 
 __all__ = [
@@ -161,7 +161,7 @@ class AlignDevicesHook(ModelHook):
 
     def read(self, device: Device | None) -> list[Tensor]:
         """Return the offloaded weights on a device, in the module's dtypes and the order of its tensors."""
-        target = None if device is None else same_device(device)
+        target = None if device is None else with_index(device)
         found = []
         for slot, value in zip(self._slots, self.stored(), strict=True):
             shared = (self.tied_params_map or {}).get(value.data_ptr())
@@ -211,7 +211,7 @@ class AlignDevicesHook(ModelHook):
             self.put_in()
         if self.execution_device is None:
             return args, kwargs
-        device = same_device(self.execution_device)
+        device = with_index(self.execution_device)
         return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
 
     @torch.compiler.disable

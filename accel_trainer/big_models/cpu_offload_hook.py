@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from accel_trainer.big_models.module_hooks import ModelHook, remove_hook_from_module
-from accel_trainer.big_models.module_tensors import Device, same_device
+from accel_trainer.big_models.module_tensors import Device
 from accel_trainer.runtime.memory import clear_device_cache
+from accel_trainer.runtime.process import with_index
 from accel_trainer.runtime.tensor_trees import send_to_device
 
 __all__ = ["CpuOffload", "UserCpuOffloadHook"]
@@ -28,8 +29,8 @@ class CpuOffload(ModelHook):
             prev_module_hook: of the model that leaves the device before this one comes.
         """
         if execution_device is None:
-            execution_device = torch.accelerator.current_accelerator() or "cpu"
-        self.execution_device = same_device(execution_device)
+            execution_device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        self.execution_device = with_index(execution_device)
         self.prev_module_hook = prev_module_hook
 
     def init_hook(self, module: nn.Module) -> nn.Module:

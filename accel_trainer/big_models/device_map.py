@@ -76,7 +76,7 @@ def _check_places(max_memory: Iterable[Place]) -> None:
 
 
 def _free_memory() -> dict[Place, int]:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     free: dict[Place, int] = {}
     shares_host_memory = False
     if accelerator is not None and accelerator.type == "mps":

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from accel_trainer.checkpoint.weights.into_model import as_dtype
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.memory import clear_device_cache
+from accel_trainer.runtime.process import with_index
 from accel_trainer.runtime.torch_private import non_persistent_buffers, parameter_like, tensor_registry
 
 __all__ = [
@@ -21,7 +22,6 @@ __all__ = [
     "get_non_persistent_buffers",
     "id_tensor_storage",
     "named_module_tensors",
-    "same_device",
     "set_module_tensor_to_device",
     "with_data",
 ]
@@ -64,14 +64,6 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
     """Return device, address and bytes of a tensor's storage: equal for tensors that share it, and for all on meta."""
     storage = tensor.untyped_storage()
     return tensor.device, 0 if tensor.is_meta else storage.data_ptr(), storage.nbytes()
-
-
-def same_device(device: Device) -> torch.device:
-    """Return a device with its index: of `cuda`, the current one."""
-    found = torch.device(device)
-    if found.index is None and found.type not in ("cpu", "meta", "mps"):
-        return torch.device(found.type, torch.get_device_module(found.type).current_device())
-    return found
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
@@ -130,6 +122,7 @@ def set_module_tensor_to_device(
         fp16_statistics: the attribute `SCB` of an int8 weight of bitsandbytes.
         tied_params_map: tied tensors that already are on a device, by the address of their values: taken from there,
             and added to it.
+        non_blocking: do not wait for a copy to an accelerator.
         clear_cache: return unused memory of an accelerator to it afterwards.
 
     Raises:
@@ -138,7 +131,8 @@ def set_module_tensor_to_device(
     """
     registry, leaf = find_registry(module, tensor_name)
     old: Tensor | None = registry[leaf]
-    target = same_device(device)
+    target = with_index(device)
+    non_blocking = non_blocking and target.type != "cpu"  # nobody would know when the values are there
     copies = _copies_of((value, old), tied_params_map or {})
     for shared in copies:
         if device in shared:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from accel_trainer.big_models.alignment import align_module_device, has_offloaded_params, offload_hooks
-from accel_trainer.big_models.module_tensors import Device, same_device, set_module_tensor_to_device
+from accel_trainer.big_models.module_tensors import Device, set_module_tensor_to_device
 from accel_trainer.checkpoint.format.safetensors_file import LazyRead, LazyTensor, SafetensorsFile
 from accel_trainer.checkpoint.weights.into_model import describe_names
 from accel_trainer.checkpoint.weights.offloaded import load_offloaded_weight
 from accel_trainer.checkpoint.weights.reading import load_torch_file
 from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.process import with_index
 
 __all__ = [
     "get_state_dict_from_offload",
@@ -127,4 +128,4 @@ def load_state_dict(
 def _place(name: str, device_map: Mapping[str, Device]) -> torch.device:
     fitting = [key for key in device_map if key == "" or name == key or name.startswith(f"{key}.")]
     place = device_map[max(fitting, key=len)] if fitting else "cpu"
-    return torch.device("cpu") if place == "disk" else same_device(place)
+    return torch.device("cpu") if place == "disk" else with_index(place)

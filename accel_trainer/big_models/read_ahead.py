@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from accel_trainer.big_models.module_tensors import Device, same_device
+from accel_trainer.big_models.module_tensors import Device
+from accel_trainer.runtime.process import with_index
 
 __all__ = ["OffloadedModule", "ReadAhead"]
 
@@ -153,7 +154,7 @@ class _Reading:
 
 
 def _current_stream(device: Device | None) -> torch.Stream | None:
-    if device is None or (target := same_device(device)).type in ("cpu", "meta", "mps"):
+    if device is None or (target := with_index(device)).type in ("cpu", "meta", "mps"):
         return None
     return torch.accelerator.current_stream(target)
 

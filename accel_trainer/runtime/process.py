@@ -1,6 +1,7 @@
 """This process: its rank, its device, and the process group it belongs to.
 
-With `launch/`, the only reader of the environment. Nothing here writes to it, but that `hidden_variable` hides one.
+With `launch/`, the only reader of the environment. It is written here for libraries that can be told in no other way:
+`hidden_variable` hides one, and `fix_cublas_workspace` sets one.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ __all__ = [
     "destroy_process_group",
     "find_process",
     "find_rank",
+    "fix_cublas_workspace",
     "forget_process",
     "hidden_variable",
     "init_process",
     "read_environment",
     "select_device",
+    "with_index",
 ]
 
 # The context that init_process returned last, for functions that users call without naming a process.
@@ -55,7 +58,7 @@ class ProcessContext:
     local_world_size: int
     device: torch.device
     backend: str | None
-    """Name of the process group's backend; None when the job is one process without a group."""
+    """The backend that carries tensors of the device, e.g. "nccl"; None when the job is one process without a group."""
 
     @property
     def is_main(self) -> bool:
@@ -89,13 +92,24 @@ def hidden_variable(name: str) -> Iterator[None]:
             os.environ[name] = value
 
 
+def fix_cublas_workspace() -> None:
+    """Give cuBLAS workspaces of fixed sizes, unless the user has said which; nothing without CUDA.
+
+    torch refuses deterministic matrix products without the variable, and has no other way to ask for them. 8 buffers of
+    4 MiB are the one of NVIDIA's two deterministic settings that is not slower.
+    Source: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+    """
+    if torch.version.cuda is not None and torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def select_device(local_rank: int, local_world_size: int, *, use_cpu: bool) -> torch.device:
     """Return this rank's device: the machine's accelerator (cuda, xpu, mps, ...), or the CPU.
 
     Raises:
         ConfigError: the node has an accelerator but fewer devices than ranks, or one that cannot be shared by ranks.
     """
-    accelerator = None if use_cpu or not torch.accelerator.is_available() else torch.accelerator.current_accelerator()
+    accelerator = None if use_cpu else torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
     if accelerator.type == "mps":
@@ -119,6 +133,11 @@ def _select_backend(device: torch.device) -> str:
         return "gloo"
     # Objects and CPU tensors are gathered too (metrics, checkpoints), hence a backend for the CPU beside the device's.
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def _backends(config: str | None = None) -> Mapping[str, str]:
+    """Return the backend of each kind of device, of the group that this process has joined unless `config` is given."""
+    return dist.BackendConfig(dist.Backend(config or dist.get_backend_config())).get_device_backend_map()
 
 
 def bracket_ipv6(address: str) -> str:
@@ -159,12 +178,31 @@ def _share_cores(environ: Mapping[str, str], device: torch.device, local_world_s
         torch.set_num_threads(min(cores_of_rank(local_world_size), torch.get_num_threads()))
 
 
+def _device_of(info: LaunchInfo, *, use_cpu: bool) -> torch.device:
+    """Return the device of a rank that a launcher started; see `select_device`."""
+    if info.has_own_device and torch.accelerator.device_count() == 1:
+        return select_device(0, 1, use_cpu=use_cpu)
+    return select_device(info.local_rank, info.local_world_size, use_cpu=use_cpu)
+
+
+def with_index(device: int | str | torch.device) -> torch.device:
+    """Return a device with its index: of `cuda`, this rank's own.
+
+    torch's current device is this rank's once it has joined its job. Before that it is the first of the node, on which
+    all ranks would meet.
+    """
+    found = torch.device(device)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if found.index is not None or accelerator is None or found.type != accelerator.type or found.type == "mps":
+        return found
+    if _current is None and (info := find_launch_info(os.environ)) is not None:
+        return _device_of(info, use_cpu=False)
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
 def _use_device(info: LaunchInfo | None, *, use_cpu: bool) -> torch.device:
     """Select this rank's device and make it torch's current one: FSDP2 and nccl look there."""
-    local_rank, local_world_size = (info.local_rank, info.local_world_size) if info is not None else (0, 1)
-    if info is not None and info.has_own_device and torch.accelerator.device_count() == 1:
-        local_rank, local_world_size = 0, 1
-    device = select_device(local_rank, local_world_size, use_cpu=use_cpu)
+    device = select_device(0, 1, use_cpu=use_cpu) if info is None else _device_of(info, use_cpu=use_cpu)
     if info is not None and device.type not in ("cpu", "mps"):
         torch.accelerator.set_device_index(device.index)
     return device
@@ -181,8 +219,7 @@ def _check_joined_group(device: torch.device, backend: str | None) -> None:
         )
     if backend is None:
         return
-    wanted, actual = (dist.BackendConfig(dist.Backend(name)).get_device_backend_map() for name in (backend, joined))
-    if wanted.get(device.type) != actual.get(device.type):
+    if _backends(backend).get(device.type) != _backends(joined)[device.type]:
         raise ConfigError(
             f"backend={backend!r} was asked for, and this process has joined a group with backend {joined!r}; ask for "
             "it where the group is made, in the first Accelerator() or PartialState() of the process"
@@ -236,7 +273,7 @@ def init_process(
         _init_process_group(info, device, backend or _select_backend(device), seconds)
     logging.set_rank(info.rank, info.world_size, _wait_for_ranks)
     _current = ProcessContext(
-        info.rank, info.local_rank, info.world_size, info.local_world_size, device, dist.get_backend()
+        info.rank, info.local_rank, info.world_size, info.local_world_size, device, _backends()[device.type]
     )
     return _current
 

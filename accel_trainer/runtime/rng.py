@@ -12,7 +12,7 @@ import torch
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.collectives import broadcast
-from accel_trainer.runtime.process import ProcessContext, current_process
+from accel_trainer.runtime.process import ProcessContext, current_process, fix_cublas_workspace
 
 __all__ = [
     "KeptStreams",
@@ -48,7 +48,8 @@ def set_seed(
     Args:
         seed: the same on every rank.
         device_specific: add the rank to the seed at once, so that initial weights differ, too, until they are prepared.
-        deterministic: use deterministic kernels only; an operation without one raises.
+        deterministic: use deterministic kernels only, chosen the same way in every run; an operation without one
+            raises. For CUDA's matrix products `CUBLAS_WORKSPACE_CONFIG` is set, unless it is.
         rank: this process's rank; None asks the job that it has joined.
         same_on_all_ranks: keep the streams of all ranks the same, those of a prepared loader's workers included.
 
@@ -70,6 +71,8 @@ def set_seed(
     _stay_equal = same_on_all_ranks
     if deterministic:
         torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+        fix_cublas_workspace()
 
 
 def _seed(value: int) -> None:
@@ -106,9 +109,20 @@ def get_rng_state() -> dict[str, Any]:
         "numpy": {"name": name, "keys": torch.from_numpy(np.array(keys, dtype=np.int64)), "rest": rest},
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    kind, stream = _accelerator_stream()
+    # A device that nobody has used is not started for it; MPS cannot be asked.
+    if stream is not None and (not hasattr(stream, "is_initialized") or stream.is_initialized()):
+        state[kind] = stream.get_rng_state()
     return state
+
+
+def _accelerator_stream() -> tuple[str, Any]:
+    """Return the kind of this machine's accelerator, and the module of torch that has its stream; None without one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return "cpu", None
+    module = torch.get_device_module(accelerator)
+    return accelerator.type, module if hasattr(module, "get_rng_state") else None
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
@@ -120,8 +134,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
     numpy_state = state["numpy"]
     np.random.set_state((numpy_state["name"], numpy_state["keys"].numpy().astype(np.uint32), *numpy_state["rest"]))
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    kind, stream = _accelerator_stream()
+    if stream is not None and kind in state:
+        stream.set_rng_state(state[kind])
 
 
 class KeptStreams:

@@ -46,8 +46,11 @@ def send_to_device(
     """Move every tensor, and everything else that has a `.to(device)`, to a device.
 
     Args:
+        non_blocking: do not wait for the copies; those to the host are waited for all the same, since whoever reads
+            them there would find memory that is still being written.
         skip_keys: keys of mappings, at any depth, whose values stay where they are.
     """
+    non_blocking = non_blocking and torch.device(device).type != "cpu"
     skipped = frozenset((skip_keys,) if isinstance(skip_keys, str) else skip_keys or ())
 
     def move(leaf: Any) -> Any:

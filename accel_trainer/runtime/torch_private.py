@@ -6,6 +6,7 @@ another keeps them out of the other files. Functions that every step calls are b
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections.abc import Callable, Mapping
@@ -60,7 +61,7 @@ __all__ = [
     "tree_leaves",
 ]
 
-SEEN_IN = ("2.13.0",)
+SEEN_IN = ("2.11.0", "2.13.0")
 """Releases of torch in which all of them were found."""
 
 _REFUSED = "AccelTrainerError where it is used"
@@ -90,6 +91,7 @@ PRIVATE_NAMES = {
     "torch.distributed.tensor._redistribute._gen_transform_infos": _NOT_CLEARED,
     "torch.distributed.tensor._redistribute.clear_redistribute_planner_cache": _NOT_CLEARED,
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": _NOT_CLEARED,
+    "torch.distributed.device_mesh.DeviceMesh._pg_registry": _NOT_CLEARED,
     "torch.distributed.device_mesh.DeviceMesh._flatten": f"{_REFUSED}: ParallelismConfig.build_device_mesh()",
     "torch.nn.Module._buffers": _REFUSED,
     "torch.nn.Module._call_impl": _REFUSED,
@@ -309,7 +311,10 @@ def forget_default_groups() -> None:
 
 
 def clear_dtensor_caches() -> None:
-    """Clear DTensor's caches: they keep connections of a group open that was left, and put it on new tensors."""
+    """Clear DTensor's caches: they keep connections of a group open that was left, and put it on new tensors.
+
+    Every mesh loses its groups.
+    """
     if "torch.distributed.tensor" not in sys.modules:
         return
     for module, name in (
@@ -321,3 +326,7 @@ def clear_dtensor_caches() -> None:
     ):
         with suppress(AccelTrainerError):
             _bind(f"torch.distributed.tensor.{module}", name)()
+    # torch 2.11 keeps layouts, and with them meshes, that its own clearing does not reach.
+    for tracked in gc.get_objects():
+        if isinstance(tracked, DeviceMesh):
+            getattr(tracked, "_pg_registry", {}).clear()

@@ -63,7 +63,9 @@ def total_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     for gradient in gradients:
         groups[gradient.device_mesh if isinstance(gradient, DTensor) else None].append(gradient)
     norms = [_group_norm(group, norm_type) for group in groups.values()]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if len(norms) == 1:
+        return norms[0]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
 
 
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -78,7 +80,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: flo
     norm = total_norm(gradients, norm_type)
     if max_norm != float("inf"):
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        foreach_mul_([_local(gradient) for gradient in gradients], factor.to(gradients[0].device))
+        _multiply(gradients, factor)
     return norm
 
 
@@ -92,6 +94,13 @@ def clip_grad_value(parameters: Iterable[Tensor], clip_value: float) -> None:
 
 def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply all gradients by `factor`: a number, or a scalar on any device."""
-    gradients = [_local(gradient) for gradient in gradients_of(parameters)]
-    if gradients:
-        foreach_mul_(gradients, factor.to(gradients[0].device) if isinstance(factor, Tensor) else factor)
+    _multiply(gradients_of(parameters), factor)
+
+
+def _multiply(gradients: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply gradients by a number, or by a scalar, which is copied to each device that has some of them."""
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for gradient in map(_local, gradients):
+        by_device[gradient.device].append(gradient)
+    for device, group in by_device.items():
+        foreach_mul_(group, factor.to(device) if isinstance(factor, Tensor) else factor)

@@ -82,7 +82,7 @@ def test_the_devices_random_stream_is_saved_and_restored(tmp_path: Path):
 def backend_and_losses() -> tuple[str, list[float]]:
     """Train under DDP in a job of one rank, which has a process group."""
     accelerator = Accelerator(strategy="ddp")
-    return str(torch.distributed.get_backend(torch.distributed.group.WORLD)), losses(accelerator)
+    return str(accelerator.backend), losses(accelerator)
 
 
 def test_a_job_of_one_rank_has_an_nccl_group_and_the_same_losses():

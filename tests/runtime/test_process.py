@@ -34,8 +34,12 @@ def machine(monkeypatch: pytest.MonkeyPatch):
     """Pretend to be on a machine with `count` accelerators of a kind. No test machine has any."""
 
     def pretend(kind: str, count: int = 1) -> None:
+        # torch names the kind it was built for also where there is none of it, unless it is asked for availability.
+        def current_accelerator(check_available: bool = False) -> torch.device | None:
+            return torch.device(kind) if count or not check_available else None
+
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
 
     return pretend
@@ -279,6 +283,18 @@ def test_an_address_may_be_one_of_ipv6():
         process_module.destroy_process_group()
 
 
+def ask_for_both_kinds() -> tuple[str | None, str]:
+    """Join with a pair of backends, as on a machine with GPUs; gloo takes nccl's place."""
+    from accel_trainer import Accelerator, InitProcessGroupKwargs
+
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="cpu:gloo,cuda:gloo")])
+    return accelerator.backend, dist.get_backend_config()
+
+
+def test_the_backend_is_the_one_that_carries_the_devices_tensors():
+    assert run_ranks(ask_for_both_kinds, 1) == [("gloo", "cpu:gloo,cuda:gloo")]
+
+
 def ask_for_backends() -> list[str]:
     """Make Accelerators that ask for backends in a job that has joined with gloo."""
     from accel_trainer import Accelerator, InitProcessGroupKwargs
@@ -304,7 +320,7 @@ def test_another_backend_than_that_of_the_group_is_refused():
 
 def wrong_backend() -> None:
     torch.accelerator.is_available = lambda: True  # type: ignore[assignment]
-    torch.accelerator.current_accelerator = lambda: torch.device("cuda")  # type: ignore[assignment]
+    torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")  # type: ignore[assignment]
     torch.accelerator.device_count = lambda: 2  # type: ignore[assignment]
     torch.accelerator.set_device_index = lambda index: None  # type: ignore[assignment]
     dist.init_process_group("cpu:gloo")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -130,6 +132,43 @@ def test_any_integer_that_torch_takes_is_a_seed(seed: int):
 def test_deterministic_refuses_other_kernels():
     set_seed(1, deterministic=True)
     assert torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("cuda", "before", "after"),
+    [(None, None, None), ("13.0", None, ":4096:8"), ("13.0", ":16:8", ":16:8")],
+)
+def test_deterministic_products_of_cuda_need_no_variable_of_the_users(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, before: str | None, after: str | None
+):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", before or "")  # put back in the end, whatever happens here
+    if before is None:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda is not None)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    set_seed(1)
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == before
+    set_seed(1, deterministic=True)
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == after
+    assert not torch.backends.cudnn.benchmark
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
+def test_the_stream_of_the_machines_accelerator_is_saved(monkeypatch: pytest.MonkeyPatch, kind: str):
+    stream = torch.Generator().manual_seed(3)
+    module = SimpleNamespace(get_rng_state=stream.get_state, set_rng_state=stream.set_state)
+    is_started = False
+    if kind != "mps":  # which has no such function
+        module.is_initialized = lambda: is_started
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device(kind))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert (kind in get_rng_state()) == (kind == "mps")
+    is_started = True
+    state = get_rng_state()
+    expected = torch.rand(2, generator=stream)
+    set_rng_state(state)
+    assert torch.equal(torch.rand(2, generator=stream), expected)
 
 
 def test_a_state_continues_where_it_was_taken():

@@ -26,6 +26,7 @@ MODULE = nn.Linear(1, 1)
 # Their attributes are there once they were made.
 INSTANCES: dict[str, Any] = {
     "torch._dynamo.eval_frame.OptimizedModule": torch.compile(MODULE),
+    "torch.distributed.device_mesh.DeviceMesh": dist.device_mesh.DeviceMesh("cpu", [0], _init_backend=False, _rank=0),
     "torch.amp.GradScaler": torch.amp.GradScaler("cpu"),
     "torch.nn.Module": MODULE,
     "torch.optim.AdamW": torch.optim.AdamW(MODULE.parameters(), fused=True),

@@ -137,8 +137,13 @@ class HashingFile(io.RawIOBase):
         if self._flushing is not None and self._flushing.is_alive():
             return
         self._end_flush()
-        self._flushing = threading.Thread(target=self._flush, name="checkpoint-flush")
-        self._flushing.start()
+        thread = threading.Thread(target=self._flush, name="checkpoint-flush")
+        try:
+            thread.start()
+            self._flushing = thread
+        except RuntimeError:
+            # Python 3.12 starts none once the script is over, and its last save is still being written.
+            self._flush()
         self._unflushed_bytes = 0
 
     def _flush(self) -> None:

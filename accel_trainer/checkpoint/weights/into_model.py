@@ -25,7 +25,9 @@ from accel_trainer.checkpoint.weights.reading import BroadcastFiles, WeightFiles
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.cores import usable_cores
 from accel_trainer.runtime.model_wrappers import unwrap_module
+from accel_trainer.runtime.process import with_index
 from accel_trainer.runtime.torch_private import RESET_METHODS, copy_module
+from accel_trainer.runtime.transport import backend_takes_cpu
 
 __all__ = [
     "DISK",
@@ -242,8 +244,8 @@ def _leave_on_disk(
 def _open(checkpoint: Path, broadcast: bool) -> Weights:
     if not (broadcast and dist.is_initialized() and dist.get_world_size() > 1):
         return WeightFiles(checkpoint)
-    on_cpu = "cpu" in dist.get_backend_config()
-    return BroadcastFiles(checkpoint, torch.device(not on_cpu and torch.accelerator.current_accelerator() or "cpu"))
+    accelerator = None if backend_takes_cpu() else torch.accelerator.current_accelerator(check_available=True)
+    return BroadcastFiles(checkpoint, with_index(accelerator or "cpu"))
 
 
 def _group_names(own: Mapping[str, Tensor]) -> dict[int, list[str]]:
@@ -330,7 +332,7 @@ def _device(
     if value == DISK:
         return torch.device("cpu") if stays_in_memory else DISK
     try:
-        return torch.device(value)
+        return with_index(value)
     except RuntimeError as error:
         raise ConfigError(
             f"device_map has {value!r} for {name!r}; expected a device such as 'cpu' or 'cuda:0'"

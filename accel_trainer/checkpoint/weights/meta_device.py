@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from accel_trainer.runtime.process import with_index
 from accel_trainer.runtime.torch_private import parameter_like
 
 __all__ = ["init_empty_weights", "init_on_device"]
@@ -69,7 +70,7 @@ def init_on_device(device: int | str | torch.device, include_buffers: bool = Fal
     Args:
         include_buffers: buffers too, and every other tensor that is made in the context without naming a device.
     """
-    device = torch.device(device)
+    device = with_index(device)
     if include_buffers:
         with device:
             yield

@@ -100,6 +100,21 @@ def test_r1_an_error_of_the_disk_while_a_file_is_still_written_is_raised(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_is_written_after_the_scripts_end_is_flushed_by_its_own_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")  # Python 3.12
+
+    flushed: list[int] = []
+    monkeypatch.setattr(hashing, "_FLUSH_BYTES", 2**20)
+    monkeypatch.setattr(os, "fdatasync", flushed.append)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    publish_zeros(tmp_path / "s", num_files=2)
+    assert len(flushed) == 2
+    assert open_checkpoint(tmp_path / "s", ALONE).tensors("1.safetensors")["x"].sum() == 0
+
+
 def test_a_file_system_that_cannot_sync_directories_is_no_obstacle_and_one_that_fails_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -48,7 +48,7 @@ def train(layout: str | None, kind: str, dtype: torch.dtype = torch.float32, sta
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", LAYOUTS[layout][0])
-    parameters = [torch.nn.Parameter(shard(full.clone())) for full in values]
+    parameters = [torch.nn.Parameter(shard(value.clone())) for value in values]
     optimizer = Adafactor(parameters, **OPTIONS[kind])
     schedule = LambdaLR(optimizer, lambda step: 0.5**step) if kind == "trainer" else None
     update_by_shards(optimizer)  # after the scheduler has wrapped step(), as in a script that makes both first

@@ -1,0 +1,303 @@
+"""What a GPU is strict about, and a CPU forgives: on an accelerator that stands in for one (tests/stand_in.py)."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests import stand_in
+from tests.ranks import preload
+from tests.scenarios import Outcome, Scenarios
+
+preload("accel_trainer.accelerator", "tests.stand_in", "tests.trainer_jobs")
+pytestmark = pytest.mark.timeout(400)  # of which a compiler may take one minute, once
+
+ALONE = Scenarios(env=stand_in.ALONE, timeout=200)
+LAUNCHED = Scenarios(env={"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+
+
+def run_alone() -> dict[str, Outcome]:
+    stand_in.install()
+    return ALONE.run()
+
+
+def run_launched() -> dict[str, Outcome]:
+    stand_in.install()
+    return LAUNCHED.run()
+
+
+def alone(name: str) -> Any:
+    stand_in.build()
+    return ALONE.results(name, run_alone, 1)[0]
+
+
+def launched(name: str) -> Any:
+    stand_in.build()
+    return LAUNCHED.results(name, run_launched, 1)[0]
+
+
+# --- the stand-in itself -------------------------------------------------------------------------------------------
+
+
+@ALONE.add
+def mix_devices() -> list[str]:
+    here, host = torch.ones(3, device="stand_in"), torch.ones(3)
+    parameter = nn.Parameter(here.clone())
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    parameter.grad = here.clone()
+    optimizer.step()
+    optimizer.state[parameter]["step"] = optimizer.state[parameter]["step"].cpu()
+    late = here.to("cpu", non_blocking=True)
+    before = late.tolist()
+    torch.accelerator.synchronize()
+    failures = [str(before != late.tolist())]
+    for call in (lambda: here + host, optimizer.step):
+        try:
+            call()
+        except RuntimeError as error:
+            failures.append(str(error))
+    return failures
+
+
+def test_the_stand_in_refuses_what_a_gpu_refuses_and_copies_late():
+    was_late, added, fused = alone("mix_devices")
+    assert was_late == "True"
+    assert "two devices, stand_in:0 and cpu" in added
+    assert "aten::_fused_adamw_: expected all tensors to be on the same device" in fused
+
+
+# --- the Trainer ---------------------------------------------------------------------------------------------------
+
+
+@ALONE.add
+def resume_the_trainer() -> dict[str, Any]:
+    from tests.trainer_jobs import build_trainer
+
+    losses: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+        for name, resume, use_cpu in (("host", None, True), ("whole", None, False), ("resumed", 2, False)):
+            trainer = build_trainer(Path(folder, "cpu" if use_cpu else "here"), use_cpu=use_cpu, **options)
+            trainer.train(resume_from_checkpoint=resume and str(Path(folder, "here", f"checkpoint-{resume}")))
+            losses[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+            losses["device"] = str(next(trainer.model.parameters()).device)
+            losses["optimizer"] = trainer.args.optim
+    return losses
+
+
+def test_a_trainer_resumes_with_its_default_optimizer():
+    seen = alone("resume_the_trainer")
+    assert (seen["device"], seen["optimizer"]) == ("stand_in:0", "adamw_torch_fused")
+    assert seen["resumed"] == seen["whole"]
+    assert seen["whole"] == pytest.approx(seen["host"], rel=1e-4)
+
+
+# --- native loops --------------------------------------------------------------------------------------------------
+
+
+def native(fused: bool, cpu: bool = False) -> tuple[Any, ...]:
+    from accel_trainer import Accelerator
+
+    accelerator = Accelerator(cpu=cpu)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused)
+    data = TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(1)))
+    return accelerator, model, optimizer, DataLoader(data, batch_size=4)
+
+
+def losses(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any) -> list[float]:
+    seen = []
+    for (x,) in loader:
+        loss = model(x).square().mean()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen
+
+
+@ALONE.add
+def warm_up_before_prepare() -> list[list[float]]:
+    seen = []
+    for cpu in (True, False):
+        for fused in (False, True):
+            accelerator, model, optimizer, loader = native(fused, cpu)
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(losses(accelerator, *accelerator.prepare(model, optimizer, loader)))
+            accelerator.free_memory()
+            accelerator.end_training()
+            type(accelerator.state)._reset_state(reset_partial_state=True)
+    return seen
+
+
+def test_an_optimizer_that_has_state_is_prepared_with_its_model():
+    host, _, foreach, fused = alone("warm_up_before_prepare")
+    assert foreach == pytest.approx(host, rel=1e-5)
+    assert fused == pytest.approx(host, rel=1e-5)
+
+
+@ALONE.add
+def load_in_every_way() -> dict[str, list[float]]:
+    seen = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for fused in (False, True):
+            accelerator, *made = native(fused)
+            made = list(accelerator.prepare(*made))
+            losses(accelerator, *made)
+            accelerator.save_state(Path(folder, "state"))
+            drawn = torch.stand_in.draw()  # type: ignore[attr-defined]
+            name = "fused" if fused else "foreach"
+            seen[name] = losses(accelerator, *made)
+            accelerator.load_state(Path(folder, "state"))
+            in_full = accelerator.unit_of(made[0]).checkpoint_io().full_optimizer_state()
+            seen[f"{name} again"] = losses(accelerator, *made)
+            accelerator, *made = native(fused)
+            made = list(accelerator.prepare(*made))
+            accelerator.load_state(Path(folder, "state"))
+            seen[f"{name} anew"] = losses(accelerator, *made)
+            accelerator.load_state(Path(folder, "state"))
+            accelerator.unit_of(made[0]).checkpoint_io().load_full_optimizer_state(in_full)
+            seen[f"{name} in full"] = losses(accelerator, *made)
+            accelerator.load_state(Path(folder, "state"))
+            seen[f"{name} drew"] = [drawn, torch.stand_in.draw()]  # type: ignore[attr-defined]
+            type(accelerator.state)._reset_state(reset_partial_state=True)
+    return seen
+
+
+def test_states_load_on_the_device_and_continue_there():
+    seen = alone("load_in_every_way")
+    for kind in ("foreach", "fused"):
+        assert seen[f"{kind} again"] == seen[f"{kind} anew"] == seen[f"{kind} in full"] == seen[kind]
+        drawn, again = seen[f"{kind} drew"]
+        assert drawn == again
+
+
+# --- gradients, copies, devices ------------------------------------------------------------------------------------
+
+
+@ALONE.add
+def scale_gradients_on_two_devices() -> tuple[float, list[Tensor]]:
+    from accel_trainer.strategies.gradients import clip_grad_norm, clip_grad_value, scale_gradients
+
+    parameters = [nn.Parameter(torch.zeros(2, device=device)) for device in ("stand_in", "cpu", "stand_in")]
+    for each in parameters:
+        each.grad = torch.full_like(each, 4.0)
+    scale_gradients(parameters, torch.tensor(0.5, device="stand_in"))
+    norm = clip_grad_norm(parameters, 1.0)
+    clip_grad_value(parameters, 0.25)
+    return norm.item(), [each.grad.cpu() for each in parameters]
+
+
+def test_gradients_on_several_devices_are_scaled_and_clipped_as_one_vector():
+    norm, gradients = alone("scale_gradients_on_two_devices")
+    assert norm == pytest.approx(24**0.5)
+    assert [gradient.tolist() for gradient in gradients] == [[0.25] * 2] * 3
+
+
+@ALONE.add
+def clip_shards_on_the_host_beside_plain_gradients() -> tuple[float, list[float], list[float]]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from accel_trainer.strategies.gradients import clip_grad_norm
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    plain = nn.Parameter(torch.zeros(2, device="stand_in"))
+    shards = nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Shard(0)]))
+    plain.grad = torch.tensor([3.0, 0.0], device="stand_in")
+    shards.grad = distribute_tensor(torch.tensor([0.0, 4.0]), mesh, [Shard(0)])
+    norm = clip_grad_norm([shards, plain], 1.0)
+    dist.destroy_process_group()
+    return norm.item(), shards.grad.to_local().tolist(), plain.grad.tolist()
+
+
+def test_shards_on_the_host_and_plain_gradients_on_a_device_have_one_norm():
+    norm, shards, plain = alone("clip_shards_on_the_host_beside_plain_gradients")
+    assert norm == pytest.approx(5.0)
+    assert shards + plain == pytest.approx([0.0, 0.8, 0.6, 0.0], abs=1e-5)
+
+
+@ALONE.add
+def copy_to_the_host() -> list[list[float]]:
+    from accel_trainer.big_models.module_tensors import set_module_tensor_to_device
+    from accel_trainer.utils import send_to_device
+
+    batch = {"x": torch.full((4,), 7.0, device="stand_in")}
+    layer = nn.Linear(1, 1, bias=False).to("stand_in")
+    set_module_tensor_to_device(layer, "weight", "cpu", value=torch.full((1, 1), 3.0), non_blocking=True)
+    moved = layer.weight.tolist()
+    layer = layer.to("stand_in")
+    set_module_tensor_to_device(layer, "weight", "cpu", non_blocking=True)
+    return [send_to_device(batch, "cpu", non_blocking=True)["x"].tolist(), *moved, *layer.weight.tolist()]
+
+
+def test_nobody_gets_host_memory_that_is_still_being_written():
+    assert alone("copy_to_the_host") == [[7.0] * 4, [3.0], [3.0]]
+
+
+@ALONE.add
+def load_by_an_automatic_map() -> tuple[set[str], float, str]:
+    from accel_trainer import Accelerator, cpu_offload_with_hook, init_empty_weights, load_checkpoint_and_dispatch
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    with init_empty_weights():
+        other = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    with tempfile.TemporaryDirectory() as folder:
+        Accelerator(cpu=True).save_model(model, folder)
+        other = load_checkpoint_and_dispatch(other, folder, device_map="auto")
+    expected, found = model(torch.ones(1, 4)), other(torch.ones(1, 4, device="stand_in"))
+    _, hook = cpu_offload_with_hook(nn.Linear(2, 2))
+    return (
+        {p.device.type for p in other.parameters()},
+        (found.cpu() - expected).abs().item(),
+        str(hook.hook.execution_device),
+    )
+
+
+def test_an_automatic_map_uses_the_accelerator():
+    devices, difference, offloaded_to = alone("load_by_an_automatic_map")
+    assert devices == {"stand_in"}
+    assert difference < 1e-6
+    assert offloaded_to == "stand_in:0"
+
+
+@LAUNCHED.add
+def before_the_job_is_joined() -> dict[str, Any]:
+    from accel_trainer import load_checkpoint_in_model
+    from accel_trainer.big_models.cpu_offload_hook import CpuOffload
+    from accel_trainer.runtime.process import with_index
+    from accel_trainer.utils import init_on_device
+
+    seen = {"cpu": str(with_index("cpu")), "own": str(with_index("stand_in")), "named": str(with_index("stand_in:0"))}
+    shared = nn.Linear(2, 2, device="stand_in:1")
+    with init_on_device("stand_in"):
+        tied = nn.Linear(2, 2)
+        tied.weight = shared.weight
+    seen["tied"] = tied.weight is shared.weight, str(tied.bias.device)
+    seen["offload"] = str(CpuOffload().execution_device)
+    model = nn.Linear(2, 2)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(model.state_dict(), Path(folder, "pytorch_model.bin"))
+        model = nn.Linear(2, 2, device="meta")
+        load_checkpoint_in_model(model, folder, {"": "stand_in"})
+    seen["loaded"] = {str(p.device) for p in model.parameters()}
+    return seen
+
+
+def test_a_device_without_index_is_the_ranks_own_before_it_joins_its_job():
+    seen = launched("before_the_job_is_joined")
+    assert (seen["cpu"], seen["own"], seen["named"]) == ("cpu", "stand_in:1", "stand_in:0")
+    assert seen["tied"] == (True, "stand_in:1")
+    assert (seen["offload"], seen["loaded"]) == ("stand_in:1", {"stand_in:1"})

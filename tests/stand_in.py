@@ -1,0 +1,102 @@
+"""An accelerator for tests on machines that have none: `stand_in`, whose tensors have devices and live on the host.
+
+It is torch's PrivateUse1 backend, so that `torch.accelerator` finds it and code takes the paths of a GPU. Once it is
+installed, it is the accelerator of this process until the end: call `install()` in a rank, not in pytest's own process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["ALONE", "build", "install"]
+
+ALONE = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+"""Environment for `run_ranks` of a process that no launcher started."""
+
+
+def build() -> Path:
+    """Return the compiled library, from a cache when this source was compiled for this release of torch before."""
+    import torch
+    from torch.utils import cpp_extension
+
+    source = Path(__file__).with_suffix(".cpp")
+    includes = [f"-I{path}" for path in cpp_extension.include_paths()]
+    libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-ltorch_cpu", "-lc10"]
+    command = ["c++", "-std=c++20", "-O0", "-w", "-fPIC", "-shared", *includes, str(source), *libraries]
+    made_of = source.read_bytes() + " ".join([torch.__version__, *command]).encode()
+    digest = hashlib.sha256(made_of).hexdigest()[:16]
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+    library = root / f"accel_trainer_stand_in_{digest}.so"
+    if not library.exists():
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root) as folder:
+            made = Path(folder, library.name)
+            subprocess.run([*command, "-o", str(made)], check=True)
+            os.replace(made, library)  # who compiles at the same time makes the same file
+    return library
+
+
+def install() -> None:
+    """Make `stand_in`, with two devices, this process's accelerator."""
+    import torch
+
+    torch.ops.load_library(build())
+    torch.utils.rename_privateuse1_backend("stand_in")
+    torch._register_device_module("stand_in", _Module("torch.stand_in"))
+    torch.utils.generate_methods_for_privateuse1_backend()
+    # `Module.to()` keeps the parameters' objects, as for CUDA.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+
+
+class _Module(ModuleType):
+    """What `torch.cuda` is for CUDA: a random stream of the device's own, and its memory."""
+
+    def __init__(self, name: str) -> None:
+        import torch
+
+        super().__init__(name)
+        self._stream = torch.Generator().manual_seed(0)
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def current_device(self) -> int:
+        import torch
+
+        return torch.accelerator.current_device_index()
+
+    def device_count(self) -> int:
+        return 2
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return 2**30, 2**30
+
+    def get_device_properties(self, device: Any = None) -> Any:
+        return None
+
+    def draw(self) -> float:
+        """Return the next number of the device's random stream."""
+        import torch
+
+        return torch.rand(1, generator=self._stream).item()
+
+    def manual_seed_all(self, seed: int) -> None:
+        self._stream.manual_seed(seed)
+
+    def get_rng_state(self, device: Any = None) -> Any:
+        return self._stream.get_state()
+
+    def set_rng_state(self, state: Any, device: Any = None) -> None:
+        self._stream.set_state(state)
