@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import enable_full_determinism, set_seed
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -268,9 +267,6 @@ class ModelPreparation:
         trainer.model_wrapped = model
         if trainer.accelerator.strategy.capabilities.builds_engine:
             trainer.deepspeed = model
-        if hasattr(model, "generate"):
-            # generate() calls modules by themselves, which FSDP2 has to gather; torch leaves other models as they are.
-            register_fsdp_forward_method(model, "generate")
 
     def _build_engine(self, trainer: PreparingTrainer, max_steps: int) -> nn.Module:
         """Build an engine around model and optimizer, and return it; `trainer.model` stays the bare model."""

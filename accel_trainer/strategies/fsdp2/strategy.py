@@ -8,14 +8,20 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import fields, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.utils.checkpoint import checkpoint
 
 from accel_trainer import logging
@@ -120,6 +126,25 @@ def _reshard_after_inference(module: nn.Module, args: Any, output: Any) -> None:
         module.reshard()  # type: ignore[operator]
 
 
+def _gather_in_generate(model: nn.Module) -> None:
+    """Have a sharded model's own `generate`, if it has one, find the root's parameters gathered, as `forward` does.
+
+    It calls modules by themselves: an encoder of transformers reads embeddings that belong to the root.
+    """
+    if not callable(getattr(model, "generate", None)):
+        return
+    register_fsdp_forward_method(model, "generate")
+    gathering: Any = model.generate
+
+    @wraps(gathering)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        output = gathering(*args, **kwargs)
+        _reshard_after_inference(model, args, output)
+        return output
+
+    model.generate = generate  # type: ignore[assignment]
+
+
 def _check_output_is_seen(module: nn.Module, args: Any, output: Any) -> None:
     """Refuse an output in which FSDP2 finds no tensor: it would never learn of the backward, and average nothing."""
     if not torch.is_grad_enabled():
@@ -159,6 +184,8 @@ class FSDP2Strategy(BaseStrategy):
         model, config = job.model, job.config.fsdp
         if isinstance(model, FSDPModule):
             _warn_of_unused_options(job, precision)
+            if "generate" not in vars(model):  # the user's own, or that of an earlier prepare
+                _gather_in_generate(model)
             return with_optimizers(FSDP2Unit(model, (), job.loss_scale), job)
         if next(model.parameters(), None) is None:  # a loss, say: nothing to shard
             place(model, job, process)
@@ -217,6 +244,7 @@ class FSDP2Strategy(BaseStrategy):
             unit.register_forward_hook(_reshard_after_inference)
         model.register_forward_hook(_check_output_is_seen)
         model._is_fsdp_managed_module = True  # type: ignore[assignment]  # read by transformers' generate()
+        _gather_in_generate(model)
         return root
 
     def _mesh(self, process: ProcessContext, job: TrainJob) -> DeviceMesh:

@@ -353,3 +353,37 @@ def test_frozen_parameters_and_frozen_models_are_sharded_and_left_alone():
         assert is_sharded
         assert logits.dtype == torch.float32
         torch.testing.assert_close(logits, build()(batch())["logits"], rtol=0.05, atol=0.05)
+
+
+# --- methods that call modules by themselves -----------------------------------------------------------------------
+
+
+class Speaker(Net):
+    """Generates as encoder-decoders of transformers do: by modules of the root's own, before any forward."""
+
+    def generate(self, x: Tensor, *, length: int = 2) -> Tensor:
+        hidden = self.stem(x)
+        return torch.stack([self.head(self.blocks[0](hidden)) for _ in range(length)])
+
+
+def build_speaker() -> Speaker:
+    torch.manual_seed(0)
+    return Speaker()
+
+
+@SCENARIOS.add
+def generating() -> Any:
+    model = build_speaker()
+    unit = prepare(model, adamw(model))
+    with torch.no_grad():
+        tokens = model.generate(batch(), length=3)
+    is_sharded = all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return tokens, is_sharded, train(unit)
+
+
+def test_generate_of_a_model_gathers_what_it_calls_and_leaves_shards():
+    expected = build_speaker().generate(batch(), length=3)
+    for tokens, is_sharded, losses in results("generating"):
+        torch.testing.assert_close(tokens, expected)
+        assert is_sharded
+        assert losses == pytest.approx(train_alone(build_speaker()), abs=1e-6)
