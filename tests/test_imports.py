@@ -47,6 +47,29 @@ print(json.dumps({"asked": asked, "core": core, "failed": failed, "names": names
 """
 
 
+# Trains and evaluates by the Trainer, and runs a native loop, where two libraries are not installed.
+WITHOUT_DATASETS = """
+import sys
+from importlib.machinery import PathFinder
+
+find = PathFinder.find_spec
+hidden = ("datasets", "evaluate")
+PathFinder.find_spec = lambda name, path=None, target=None: None if name in hidden else find(name, path, target)
+
+import torch
+from accel_trainer import Accelerator
+from tests.trainer_jobs import build_trainer
+
+trainer = build_trainer(sys.argv[1], max_steps=1)
+trainer.train()
+print(sorted(trainer.evaluate()))
+accelerator = Accelerator(cpu=True)
+model, loader = accelerator.prepare(trainer.model, torch.utils.data.DataLoader(trainer.train_dataset, batch_size=4))
+accelerator.backward(model(**next(iter(loader))).loss)
+print([name for name in hidden if name in sys.modules])
+"""
+
+
 def modules_of(package: str) -> list[str]:
     """Return the modules of a package of accel_trainer by their import names."""
     folder = ROOT / "accel_trainer" / package
@@ -121,6 +144,15 @@ def test_dir_lists_the_public_names_before_they_are_loaded():
 def test_the_core_loads_no_transformers(imported: dict):
     assert "torch" in imported["core"]
     assert "transformers" not in imported["core"]
+
+
+def test_training_needs_neither_datasets_nor_evaluate(tmp_path: Path):
+    command = [sys.executable, "-c", WITHOUT_DATASETS, str(tmp_path)]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    *_, evaluated, imported = finished.stdout.splitlines()
+    assert "'eval_loss'" in evaluated
+    assert imported == "[]"
 
 
 def test_every_module_can_be_imported(imported: dict):

@@ -180,6 +180,13 @@ def test_accelerate_is_no_requirement():
     assert "accelerate" not in pinned()
 
 
+def test_datasets_and_evaluate_come_with_the_examples():
+    required = {normalized(requirement) for requirement in PROJECT["project"]["dependencies"]}
+    examples = {normalized(requirement) for requirement in EXTRAS["examples"]}
+    assert {"datasets", "evaluate"} & required == set()
+    assert {"datasets", "evaluate"} <= examples
+
+
 def test_the_constraints_pin_every_requirement_exactly():
     pins = pinned()
     assert pins["torch"] == "2.13.0"
