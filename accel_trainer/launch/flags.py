@@ -116,6 +116,7 @@ class Options:
     config_file: str | None = None
     is_module: bool = False
     no_python: bool = False
+    dry_run: bool = False
     flags: dict[str, Any] = field(default_factory=dict)
     """Values by dotted path, as they were written."""
     notes: tuple[str, ...] = ()
@@ -127,6 +128,7 @@ _OWN = (
     Flag("config_file", help="YAML or JSON file, or a packaged name such as full_shard", metavar="FILE"),
     Flag("module", is_switch=True, help="the script is the name of a module, as in python -m"),
     Flag("quiet", is_switch=True, help="taken, and without effect; only the failing rank's traceback is shown"),
+    Flag("dry_run", is_switch=True, help="print the command, its variables and the options, and start nothing"),
     Flag("no_python", is_switch=True, help="the script is a program of its own: start it without python"),
     *(
         Flag(name, "strategy", is_switch=True, preset=strategy, help=f"the same as --strategy {strategy}")

@@ -6,6 +6,7 @@ Everything that can be wrong is reported here, before the first process starts.
 from __future__ import annotations
 
 import glob
+import importlib.util
 import json
 import os
 import shlex
@@ -13,10 +14,12 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from typing import Any
 
 from accel_trainer.config import Resolved, SourceKind, read_file, resolve
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
-from accel_trainer.config.validation import UNUSED_UNDER
+from accel_trainer.config.validation import UNUSED_UNDER, show_plain
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.default_file import find_default_config
 from accel_trainer.launch.flags import Options, parse_options, print_help
@@ -25,11 +28,13 @@ from accel_trainer.launch.network import find_interface
 from accel_trainer.launch.outer_job import OuterJob, find_outer_job, refuse_nesting
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.cores import usable_cores
+from accel_trainer.tracking import mask_secrets
 
 __all__ = [
     "Job",
     "check_job",
     "count_devices",
+    "option_text",
     "plan_job",
     "read_options",
     "resolve_options",
@@ -76,6 +81,9 @@ def run_launch(words: Sequence[str]) -> int:
         return 0
     options = read_options(words, command, os.environ)
     _print_notes(options, command)
+    if options.dry_run:
+        _print_job(plan_job(options, os.environ, words))
+        return 0
     return run_job(plan_job(options, os.environ, words))
 
 
@@ -182,8 +190,45 @@ def check_job(
     if outer is not None:
         outer.check_starter(resolved, hosts)
     num_processes = _num_processes(resolved) if hosts is None else hosts.num_processes
+    if resolved.config.mixed_precision == "fp8":
+        raise ConfigError(
+            f"{resolved.describe('mixed_precision')}: this version computes in it on no device; use 'bf16', 'fp16' or "
+            "'no'"
+        )
     _check_strategy(resolved, num_processes, options, argv)
     return hosts, num_processes
+
+
+def option_text(path: str, value: Any) -> str:
+    """Return the value of an option for a person; a key of a service, such as `deepspeed.comet.api_key`, is masked."""
+    name = path.rpartition(".")[2]
+    value = mask_secrets({name: value})[name]
+    # Long lists and mappings of a DeepSpeed block are shown in full.
+    return str(value) if isinstance(value, list | dict) else show_plain(value) or "''"
+
+
+def _print_job(job: Job) -> None:
+    """Print the command, the environment and the options of a job that is not started."""
+    launch = job.resolved.config.launch
+    lines = [
+        f"command: {shlex.join(job.command)}",
+        f"processes here: {job.num_local_processes} (machine {launch.machine_rank} of {launch.num_machines})",
+    ]
+    if job.outer is not None:
+        lines.append(job.outer.describe())
+    if job.hosts is not None:
+        lines.append(f"machines of {job.hosts.hostfile}: {', '.join(job.hosts.hosts)}, by {job.hosts.launcher}")
+    for name in sorted({*os.environ, *job.environment}):
+        value = job.environment.get(name)
+        if value != os.environ.get(name):
+            lines.append(f"variable: {name} is removed" if value is None else f"variable: {name}={value}")
+    values = [row for row in job.resolved.explain() if row[0] != "deepspeed"] + job.resolved.explain_block()
+    lines += [
+        f"option: {path}={option_text(path, value)} (from {source.where})"
+        for path, value, source in values
+        if source.kind is not SourceKind.DEFAULT
+    ]
+    print("\n".join(lines))
 
 
 def run_job(job: Job) -> int:
@@ -219,6 +264,7 @@ def _command(options: Options) -> tuple[str, ...]:
             "--module runs a module with python, and --no_python runs without python; give one of the two"
         )
     if options.is_module:
+        _check_module(script)
         return (sys.executable, "-m", *options.rest)
     if options.no_python:
         if shutil.which(script) is None:
@@ -230,6 +276,22 @@ def _command(options: Options) -> tuple[str, ...]:
         hint = "; for a module, add -m" if not script.endswith(".py") else ""
         raise ConfigError(f"script {script!r} does not exist (looked from {os.getcwd()}); check the path{hint}")
     return (sys.executable, *options.rest)
+
+
+def _check_module(name: str) -> None:
+    """Refuse a module that `python -m` will not find. Its packages are looked up, and not imported."""
+    path: Sequence[str] = ["", *sys.path]
+    for position, _ in enumerate(name.split("."), start=1):
+        part = ".".join(name.split(".")[:position])
+        spec = PathFinder.find_spec(part, path)
+        if spec is None and position == 1 and importlib.util.find_spec(part) is not None:
+            return  # built in, or found by an import hook
+        if spec is None:
+            raise ConfigError(
+                f"module {name!r} is not found (there is no {part!r}; looked from {os.getcwd()}); check the name, or "
+                "leave out -m for a script"
+            )
+        path = list(spec.submodule_search_locations or ())
 
 
 def _refuse_flags_without_effect(options: Options, resolved: Resolved) -> None:
@@ -298,7 +360,9 @@ def _check_strategy(resolved: Resolved, num_processes: int, options: Options, ar
         )
     if strategy in _WITHOUT_GROUP:
         return
-    facts = load_strategy(strategy).capabilities
+    loaded = load_strategy(strategy)
+    loaded.check_config(resolved, num_processes)
+    facts = loaded.capabilities
     if num_processes < facts.min_world_size:
         before = argv[: len(argv) - len(options.rest)]
         before = before[:-1] if before and before[-1] == "--" else before

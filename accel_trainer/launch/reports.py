@@ -9,14 +9,12 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from accel_trainer.config import read_file
-from accel_trainer.config.validation import show_plain
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.default_file import default_config_path, find_default_config
 from accel_trainer.launch.flags import print_help
-from accel_trainer.launch.job import check_job, read_options, resolve_options
+from accel_trainer.launch.job import check_job, option_text, read_options, resolve_options
 from accel_trainer.launch.outer_job import find_outer_job, refuse_nesting
 from accel_trainer.tracking import mask_secrets
 
@@ -49,7 +47,10 @@ def run_explain(words: Sequence[str]) -> int:
     outer = find_outer_job(os.environ)
     resolved, _ = resolve_options(options, os.environ, outer)
     values = [row for row in resolved.explain() if row[0] != "deepspeed"] + resolved.explain_block()
-    rows = [("option", "value", "from"), *((path, _text(path, value), source.where) for path, value, source in values)]
+    rows = [
+        ("option", "value", "from"),
+        *((path, option_text(path, value), source.where) for path, value, source in values),
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"{path:<{widths[0]}}  {value:<{widths[1]}}  {where}" for path, value, where in rows]
     print("\n".join([*lines, *(f"note: {note}" for note in (*options.notes, *resolved.notes))]))
@@ -58,14 +59,6 @@ def run_explain(words: Sequence[str]) -> int:
     refuse_nesting(os.environ)
     check_job(resolved, outer, options, words)
     return 0
-
-
-def _text(path: str, value: Any) -> str:
-    """Return a value for the table; a key of a service, such as `deepspeed.comet.api_key`, is masked."""
-    name = path.rpartition(".")[2]
-    value = mask_secrets({name: value})[name]
-    # Long lists and mappings of a DeepSpeed block are shown in full.
-    return str(value) if isinstance(value, list | dict) else show_plain(value) or "''"
 
 
 def run_env(words: Sequence[str]) -> int:

@@ -384,6 +384,15 @@ class Strategy(Protocol):
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
 
+    def check_config(self, resolved: Resolved, world_size: int) -> None:
+        """Refuse a configuration that contradicts itself. The launcher asks, before it starts any rank.
+
+        Values that only a script or its data know may be missing.
+
+        Raises:
+            ConfigError: an option, whatever the script does.
+        """
+
     def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
         """Bring the engine up before models are built. Collective: called once on every rank that has joined.
 
@@ -419,6 +428,9 @@ class Strategy(Protocol):
 
 class BaseStrategy:
     """Defaults of `Strategy`, for engines that need nothing done before models are built."""
+
+    def check_config(self, resolved: Resolved, world_size: int) -> None:
+        """Refuse nothing: the configuration itself is checked where it is resolved."""
 
     def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
         """Return the configuration as it is."""

@@ -132,13 +132,17 @@ class DeepSpeedStrategy(BaseStrategy):
         require_deepspeed()
         self._building: _PiecewiseBuilding | None = None
 
+    def check_config(self, resolved: Resolved, world_size: int) -> None:
+        """Refuse what the engine's own configuration contradicts; DeepSpeed is not imported for that."""
+        _resolve(resolved, world_size, partial=True)
+
     def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
         """Bring the engine up before models are built: at stage 3 they may be built in pieces. Collective.
 
         Returns:
             The configuration with the accumulation steps and the precision that the engine's own one states.
         """
-        config = _resolve(resolved, process, partial=True)
+        config = _resolve(resolved, process.world_size, partial=True)
         start_engine(process, config.data)
         self._building = None  # of another configuration: transformers sees that it is gone
         self._building = _build_in_pieces(config)
@@ -239,7 +243,7 @@ def _resolve_job(job: TrainJob, process: ProcessContext) -> EngineConfig:
         known["scheduler"] = _facts(job.schedule, "DummyScheduler")
     return _resolve(
         job.resolved,
-        process,
+        process.world_size,
         micro_batch_size=job.micro_batch_size,
         hidden_size=hidden_size_of(getattr(job.model, "config", None)),
         **known,
@@ -252,7 +256,7 @@ def _facts(numbers: Mapping[str, Any], stand_in: str) -> dict[str, Fact]:
 
 def _resolve(
     resolved: Resolved,
-    process: ProcessContext,
+    world_size: int,
     *,
     micro_batch_size: int | None = None,
     partial: bool = False,
@@ -265,7 +269,7 @@ def _resolve(
         return Fact(value, resolved.describe(name), is_default=not resolved.is_set(name))
 
     facts = Facts(
-        world_size=process.world_size,
+        world_size=world_size,
         # 1 without a loader: the engine only reports by the size of a batch, and divides nothing by it.
         micro_batch_size=Fact(micro_batch_size or 1, "the prepared data loader", is_default=True),
         accumulation_steps=fact("accumulation.num_steps", config.accumulation.num_steps),

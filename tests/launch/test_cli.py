@@ -253,3 +253,16 @@ def test_packaged_configurations_can_be_explained(capsys: pytest.CaptureFixture[
     assert "fsdp2" in capsys.readouterr().out
     assert read_file("full_shard").path is not None
     assert os.environ.get("ACCEL_TRAINER_LAUNCH") is None
+
+
+def test_a_dry_run_says_what_would_be_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit(7)")
+    words = ["--cpu", "--num_processes", "2", "--mixed_precision", "bf16", "--num_cpu_threads_per_process", "3"]
+    assert main(["launch", "--dry-run", *words, str(script), "--lr", "1 2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"command: {sys.executable} -u {script} --lr '1 2'"
+    assert lines[1] == "processes here: 2 (machine 0 of 1)"
+    assert "variable: OMP_NUM_THREADS=3" in lines
+    assert "option: mixed_precision=bf16 (from --mixed_precision)" in lines
+    assert not [line for line in lines if "(from default)" in line]

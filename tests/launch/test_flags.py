@@ -44,6 +44,7 @@ FLAGS = [
     "deepspeed_inclusion_filter",
     "deepspeed_moe_layer_cls_names",
     "deepspeed_multinode_launcher",
+    "dry_run",
     "dynamo_backend",
     "dynamo_mode",
     "dynamo_use_dynamic",

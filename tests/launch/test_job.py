@@ -229,7 +229,7 @@ def test_a_missing_script_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match=message + "$"):
         plan(tmp_path, "--cpu", "train.py")
     with pytest.raises(ConfigError, match="for a module, add -m"):
-        plan(tmp_path, "--cpu", "package.train")
+        plan(tmp_path, "--cpu", "json.tool")
 
 
 def test_no_script_at_all_shows_the_usage(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_module_and_program_contradict(tmp_path: Path) -> None:
 
 
 def test_modules_and_programs_are_started_as_such(tmp_path: Path) -> None:
-    assert plan(tmp_path, "--cpu", "-m", "package.train", "x").command == (sys.executable, "-m", "package.train", "x")
+    assert plan(tmp_path, "--cpu", "-m", "json.tool", "x").command == (sys.executable, "-m", "json.tool", "x")
     assert plan(tmp_path, "--cpu", "--no_python", "true", "x").command == ("true", "x")
 
 
@@ -261,3 +261,35 @@ def test_a_packaged_configuration_is_found_by_name(tmp_path: Path, script: str) 
     job = plan(tmp_path, "--config_file", "full_shard", "--cpu", "--num_processes", "2", script)
     assert job.resolved.config.strategy == "fsdp2"
     assert resolve(environ=job.environment).config == job.resolved.config
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--mixed_precision fp8",
+            "mixed_precision=fp8 .from --mixed_precision.: this version computes in it on",
+        ),
+        (
+            "--use_deepspeed --zero_stage 2 --offload_param_device cpu",
+            "zero_optimization.offload_param.device .--offload_param_device. is 'cpu'; expected 'none', since",
+        ),
+    ],
+)
+def test_what_every_rank_would_refuse_starts_none(tmp_path: Path, script: str, words: str, message: str) -> None:
+    if "deepspeed" in words:
+        pytest.importorskip("deepspeed")
+    with pytest.raises(ConfigError, match=message):
+        plan(tmp_path, "--cpu", "--num_processes", "2", *words.split(), script)
+
+
+def test_a_module_that_does_not_exist_starts_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__init__.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "folder" / "train.py").touch()
+    for name in ("folder.train", "folder", "json.tool", "sys"):
+        assert plan(tmp_path, "--cpu", "-m", name).command[1:] == ("-m", name)
+    for name, part in (("no.such", "no"), ("folder.missing", "folder.missing"), ("folder.train.x", "folder.train.x")):
+        with pytest.raises(ConfigError, match=f"module '{name}' is not found .there is no '{part}'; looked from"):
+            plan(tmp_path, "--cpu", "-m", name)
