@@ -22,7 +22,7 @@ from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
 
 __all__ = [
     "ColumnFilter",
-    "ShiftingLabelSmoother",
+    "build_smoother",
     "check_dataset",
     "fill_empty",
     "load_model",
@@ -59,13 +59,16 @@ class ColumnFilter(RemoveColumnsCollator):
 
 
 class ShiftingLabelSmoother(LabelSmoother):
-    """Label smoothing for a model that predicts the next token.
+    """Label smoothing for a model that predicts the next token, with or without virtual tokens before its inputs.
 
     transformers 5.23 (trainer.py:2186) asks for the model's class name in each step; FSDP2 puts a prefix before it.
     """
 
     def __call__(self, model_output: Any, labels: Any, shift_labels: bool = True, **kwargs: Any) -> Any:
         """Return the smoothed loss; labels are shifted, whatever the caller says."""
+        logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
+        if num_virtual_tokens := logits.shape[-2] - labels.shape[-1]:
+            labels = nn.functional.pad(labels, (num_virtual_tokens, 0), value=self.ignore_index)
         return super().__call__(model_output, labels, shift_labels=True, **kwargs)
 
 
@@ -138,13 +141,29 @@ def check_dataset(dataset: Any, name: str) -> None:
         )
 
 
+def build_smoother(model: Any, factor: float, *, shifts: bool) -> LabelSmoother | None:
+    """Return the label smoothing of a model's loss; None where the arguments ask for none, or the loss has none.
+
+    Args:
+        shifts: the model is known to predict the next token, by whatever tells.
+    """
+    problem_type = getattr(getattr(model, "config", None), "problem_type", None)
+    if not factor or problem_type == "multi_label_classification":
+        return None
+    return (ShiftingLabelSmoother if shifts or _predicts_next(model) else LabelSmoother)(epsilon=factor)
+
+
 def shifts_labels(model: Any) -> bool:
     """Whether the model's loss predicts the next token, so that a row's first label is never a target.
 
     transformers 5.23 (trainer.py:543) asks the model's `loss_type`, which is None for GPT-2 and others that fall back
     to the causal loss: it then counts one target too many in each row, and scales loss and gradients by it.
     """
-    if not isinstance(model, nn.Module) or predicts_first_label(model):
+    return _predicts_next(model) and not predicts_first_label(model)
+
+
+def _predicts_next(model: Any) -> bool:
+    if not isinstance(model, nn.Module):
         return False
     base = unwrap_peft_model(model)
     class_name = type(base).__name__.removeprefix("FSDP")  # which torch's fully_shard puts before it

@@ -13,7 +13,6 @@ import torch
 import transformers
 from torch import nn
 from transformers import enable_full_determinism, set_seed
-from transformers.trainer_pt_utils import LabelSmoother
 
 from accel_trainer import logging
 from accel_trainer.accelerator.accelerator import Accelerator
@@ -26,7 +25,7 @@ from accel_trainer.trainer.accelerate_states import share_accelerator
 from accel_trainer.trainer.arguments.deepspeed_arguments import complete_engine_config
 from accel_trainer.trainer.arguments.fsdp_arguments import check_recomputation, recomputes_activations
 from accel_trainer.trainer.arguments.training_arguments import MIRRORED_FIELDS, TrainingArguments
-from accel_trainer.trainer.inputs import ShiftingLabelSmoother, fill_empty
+from accel_trainer.trainer.inputs import build_smoother, fill_empty
 from accel_trainer.trainer.running_trainer import PreparingTrainer
 
 __all__ = [
@@ -356,7 +355,9 @@ class TakenArguments:
         if self._find_change(args, "seed"):
             (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
         if self._find_change(args, "label_smoothing_factor"):
-            trainer.label_smoother = _build_smoother(trainer, args.label_smoothing_factor)
+            trainer.label_smoother = build_smoother(
+                trainer.model, args.label_smoothing_factor, shifts=trainer._loss_shifts_labels
+            )
         if self._find_change(args, "neftune_noise_alpha"):
             trainer.neftune_noise_alpha = args.neftune_noise_alpha
         if self._find_change(args, "data_seed"):
@@ -391,10 +392,3 @@ class TakenArguments:
         is_changed = name in self._values and self._values[name] != value
         self._values[name] = copy.copy(value)
         return is_changed
-
-
-def _build_smoother(trainer: PreparingTrainer, factor: float) -> LabelSmoother | None:
-    config = getattr(trainer.model, "config", None)
-    if not factor or getattr(config, "problem_type", None) == "multi_label_classification":
-        return None
-    return (ShiftingLabelSmoother if trainer._loss_shifts_labels else LabelSmoother)(epsilon=factor)

@@ -55,7 +55,7 @@ from accel_trainer.trainer.epoch import EpochRun, WindowReader
 from accel_trainer.trainer.evaluation import run_evaluation
 from accel_trainer.trainer.inputs import (
     ColumnFilter,
-    ShiftingLabelSmoother,
+    build_smoother,
     check_dataset,
     load_model,
     predicts_first_label,
@@ -179,8 +179,9 @@ class Trainer(CheckpointMethods, transformers.Trainer):
                 self._loss_shifts_labels = False
             elif shifts_labels(self.model):
                 self._loss_shifts_labels = True
-                if self.label_smoother is not None:
-                    self.label_smoother = ShiftingLabelSmoother(epsilon=args.label_smoothing_factor)
+            if self.label_smoother is not None:
+                factor = args.label_smoothing_factor
+                self.label_smoother = build_smoother(self.model, factor, shifts=self._loss_shifts_labels)
 
     # --- set-up ----------------------------------------------------------------------------------------------------
 

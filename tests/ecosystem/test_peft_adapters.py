@@ -294,3 +294,22 @@ def test_fsdp2_refuses_trained_parameters_of_two_dtypes_in_a_unit():
         run_ranks(mixed, 2, "fsdp", "no", modules_to_save=["o_proj"])
     assert set(failure.value.failures) == {0, 1}
     assert ConfigError.__name__ in failure.value.failures[0]
+
+
+@pytest.mark.parametrize("method", ["lora", "prompt", "projected"])
+def test_smoothed_labels_are_those_that_the_model_predicts(tmp_path: Path, method: str) -> None:
+    epsilon = 0.1
+    trainer = build_peft_trainer(tmp_path, "single", method, label_smoothing_factor=epsilon)
+    rows = TokenDataset(11, seed=1).rows
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    with torch.no_grad():
+        logits = trainer.model.eval()(**batch).logits
+    first = 0 if method == "prompt" else 1  # the last of the virtual tokens predicts a row's first label
+    num_targets = batch["labels"].shape[1] - first
+    log_probs = logits[:, -num_targets - 1 : -1].log_softmax(-1)
+    true = log_probs.gather(-1, batch["labels"][:, first:, None]).mean()
+    expected = -(1 - epsilon) * true - epsilon * log_probs.mean()
+
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    trainer.train()
+    assert trainer.state.global_step == 8
