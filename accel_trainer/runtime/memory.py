@@ -28,6 +28,7 @@ from accel_trainer.runtime.torch_private import (
     forget_default_groups,
     group_device_types,
     group_timeout,
+    joined_groups,
 )
 
 __all__ = [
@@ -133,9 +134,8 @@ def find_executable_batch_size(
     `accelerator.free_memory()`, and build model, optimizer and loaders inside it: nothing of an attempt survives it.
 
     Collective on several ranks: every rank calls it. When one rank runs out of memory, all try the smaller size. Those
-    that wait for it in a collective of gloo learn of it at once. Those in one of nccl abort the job's group within a
-    second; a group that the user made waits for its own timeout. Ranks join a new process group for the next attempt;
-    groups that the user made are gone.
+    that wait for it in a collective of gloo learn of it at once. Those in one of nccl abort all groups within a second.
+    Ranks join a new process group for the next attempt; groups that the user made are gone.
 
     Args:
         function: the function; None when used as a decorator with options.
@@ -299,6 +299,10 @@ def _released_with_others(ballot: _Ballot) -> Iterator[None]:
         thread.join(10 * _WATCH_SECONDS)  # it may wait for an answer of a machine that is gone
 
 
+def _is_on_devices(group: dist.ProcessGroup) -> bool:
+    return any(device.type != "cpu" for device in group_device_types(group))
+
+
 class _Ballot:
     """One vote of all ranks of the default process group, and the means to form that group again.
 
@@ -316,7 +320,7 @@ class _Ballot:
         group = default_group()
         self._timeout = group_timeout(group)
         self._recipe: dict[str, Any] = {"backend": dist.get_backend_config(), "device_id": group.bound_device_id}
-        self.aborts = any(device.type != "cpu" for device in group_device_types(group))
+        self.aborts = _is_on_devices(group)
         """Whether the group has to be aborted, before whoever waits in it learns of anything."""
 
     def cast(self, vote: str) -> None:
@@ -330,7 +334,8 @@ class _Ballot:
 
     def abort(self) -> None:
         """End the collectives on devices that run, and fail those that follow. Returns at once."""
-        default_group().abort()
+        for group in filter(_is_on_devices, joined_groups()):
+            group.abort()
 
     def wait(self) -> list[str]:
         """Return the votes of all ranks, in the order of ranks. Collective, but no collective of the group."""

@@ -50,6 +50,7 @@ __all__ = [
     "forget_default_groups",
     "group_device_types",
     "group_timeout",
+    "joined_groups",
     "keeps_iterator",
     "non_persistent_buffers",
     "parameter_like",
@@ -79,6 +80,7 @@ PRIVATE_NAMES = {
     "torch.distributed.ProcessGroupGloo.Options._timeout": "torch's default of 30 minutes is taken for the timeout",
     "torch.distributed.distributed_c10d._get_default_group": _REFUSED,
     "torch.distributed.distributed_c10d._get_default_store": f"{_REFUSED}: by find_executable_batch_size()",
+    "torch.distributed.distributed_c10d._world": f"{_REFUSED}: by find_executable_batch_size() on accelerators",
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._shutdown": (
         "overridden in launch/torchrun.py: workers would get signals from torch, which waits 30 s and loses their codes"
     ),
@@ -156,6 +158,7 @@ default_group: Callable[[], dist.ProcessGroup] = _bind("torch.distributed.distri
 """The group of all ranks of the job."""
 default_store: Callable[[], dist.Store] = _bind("torch.distributed.distributed_c10d", "_get_default_store")
 """The key-value store through which the ranks of the job have met."""
+_world: Any = _bind("torch.distributed.distributed_c10d", "_world")
 _make_subclass = _bind("torch", "Tensor._make_subclass")
 
 scaler_states: Callable[[torch.amp.GradScaler], dict[int, dict[str, Any]]] = attrgetter("_per_optimizer_states")
@@ -269,6 +272,11 @@ def exposed_exchange_seconds(replicas: nn.parallel.DistributedDataParallel) -> f
     times = {} if read is None else read()
     exchange = times.get("avg_backward_comm_time", 0)  # nanoseconds
     return max(exchange - times["avg_backward_compute_comm_overlap_time"], 0) / 1e9 if exchange else None
+
+
+def joined_groups() -> list[dist.ProcessGroup]:
+    """Return the process groups that this process is in: the job's own, those of meshes, and the user's."""
+    return list(_need(_world, "torch.distributed.distributed_c10d._world.pg_map"))
 
 
 def group_device_types(group: dist.ProcessGroup) -> list[torch.device]:

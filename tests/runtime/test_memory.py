@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,6 +24,7 @@ from accel_trainer.runtime.memory import (
     is_out_of_memory,
     release_memory,
 )
+from accel_trainer.runtime.torch_private import default_group
 from tests.ranks import RankFailure, preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -253,6 +255,22 @@ def wait_for_a_device(runs_out: bool) -> float:
 def test_ranks_that_wait_on_devices_abort_the_group_when_one_runs_out_of_memory():
     assert 1 < run_ranks(wait_for_a_device, 2, True)[0] < 10
     assert run_ranks(wait_for_a_device, 2, False)[0] >= 3
+
+
+def abort_groups() -> tuple[list[str], list[str]]:
+    """Abort in a job that has a mesh's group and one for the host alone; gloo takes nccl's place."""
+    Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="cpu:gloo,cuda:gloo")])
+    replicas = dist.new_group([0, 1], backend="cpu:gloo,cuda:gloo")
+    dist.new_group([0, 1], backend="cpu:gloo")
+    aborted: list[str] = []
+    dist.ProcessGroup.abort = lambda group: aborted.append(group.group_name)
+    memory._Ballot("attempt").abort()
+    return sorted(aborted), sorted([default_group().group_name, replicas.group_name])
+
+
+def test_an_abort_reaches_every_group_that_works_on_devices():
+    for aborted, expected in run_ranks(abort_groups, 2):
+        assert aborted == expected
 
 
 def end_differently(error_rank: int) -> str:
