@@ -212,7 +212,7 @@ class AcceleratorStepping(AcceleratorSettings):
         Raises:
             Exception: a background save has failed; on all ranks.
         """
-        if self._checkpointer.background is not None:
+        if self._checkpointer.background is not None and self.sync_gradients:
             self._checkpointer.background.poll()
         units = self._prepared.current or self._prepared.units[:1]
         if not units:

@@ -153,8 +153,8 @@ class CompileConfig:
     """Make a graph break an error."""
     dynamic: bool | None = None
     """Compile for changing shapes: true always, false never, None as torch.compile finds out."""
-    regional: bool = False
-    """Compile each repeated block once instead of the whole model: starts much faster."""
+    regional: bool | None = None
+    """Compile each repeated block once instead of the whole model: starts much faster. None does so under fsdp2."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

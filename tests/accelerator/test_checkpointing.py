@@ -197,6 +197,31 @@ def test_r5_a_background_save_stalls_shortly_and_saves_what_was_there_when_it_wa
     assert {"resume/select_s", "resume/verify_s", "resume/load_s"} <= results[0].keys()
 
 
+def count_votes(directory: Path) -> list[int]:
+    """Return how many collectives of the savers' group each backward of two windows starts, while a save is written."""
+    run = SavedRun(directory)
+    run.fill(0)
+    run.accelerator.gradient_accumulation_steps = 3
+    run.accelerator.save_state(async_=True)
+    group = run.accelerator._checkpointer.background._main_group
+    votes = []
+    for _ in range(6):
+        before = group._get_sequence_number_for_group()
+        with run.accelerator.accumulate(run.model):
+            run.accelerator.backward(run.model(torch.ones(1, 8)).sum())
+        votes.append(group._get_sequence_number_for_group() - before)
+    assert run.accelerator._checkpointer.background.in_flight
+    run.accelerator.wait_for_checkpoint()
+    assert not run.accelerator._checkpointer.background.in_flight
+    return votes
+
+
+def test_ranks_ask_each_other_once_an_update_whether_a_background_save_has_ended(tmp_path: Path):
+    fault = "sleep@save.before_vote:rank=1:step=0:seconds=2"
+    votes = run_ranks(count_votes, 2, tmp_path, env={"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": fault})
+    assert votes == [[0, 0, 1, 0, 0, 1]] * 2
+
+
 @pytest.mark.parametrize("target", [":rank=0", ":rank=1", ""], ids=["rank0", "rank1", "both"])
 def test_r5_a_kill_in_the_background_loses_nothing_acknowledged(tmp_path: Path, target: str):
     env = {"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": f"kill9@save.after_vote{target}:step=1"}

@@ -72,14 +72,16 @@ def compile_all(strategy: str) -> dict[str, Any]:
     """Train a compiled model, whole and by region; return the losses, and how many graphs there were."""
     from accel_trainer import TorchDynamoPlugin
 
-    found = {}
-    for name, regional in (("whole", False), ("regional", True)):
+    found: dict[str, Any] = {"compiled as a whole": set()}
+    for name, regional in (("whole", False), ("regional", True), ("default", None)):
         torch.compiler.reset()
         compiled.clear()
         plugin = TorchDynamoPlugin(backend=BACKEND, use_regional_compilation=regional)
         accelerator, own, prepared, optimizer = prepare(strategy, dynamo_plugin=plugin)
         is_own = accelerator.unwrap_model(prepared) is own and list(own.state_dict()) == list(Net().state_dict())
         found[name] = (losses(accelerator, prepared, optimizer), len(compiled), is_own)
+        if own._compiled_call_impl is not None:
+            found["compiled as a whole"].add(name)
     torch.compiler.reset()
     compiled.clear()
     accelerator, own, prepared, optimizer = prepare(strategy)
@@ -133,10 +135,16 @@ def train_alone() -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", WORLD_SIZES)
-@pytest.mark.parametrize("kind", ["whole", "regional", "afterwards"])
+@pytest.mark.parametrize("kind", ["whole", "regional", "default", "afterwards"])
 def test_compiled_models_train_as_plain_ones(strategy: str, kind: str):
     for _, by_kind in results_of(strategy):
         found, num_graphs, is_own = by_kind[kind]
         assert found == pytest.approx(train_alone(), abs=1e-6)
         assert num_graphs > 0
         assert is_own
+
+
+def test_sharded_models_are_compiled_by_region_unless_the_whole_model_is_asked_for():
+    whole = {"single": {"whole", "default"}, "fsdp2": {"whole"}}
+    for strategy, kinds in whole.items():
+        assert results_of(strategy)[0][1]["compiled as a whole"] == kinds

@@ -26,13 +26,13 @@ from torch.utils.checkpoint import checkpoint
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.weights.writing import USERS_CLASS
-from accel_trainer.config import FSDPConfig, Resolved, WrapPolicy
+from accel_trainer.config import CompileConfig, FSDPConfig, Resolved, WrapPolicy
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.precision import AutocastForward, PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import group_timeout, set_group_timeout, tree_leaves
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob, WrapPolicyFunction
-from accel_trainer.strategies.compile import apply_compile
+from accel_trainer.strategies.compile import apply_compile, repeated_blocks
 from accel_trainer.strategies.fsdp2.initial_values import (
     awaited_tensors,
     broadcast_differing,
@@ -56,6 +56,7 @@ __all__ = [
     "FSDP2Strategy",
     "apply_activation_checkpointing",
     "build_mesh_shape",
+    "choose_regions",
     "drop_tied_blocks",
     "find_blocks",
     "find_ignored_modules",
@@ -115,6 +116,20 @@ def _require_autocast(precision: PrecisionPolicy) -> None:
             f"in {precision.compute}; use mixed_precision='no', or switch autocast off where the loss is computed with "
             "accelerator.autocast(AutocastKwargs(enabled=False))"
         )
+
+
+def choose_regions(model: nn.Module, config: CompileConfig, layers: Sequence[nn.Module]) -> CompileConfig:
+    """Return the options of torch.compile: block by block, unless the configuration says otherwise."""
+    if config.regional is None:
+        config = replace(config, regional=True)
+    if config.backend != "no" and layers and not (config.regional and repeated_blocks(model)):
+        logger.warning(
+            "%s is compiled as a whole, and FSDP2 gathers its units by hooks: the graph breaks at each of the %d. "
+            "compile.regional=true compiles the members of a ModuleList one by one",
+            type(model).__name__,
+            len(layers),
+        )
+    return config
 
 
 def _reshard_after_inference(module: nn.Module, args: Any, output: Any) -> None:
@@ -207,7 +222,8 @@ class FSDP2Strategy(BaseStrategy):
         if precision.output is not None:
             # Of the whole model alone, and not by FSDP2's policy, which would cast logits that the loss was made of.
             model.forward = AutocastForward(model, replace(precision, compute=None))
-        apply_compile(model, job.config.compile, job.compile_options)
+        regions = choose_regions(model, job.config.compile, selection.layers)
+        apply_compile(model, regions, job.compile_options)
         root = self._shard(job, blocks, selection.unsharded, precision, process)
         shard_device = torch.device("cpu") if config.offload_params else process.device
         fill_sharded_model(model, values, awaited, process.device, shard_device)

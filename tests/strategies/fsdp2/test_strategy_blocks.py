@@ -16,9 +16,14 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-from accel_trainer.config import Resolved, resolve
+from accel_trainer.config import CompileConfig, Resolved, resolve
 from accel_trainer.errors import ConfigError
-from accel_trainer.strategies.fsdp2.strategy import find_blocks, find_ignored_modules, warn_of_one_unit
+from accel_trainer.strategies.fsdp2.strategy import (
+    choose_regions,
+    find_blocks,
+    find_ignored_modules,
+    warn_of_one_unit,
+)
 
 
 def configured(**fsdp: Any) -> Resolved:
@@ -130,6 +135,23 @@ def test_a_model_without_declared_blocks_is_one_unit_and_says_so(caplog: pytest.
         warn_of_one_unit(model, [], configured())
     assert "Model declares no _no_split_modules" in caplog.text
     assert "fsdp.wrap_classes" in caplog.text
+
+
+def test_a_model_that_is_compiled_as_a_whole_is_named(caplog: pytest.LogCaptureFixture):
+    model = Model()
+    blocks = list(model.blocks)
+    with caplog.at_level(logging.WARNING):
+        assert choose_regions(model, CompileConfig(), blocks).backend == "no"
+        assert choose_regions(model, CompileConfig(backend="eager"), blocks).regional
+        choose_regions(model.head, CompileConfig(backend="eager", regional=False), [])
+    assert not caplog.text
+    for compiled in (CompileConfig(backend="eager", regional=False), CompileConfig(backend="eager", regional=True)):
+        caplog.clear()
+        whole = model if not compiled.regional else Model(1)
+        with caplog.at_level(logging.WARNING):
+            assert choose_regions(whole, compiled, list(whole.blocks)) == compiled
+        assert "Model is compiled as a whole" in caplog.text
+        assert f"the graph breaks at each of the {len(whole.blocks)}" in caplog.text
 
 
 # --- by size, none, callable ---------------------------------------------------------------------------------------
