@@ -34,6 +34,7 @@ __all__ = [
     "Job",
     "check_job",
     "count_devices",
+    "device_files",
     "option_text",
     "plan_job",
     "read_options",
@@ -318,7 +319,7 @@ def count_devices(use_cpu: bool, gpu_ids: str) -> int:
         return 0
     if gpu_ids != "all":
         return len(gpu_ids.split(","))
-    if not _has_device_file():
+    if not device_files():
         return 0  # also spares the import of torch
     import torch
 
@@ -330,7 +331,7 @@ def _check_gpu_ids(resolved: Resolved, environ: Mapping[str, str]) -> None:
     ids = resolved.config.launch.gpu_ids
     if resolved.config.use_cpu or ids == "all":
         return
-    if not _has_device_file():
+    if not device_files():
         raise ConfigError(
             f"{resolved.describe('launch.gpu_ids')}, and this machine has no GPU; pass --cpu to train on the CPU, or "
             "leave gpu_ids out"
@@ -345,8 +346,9 @@ def _check_gpu_ids(resolved: Resolved, environ: Mapping[str, str]) -> None:
         )
 
 
-def _has_device_file() -> bool:
-    return any(glob.glob(pattern) for pattern in _DEVICE_FILES)
+def device_files() -> list[str]:
+    """Return the files that drivers of accelerators have made on this machine. torch is not imported for that."""
+    return sorted(path for pattern in _DEVICE_FILES for path in glob.glob(pattern))
 
 
 def _check_strategy(resolved: Resolved, num_processes: int, options: Options, argv: Sequence[str]) -> None:

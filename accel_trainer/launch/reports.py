@@ -14,7 +14,7 @@ from accel_trainer.config import read_file
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.default_file import default_config_path, find_default_config
 from accel_trainer.launch.flags import print_help
-from accel_trainer.launch.job import check_job, option_text, read_options, resolve_options
+from accel_trainer.launch.job import check_job, device_files, option_text, read_options, resolve_options
 from accel_trainer.launch.outer_job import find_outer_job, refuse_nesting
 from accel_trainer.tracking import mask_secrets
 
@@ -63,8 +63,9 @@ def run_explain(words: Sequence[str]) -> int:
 
 def run_env(words: Sequence[str]) -> int:
     """Print versions, devices, variables and the configuration file, as a block to paste into a bug report."""
-    file = env_parser().parse_args(words).config_file
-    lines = [f"- {name}: {value}" for name, value in environment_facts()]
+    arguments = env_parser().parse_args(words)
+    file = arguments.config_file
+    lines = [f"- {name}: {value}" for name, value in environment_facts(asks_torch=arguments.devices)]
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_REPORTED_PREFIXES)}
     lines += [f"- {name}: {value}" for name, value in mask_secrets(variables).items()]
     lines.append(_config_lines(file))
@@ -82,11 +83,12 @@ def env_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config_file", "--config-file", metavar="FILE", help="the file to report instead of the default one"
     )
+    parser.add_argument("--devices", action="store_true", help="import torch, and ask it for the devices: some seconds")
     return parser
 
 
-def environment_facts() -> Iterator[tuple[str, str]]:
-    """Yield what a bug report begins with: versions, and devices."""
+def environment_facts(*, asks_torch: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield what a bug report begins with: versions, and devices, by torch or by the files of their drivers."""
     yield "accel_trainer", _version("accel-trainer")
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "platform", platform.platform()
@@ -94,7 +96,11 @@ def environment_facts() -> Iterator[tuple[str, str]]:
     for package in _PACKAGES:
         yield package, _version(package)
     yield "accelerate (not used)", _version("accelerate")
-    yield from _device_facts()
+    if asks_torch:
+        yield from _device_facts()
+    else:
+        found = ", ".join(device_files())
+        yield "accelerator", f"{found} (--devices asks torch)" if found else "none, the CPU is used"
 
 
 def _device_facts() -> Iterator[tuple[str, str]]:

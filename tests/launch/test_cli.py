@@ -202,12 +202,13 @@ def test_config_default_names_a_file_that_cannot_be_written(tmp_path: Path, caps
     assert "cannot be written: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [[], ["--devices"]])
 def test_env_reports_versions_devices_and_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ACCEL_TRAINER_DEBUG", "true")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    assert main(["env"]) == 0
+    assert main(["env", *words]) == 0
     text = capsys.readouterr().out
     for beginning in (
         "accel_trainer: " + __version__,
