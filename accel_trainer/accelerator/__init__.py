@@ -7,5 +7,6 @@ public modules of the root (`state`, `optimizer`, `scheduler`, `utils`).
 """
 
 from accel_trainer.accelerator.accelerator import Accelerator
+from accel_trainer.plugins.kwargs import GradientAccumulationPlugin
 
-__all__ = ["Accelerator"]
+__all__ = ["Accelerator", "GradientAccumulationPlugin"]

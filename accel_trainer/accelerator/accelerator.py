@@ -17,6 +17,7 @@ from accel_trainer.accelerator.gathering import AcceleratorGathering
 from accel_trainer.accelerator.options import AcceleratorOptions, build_strategy, resolve_options
 from accel_trainer.accelerator.prepared import Prepared
 from accel_trainer.accelerator.preparing import AcceleratorPreparing
+from accel_trainer.accelerator.settings import PassStart
 from accel_trainer.accelerator.shared_state import (
     AcceleratorState,
     DistributedType,
@@ -143,7 +144,6 @@ class Accelerator(
         self.device_placement = device_placement
         self.dataloader_config = DataLoaderConfiguration(**dataclasses.asdict(self.config.data))
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.rng_types = check_rng_types(rng_types or (), self.process.device)
         self.project_configuration = project_config or ProjectConfiguration()
         self.project_configuration.set_directories(project_dir)
         self._trackers = Trackers(log_with, self.project_configuration, self.process)
@@ -164,6 +164,9 @@ class Accelerator(
             parallelism_config=parallelism_config,
         )
         self.gradient_state = GradientState(self._options.plugin_kwargs, self.config.accumulation.num_steps)
+        self._pass_start = PassStart(
+            self.process, self.gradient_state, check_rng_types(rng_types or (), self.process.device)
+        )
         self._prepared = Prepared()
         self._checkpointer = Checkpointer(self.process, SAVED_STATES)
         self._registered = RegisteredState()

@@ -90,7 +90,6 @@ class AcceleratorCheckpointing(AcceleratorSettings):
     """Saving and resuming of training states, and saving of weights and single objects."""
 
     _registered: RegisteredState
-    _has_loaded_state: bool
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
         """Have `save_state` and `load_state` handle objects of your own; each is found again by its name.
@@ -307,7 +306,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         metrics = self._checkpointer.metrics
         with metrics.resuming("load"):
             outcome = self._load_selected(selection)
-        self._has_loaded_state = True
+        self._pass_start.has_loaded_state = True
         phases = ("select", "verify", "load")
         seconds = ", ".join(f"{phase} {metrics.values[f'resume/{phase}_s']:.2f} s" for phase in phases)
         logger.info("%s", selection.describe("resumed", [selection.verified, outcome, seconds]))

@@ -16,15 +16,17 @@ from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
 from accel_trainer.accelerator.accumulation import AccumulationWindow, PreparedUnit
 from accel_trainer.accelerator.settings import AcceleratorSettings
+from accel_trainer.big_models.offloaded_state import is_offloaded
 from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader
 from accel_trainer.data.loader import skip_first_batches as skip_loader_batches
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DummyOptim, DummyScheduler
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.fault_injection import hook_forward_faults
-from accel_trainer.runtime.rng import seed_own_streams, synchronize_rng
+from accel_trainer.runtime.rng import seed_own_streams
 from accel_trainer.strategies.api import TrainJob
 from accel_trainer.strategies.optimizer_placeholder import OptimizerPlaceholder
+from accel_trainer.strategies.ownership import parameters_of
 from accel_trainer.strategies.quantized import keep_gradients
 
 __all__ = ["AcceleratorPreparing"]
@@ -53,7 +55,6 @@ class AcceleratorPreparing(AcceleratorSettings):
     """Preparing of models, optimizers, schedules and data loaders."""
 
     _data_seed: int | None = None
-    _has_loaded_state = False
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders for this job; return them in the order they came.
@@ -167,19 +168,11 @@ class AcceleratorPreparing(AcceleratorSettings):
             config=self._data_config,
             device=self.process.device if place else None,
             seed=self._shuffle_seed(),
-            on_begin=self._begin_iteration,
+            on_begin=self._pass_start.begin,
             on_end=self.gradient_state.end,
         )
         loader.gradient_state = self.gradient_state
         return loader
-
-    def _begin_iteration(self, loader: PreparedDataLoader) -> None:
-        """Begin an iteration of a loader. Collective with `rng_types`."""
-        seed_own_streams(self.process)
-        # A run that goes on within an epoch has its streams from the state; they were set to rank 0's when it began.
-        if self.rng_types and not (self._has_loaded_state and loader.begins_within_epoch):
-            synchronize_rng(self.rng_types, self.process)
-        self.gradient_state.begin(loader)
 
     def renew_shuffle_seed(self) -> None:
         """Let the next loader that is prepared take the present seed; without it, all take that of the first one."""
@@ -198,13 +191,34 @@ class AcceleratorPreparing(AcceleratorSettings):
         maps = (getattr(module, "hf_device_map", None) for module in model.modules())
         return any(len({str(device) for device in spread.values()}) > 1 for spread in maps if spread)
 
-    def _check_device_map(self, model: nn.Module, is_placed: bool) -> None:
-        """Refuse a model that is spread over several devices, to train on one or in replicas."""
-        if self.verify_device_map(model) and (is_placed or self.process.is_distributed):
+    def _check_device_map(self, job: TrainJob) -> None:
+        """Refuse a model that is spread over several devices in replicas, and to train what cannot be where it is."""
+        model, own = job.model, self.process.device
+        name, is_spread = type(model).__name__, self.verify_device_map(model)
+        if is_spread and self.process.is_distributed:
             raise ConfigError(
-                f"{type(model).__name__} was loaded with a device_map that spreads it over several devices, and every "
-                f"process has one device, here {self.process.device}; load it without device_map, and shard it with "
-                "strategy 'fsdp2' where it does not fit"
+                f"{name} was loaded with a device_map that spreads it over several devices, and every process has one "
+                f"device, here {own}; load it without device_map, and shard it with strategy 'fsdp2' where it does not "
+                "fit"
+            )
+        if job.is_offloaded and any(each.is_meta for optimizer in job.optimizers for each in parameters_of(optimizer)):
+            raise ConfigError(
+                f"weights of {name} stay in host memory or on disk and are read for each forward, and its optimizer "
+                "would update copies; load the model without offloading, and shard it with strategy 'fsdp2' where it "
+                "does not fit"
+            )
+        if not any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8)):
+            return
+        devices = _mapped_devices(model, own)
+        if "disk" in devices or ("cpu" in devices and own.type != "cpu"):
+            raise ConfigError(
+                f"{name} was loaded in 8-bit or 4-bit precision with CPU or disk offload, where its layers cannot be "
+                f"trained; load it with device_map={{'': {own.index or 0}}}"
+            )
+        if len(devices) == 1 and devices != {str(own)}:
+            raise ConfigError(
+                f"{name} was loaded in 8-bit or 4-bit precision on {devices.pop()}, and this process trains on {own}; "
+                "load it with device_map={'': accelerator.local_process_index}"
             )
 
     def skip_first_batches(self, dataloader: DataLoader, num_batches: int = 0) -> PreparedDataLoader:
@@ -227,7 +241,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         )
         jobs = {key: self._build_job(model, pairing.by_model[key], request) for key, model in new.items()}
         for job in jobs.values():
-            self._check_device_map(job.model, job.device_placement)
+            self._check_device_map(job)
             self.strategy.check(job, self.precision, self.process)
         # Before a model is prepared: a unit may find only now that it cannot take the optimizer.
         for prepared, optimizer in pairing.to_bind:
@@ -249,7 +263,8 @@ class AcceleratorPreparing(AcceleratorSettings):
             model=model,
             optimizers=optimizers,
             resolved=self._engine_plugins.edited(self.resolved),
-            device_placement=request.placements[id(model)],
+            device_placement=request.placements[id(model)] and not self.verify_device_map(model),
+            is_offloaded=is_offloaded(model),
             evaluation_only=request.evaluation_only,
             wrap_policy=self._options.wrap_policy,
             loss_scale=self._loss_scale,
@@ -278,6 +293,13 @@ class AcceleratorPreparing(AcceleratorSettings):
         # From here on: all ranks build a model from one seed, and drop out different activations afterwards.
         seed_own_streams(self.process)
         return unit.model
+
+
+def _mapped_devices(model: nn.Module, own: torch.device) -> set[str]:
+    """Return the devices of a model's device map; a number is one of the kind of `own`."""
+    spread = getattr(model, "hf_device_map", None) or {}
+    named = (f"{own.type}:{device}" if isinstance(device, int) else str(device) for device in spread.values())
+    return {f"{name}:0" if name == own.type and own.index is not None else name for name in named}
 
 
 def _needs_preparing(found: PreparedUnit | None, request: _Request) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,35 @@ from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugins
 from accel_trainer.plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
 from accel_trainer.precision import PrecisionPolicy
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.rng import check_rng_types, seed_own_streams, synchronize_rng
 from accel_trainer.strategies.api import Strategy
 from accel_trainer.strategies.loss_scale import LossScale
 
 __all__ = ["AcceleratorSettings"]
+
+
+@dataclass(eq=False, slots=True)
+class PassStart:
+    """What happens when a pass over a prepared loader begins.
+
+    Loaders hold this and not their Accelerator, which would hold them in turn: with it goes all that it has prepared,
+    as soon as nobody uses it, and not at the next collection of garbage.
+    """
+
+    process: ProcessContext
+    gradient_state: GradientState
+    rng_types: tuple[str, ...]
+    has_loaded_state: bool = False
+    """Whether a state was loaded, which may be within an epoch."""
+
+    def begin(self, loader: PreparedDataLoader) -> None:
+        """Begin a pass over a loader. Collective with `rng_types`."""
+        seed_own_streams(self.process)
+        # A run that goes on within an epoch has its streams from the state; they were set to rank 0's when it began.
+        if self.rng_types and not (self.has_loaded_state and loader.begins_within_epoch):
+            synchronize_rng(self.rng_types, self.process)
+        self.gradient_state.begin(loader)
 
 
 class AcceleratorSettings(ProcessView):
@@ -43,7 +69,6 @@ class AcceleratorSettings(ProcessView):
     """Of fp16; one for all units, since one loss may reach several models."""
     device_placement: bool
     step_scheduler_with_optimizer: bool
-    rng_types: tuple[str, ...]
     dataloader_config: DataLoaderConfiguration
     """Options of the loaders that are prepared from now on, the configured ones at first; TRL sets some of them."""
     project_configuration: ProjectConfiguration
@@ -51,6 +76,7 @@ class AcceleratorSettings(ProcessView):
     gradient_state: GradientState
     _options: AcceleratorOptions
     _engine_plugins: DeepSpeedPlugins
+    _pass_start: PassStart
     _prepared: Prepared
     _checkpointer: Checkpointer
 
@@ -62,6 +88,15 @@ class AcceleratorSettings(ProcessView):
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         self._loss_scale = None if scaler is None else LossScale(scaler)
+
+    @property
+    def rng_types(self) -> tuple[str, ...]:
+        """Streams of random numbers that are set to rank 0's when a pass over a prepared loader begins."""
+        return self._pass_start.rng_types
+
+    @rng_types.setter
+    def rng_types(self, rng_types: Sequence[str]) -> None:
+        self._pass_start.rng_types = check_rng_types(rng_types, self.process.device)
 
     @property
     def _data_config(self) -> DataConfig:

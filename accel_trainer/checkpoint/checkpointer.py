@@ -113,7 +113,7 @@ class Checkpointer:
         self.background: BackgroundSaver | None = None
         """Once there has been a save in the background."""
         self._lock: DirectoryLock | None = None
-        self._release_lock: Callable[[], object] = lambda: None
+        self._release_lock: weakref.finalize[..., object] | None = None
 
     # --- saving ----------------------------------------------------------------------------------------------------
 
@@ -293,8 +293,9 @@ class Checkpointer:
 
     def release_directory(self) -> None:
         """Let other runs save to this one's directory."""
-        self._release_lock()
-        self._lock = None
+        if self._release_lock is not None:
+            self._release_lock()
+        self._lock = self._release_lock = None
 
     def close(self) -> None:
         """Wait for a background save, and release the directory. Collective."""

@@ -93,6 +93,8 @@ class TrainJob:
     resolved: Resolved
     device_placement: bool = True
     """False leaves the model where the user put it."""
+    is_offloaded: bool = False
+    """Weights on the meta device have their values elsewhere; hooks of the model bring them in for each forward."""
     evaluation_only: bool = False
     """No gradients will be asked for; a strategy may leave out their exchange."""
     wrap_policy: WrapPolicyFunction | None = None

@@ -185,7 +185,8 @@ class SingleStrategy(BaseStrategy):
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse a model without values, and optimizers of something else."""
-        require_values(job.model)
+        if not job.is_offloaded:
+            require_values(job.model)
         check_optimizers(job)
 
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> NativeUnit:

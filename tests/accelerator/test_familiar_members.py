@@ -99,17 +99,46 @@ def mapped(device_map: dict[str, Any]) -> nn.Module:
     return model
 
 
-def test_a_model_that_is_spread_over_devices_is_seen_and_not_laid_out():
+@SCENARIOS.add
+def spread_over_devices() -> str:
+    try:
+        Accelerator(cpu=True).prepare(mapped({"0": "cpu", "1": "disk"}))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_is_spread_over_devices_is_seen_and_stays_where_it_is():
     accelerator = Accelerator(cpu=True)
     assert accelerator.verify_device_map(mapped({"0": "cpu", "1": "disk"}))
     assert accelerator.verify_device_map(mapped({"0": 0, "1": 1}))
     assert not accelerator.verify_device_map(mapped({"0": 0, "1": 0}))
     assert not accelerator.verify_device_map(mapped({"": "cpu"}))
     assert not accelerator.verify_device_map(nn.Linear(1, 1))
-    with pytest.raises(ConfigError, match="Sequential was loaded with a device_map that spreads it over several dev"):
-        accelerator.prepare(mapped({"0": "cpu", "1": "disk"}))
-    one_device = mapped({"": "cpu"})
+    one_device, spread = mapped({"": "cpu"}), mapped({"0": "cpu", "1": "disk"})
     assert accelerator.prepare(one_device) is one_device
+    assert accelerator.prepare(spread) is spread
+    for error in results("spread_over_devices"):
+        assert "Sequential was loaded with a device_map that spreads it over several devices" in error
+        assert "load it without device_map, and shard it with strategy 'fsdp2'" in error
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("disk", "in 8-bit or 4-bit precision with CPU or disk offload.*load it with device_map={'': 0}"),
+        (3, r"precision on cpu:3, and this process trains on cpu; load it with device_map={'': accelerator.local_"),
+        ("cpu", None),
+    ],
+)
+def test_a_quantised_model_is_trained_on_the_device_that_it_was_loaded_on(device: Any, message: str | None):
+    model, accelerator = nn.Linear(2, 2), Accelerator(cpu=True)
+    model.is_loaded_in_8bit, model.hf_device_map = True, {"": device}
+    if message is None:
+        assert accelerator.prepare_model(model) is model
+    else:
+        with pytest.raises(ConfigError, match=message):
+            accelerator.prepare_model(model)
 
 
 def build() -> nn.Module:

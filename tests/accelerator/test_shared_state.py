@@ -81,6 +81,25 @@ def test_states_outlive_their_accelerator_and_do_not_keep_it():
     assert (AcceleratorState().mixed_precision, GradientState().num_steps) == ("bf16", 3)
 
 
+def test_an_accelerator_goes_without_waiting_for_the_collector():
+    """Also in the middle of a pass; models and what optimizers keep of them would stay in a device's memory."""
+    accelerator, bare = Accelerator(cpu=True), torch.nn.Linear(2, 1)
+    model, optimizer, loader = accelerator.prepare(
+        bare, torch.optim.SGD(bare.parameters(), lr=0.1), DataLoader(torch.zeros(4, 2))
+    )
+    passing = iter(loader)
+    accelerator.backward(model(next(passing)).sum())
+    optimizer.step()
+    gone = [weakref.ref(item) for item in (accelerator, model, loader)]
+    gc.collect()
+    gc.disable()
+    try:
+        del accelerator, bare, model, optimizer, loader, passing
+        assert [each() for each in gone] == [None, None, None]
+    finally:
+        gc.enable()
+
+
 def test_all_partial_states_of_a_job_are_one():
     first = PartialState(cpu=True)
     first.note = "written on one"

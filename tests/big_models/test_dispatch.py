@@ -248,6 +248,21 @@ def test_a_tied_weight_of_which_one_name_is_in_memory_stays_there(
     assert torch.equal(model(IDS), expected)
 
 
+def test_a_dispatched_model_is_prepared_where_it_is(model: Net, expected: Tensor, tmp_path: Path):
+    device_map = {"": "cpu", "hidden": "disk"}
+    dispatch_model(model, device_map, offload_dir=tmp_path, main_device="cpu")
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.prepare(model) is model
+    assert torch.equal(model(IDS), expected)
+    assert model.hidden.weight.is_meta
+    accelerator.free_memory()
+    trained = torch.optim.SGD(model.norm.parameters(), lr=0.1)
+    accelerator.prepare(model, trained)
+    accelerator.free_memory()
+    with pytest.raises(ConfigError, match="weights of Net stay in host memory or on disk and are read for each forwa"):
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def test_a_word_chooses_the_map(model: Net, expected: Tensor, tmp_path: Path):
     save_weights(model.state_dict(), tmp_path)
     load_checkpoint_and_dispatch(model, tmp_path, "auto")
