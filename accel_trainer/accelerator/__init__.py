@@ -7,6 +7,6 @@ public modules of the root (`state`, `optimizer`, `scheduler`, `utils`).
 """
 
 from accel_trainer.accelerator.accelerator import Accelerator
-from accel_trainer.plugins.kwargs import GradientAccumulationPlugin
+from accel_trainer.plugins.kwargs import DataLoaderConfiguration, GradientAccumulationPlugin
 
-__all__ = ["Accelerator", "GradientAccumulationPlugin"]
+__all__ = ["Accelerator", "DataLoaderConfiguration", "GradientAccumulationPlugin"]

@@ -24,7 +24,8 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.launch.checkpoints import export, merge_weights_parser
 from accel_trainer.launch.config_file import run_config
 from accel_trainer.launch.default_file import default_config_path, find_default_config
-from accel_trainer.launch.flags import launch_flags, options_parser
+from accel_trainer.launch.flags import launch_flags, options_parser, parse_options
+from accel_trainer.launch.job import plan_job
 from accel_trainer.launch.reports import env_parser, environment_facts, run_env
 
 __all__ = [
@@ -82,9 +83,12 @@ def launch_command(args: argparse.Namespace) -> None:
     """Start the job that arguments of `launch_command_parser` ask for, in a process of its own, and wait for it.
 
     Raises:
-        CalledProcessError: the job failed, or was refused; what it says is on stderr.
+        ConfigError: the job cannot run as asked; nothing was started.
+        CalledProcessError: the job failed; what it says is on stderr.
     """
-    _run("launch", [*_words(args), "--", args.training_script, *args.training_script_args])
+    words = [*_words(args), "--", args.training_script, *args.training_script_args]
+    plan_job(parse_options(words, "accel-trainer launch"), os.environ, words)
+    _run("launch", words)
 
 
 def _words(args: argparse.Namespace) -> Iterator[str]:

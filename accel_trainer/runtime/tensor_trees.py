@@ -86,8 +86,6 @@ def find_batch_size(data: Any) -> int | None:
 def concatenate(data: Sequence[Any], dim: int = 0, *, pad_index: float | None = None) -> Any:
     """Concatenate structures of the same nesting, leaf by leaf: tensors along `dim`, lists of other values end to end.
 
-    A single part is returned as it is.
-
     Args:
         pad_index: fill dimensions in which the parts differ, other than `dim`, with this value up to the largest size:
             for outputs gathered over several steps.
@@ -97,8 +95,6 @@ def concatenate(data: Sequence[Any], dim: int = 0, *, pad_index: float | None = 
     """
     if not data:
         raise ConfigError("concatenate got no parts; give at least one")
-    if len(data) == 1:
-        return data[0]
     columns = [list(leaves(part, is_leaf=_is_column)) for part in data]
     joined = iter([_concatenate_leaves(column, dim, pad_index) for column in zip(*columns, strict=True)])
     return map_leaves(lambda _: next(joined), data[0], is_leaf=_is_column)

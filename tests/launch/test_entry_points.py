@@ -76,6 +76,19 @@ def test_a_failing_script_is_an_error_with_its_code(tmp_path: Path) -> None:
         launch_command(args)
 
 
+def test_a_job_that_cannot_run_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", None)
+    script = tmp_path / "train.py"
+    script.touch()
+    (tmp_path / "config.yaml").write_text("distributed_type: NO\nanother_invalid_key: 1\n")
+    args = launch_command_parser().parse_args(["--config_file", str(tmp_path / "config.yaml"), str(script)])
+    with pytest.raises(ValueError, match="unknown key 'another_invalid_key'"):
+        launch_command(args)
+    args = launch_command_parser().parse_args(["--cpu", "--use_fsdp", "--num_processes", "1", str(script)])
+    with pytest.raises(ConfigError, match="fsdp2"):
+        launch_command(args)
+
+
 def test_files_of_accelerate_are_read_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(

@@ -1,10 +1,14 @@
 """Compares accelerate's recorded public names with ours, and writes docs/accelerate_names.md from the result.
 
+Of docs/migration.md it writes two tables: of modules, and of the own tests of accelerate that do not hold here.
+
     python -m tests.migration.names      # make names
 
 `accelerate_1_15.json` holds the names, parameters, members and methods of release 1.15.0 by module; they are facts of
 that release. `differences.json` holds our reasons, by `module.name` or `module.*`: "different" for what exists and is
-not the same, "absent" for what does not. Names that refuse to be imported have their reason in `unsupported.py`.
+not the same, "absent" for what does not. "lacking" has the parameters and members that are covered by a "different";
+"behaviour" those tests of accelerate 1.15.0 that pass there and not here, with the reason, and a test of ours that
+shows it where there is one. Names that refuse to be imported have their reason in `unsupported.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +26,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "accelerate_names.md"
 RECORDED: dict[str, dict[str, dict[str, Any]]] = json.loads((HERE / "accelerate_1_15.json").read_text())
-DIFFERENCES: dict[str, dict[str, str]] = json.loads((HERE / "differences.json").read_text())
+DIFFERENCES: dict[str, Any] = json.loads((HERE / "differences.json").read_text())
+MIGRATION = PAGE.with_name("migration.md")
+TABLES = ("modules", "behaviour")
+"""Parts of docs/migration.md between two comments of these names."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class Compared:
 
 def reason_of(kind: str, path: str) -> str:
     """Return the reason for a path, or for its whole module."""
-    known = DIFFERENCES[kind]
+    known: dict[str, str] = DIFFERENCES[kind]
     module = path.rpartition(".")[0]
     while path not in known and module:
         if f"{module}.*" in known:
@@ -82,7 +89,9 @@ def gaps(found: Any, entry: dict[str, Any]) -> list[str]:
             lacking.append(f"{method}()")
         else:
             lacking += [f"{method}({name}=)" for name in missing_parameters(own, names)]
-    return lacking + [f"property {name}" for name in entry.get("properties", []) if not hasattr(found, name)]
+    own_fields = getattr(found, "__dataclass_fields__", ())
+    properties = [name for name in entry.get("properties", []) if not hasattr(found, name) and name not in own_fields]
+    return lacking + [f"property {name}" for name in properties]
 
 
 def compare(module: str, name: str, entry: dict[str, Any]) -> Compared:
@@ -99,7 +108,8 @@ def compare(module: str, name: str, entry: dict[str, Any]) -> Compared:
     lacking = gaps(found, described(entry, name))
     home = f"{entry.get('from', module)}.{name}"
     reason = reason_of("different", path) or reason_of("different", home)
-    if reason:
+    covered = DIFFERENCES["lacking"].get(home, ())
+    if reason and not (lacking := [each for each in lacking if each not in covered]):
         return Compared(module, name, "different", reason)
     return Compared(module, name, "open" if lacking else "same", ", ".join(lacking))
 
@@ -144,9 +154,39 @@ def render(compared: list[Compared]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def render_modules(compared: list[Compared]) -> str:
+    """Return the table of accelerate's modules: how many names are the same, different on purpose, and not here."""
+    lines = ["| module | the same | different on purpose | not here |", "|---|---|---|---|"]
+    for top in dict.fromkeys(module.partition(".")[0] for module in RECORDED):
+        # Names that a package shows again count once.
+        own = {each.name: each.status for each in compared if each.module.partition(".")[0] == top}
+        counts = [list(own.values()).count(status) or "" for status in ("same", "different", "absent")]
+        lines.append(f"| `{f'accelerate.{top}'.removesuffix('.')}` | {' | '.join(map(str, counts))} |")
+    return "\n".join(lines)
+
+
+def render_behaviour() -> str:
+    """Return the table of accelerate's own tests that do not hold here, with the reasons."""
+    lines = ["| test of accelerate 1.15 | why it does not hold here |", "|---|---|"]
+    for entry in DIFFERENCES["behaviour"]:
+        names = ", ".join(f"`{name.rpartition('::')[2]}`" for name in entry["theirs"])
+        lines.append(f"| {names} | {entry['reason']} |")
+    return "\n".join(lines)
+
+
+def with_tables(page: str, compared: list[Compared]) -> str:
+    """Return docs/migration.md with its tables written anew."""
+    for name, table in zip(TABLES, (render_modules(compared), render_behaviour()), strict=True):
+        begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
+        head, _, rest = page.partition(begin)
+        page = f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
+    return page
+
+
 if __name__ == "__main__":
     result = list(all_compared())
     PAGE.write_text(render(result))
+    MIGRATION.write_text(with_tables(MIGRATION.read_text(), result))
     for each in result:
         if each.status == "open":
             print(f"open: {each.path}: {each.reason or 'not here, and no reason'}")
