@@ -156,8 +156,14 @@ def counting_waits(number: float = 0.0, on: torch.device = DEVICE) -> Iterator[C
 class RecordedEvent:
     """A point in a stream."""
 
-    def __init__(self, stream: RecordedStream | None = None, **_: Any) -> None:
+    def __init__(self, stream: RecordedStream | None = None, log: list[str] | None = None, **_: Any) -> None:
         self.stream = stream
+        self._log = log if log is not None else []
+
+    def synchronize(self) -> None:
+        """Wait on the host."""
+        assert self.stream is not None
+        self._log.append(f"host waits for {self.stream.name}")
 
     def record(self) -> None:
         """Nothing is timed here."""
@@ -180,7 +186,7 @@ class RecordedStream:
     def record_event(self) -> RecordedEvent:
         """Return a point in this stream."""
         self._log.append(f"{self.name} records")
-        return RecordedEvent(self)
+        return RecordedEvent(self, self._log)
 
     def wait_event(self, event: RecordedEvent) -> None:
         """Wait on the device."""
@@ -225,6 +231,10 @@ def stand_in_device() -> Iterator[RecordedStreams]:
     """
     streams = RecordedStreams()
 
+    def empty_pinned(num_bytes: int) -> Tensor:
+        streams.log.append(f"pins {num_bytes}")
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
     def record_stream(tensor: Tensor, stream: RecordedStream) -> None:
         streams.log.append(f"{stream.name} keeps {tuple(tensor.shape)}")
 
@@ -238,6 +248,8 @@ def stand_in_device() -> Iterator[RecordedStreams]:
         mock.patch.object(torch, "Event", RecordedEvent),
         mock.patch.object(Tensor, "record_stream", record_stream),
         mock.patch("accel_trainer.data.loader._copy_stream", SideStream),
+        mock.patch("accel_trainer.checkpoint.format.safetensors_file._copy_stream", SideStream),
+        mock.patch("accel_trainer.checkpoint.format.safetensors_file.empty_pinned", empty_pinned),
         mock.patch("accel_trainer.strategies.single.require_values"),
         mock.patch("accel_trainer.strategies.ddp.require_values"),
     ):

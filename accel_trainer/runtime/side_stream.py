@@ -9,12 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SideStream", "has_streams"]
+__all__ = ["SideStream", "empty_pinned", "has_streams"]
 
 
 def has_streams(device: torch.device) -> bool:
     """Whether devices of this kind have streams (cuda, xpu, ...): the CPU's do nothing, and mps has none."""
     return device.type != "cpu" and hasattr(getattr(torch, device.type, None), "Stream")
+
+
+def empty_pinned(num_bytes: int) -> Tensor:
+    """Return host memory that an accelerator copies to and from by itself: bytes, whatever they are."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 class SideStream:
@@ -53,3 +58,13 @@ class SideStream:
         computing.wait_event(event)
         for tensor in tensors:
             tensor.record_stream(computing)
+
+    def copy_to_host(self, source: Tensor, target: Tensor) -> None:
+        """Copy a tensor into pinned memory, after what the computing stream has been given by now.
+
+        The values are there once an event of `mark` has passed. `source` may be dropped at once.
+        """
+        self._stream.wait_stream(self._streams.current_stream(self._device))
+        with self.entered():
+            target.copy_(source, non_blocking=True)
+        source.record_stream(self._stream)

@@ -42,7 +42,7 @@ class BackgroundSaver:
         """
         self._process = process
         self._thread_group, self._main_group = (_new_group(process), _new_group(process))
-        self.memory = StagingMemory()
+        self.memory = StagingMemory(process.device)
         self._thread: threading.Thread | None = None
         self._section = ""
         self._vote: Callable[[], bool] | None = None

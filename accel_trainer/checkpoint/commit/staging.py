@@ -169,6 +169,8 @@ class StagedDirectory(os.PathLike[str]):
 
     def write_deferred(self) -> None:
         """Write the copies that are not written yet, if there are any."""
+        if self._memory is not None:
+            self._memory.wait()
         while self._deferred:
             self._deferred[0]()
             del self._deferred[0]

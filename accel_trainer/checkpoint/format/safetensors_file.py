@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ from accel_trainer.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
 )
+from accel_trainer.runtime.side_stream import SideStream, empty_pinned, has_streams
 
 __all__ = [
     "LazyRead",
@@ -126,10 +129,26 @@ def tensor_file_bytes(tensors: Mapping[str, Tensor | LazyTensor]) -> int:
     return sum(_num_bytes(tensor) for tensor in tensors.values())
 
 
-class StagingMemory:
-    """Host memory for copies. It is kept from one save to the next: most of a copy's time goes into fresh pages."""
+_copy_stream = functools.cache(SideStream)
 
-    def __init__(self) -> None:
+
+class StagingMemory:
+    """Host memory for copies. It is kept from one save to the next: most of a copy's time goes into fresh pages.
+
+    Of a device with streams the memory is pinned, and the host does not wait for the copies: `wait` does, on the thread
+    that reads them. The device ends them before it computes further: not the optimizer alone changes what is saved, a
+    forward changes buffers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Begin with no memory.
+
+        Args:
+            device: of the tensors; copies of those on another one are complete when `copy` returns.
+        """
+        self._device = device
+        self._side = SideStream(device) if has_streams(device) else None
+        self._ends: list[Any] = []
         self._free: list[Tensor] = []
         self._taken: list[Tensor] = []
 
@@ -138,7 +157,10 @@ class StagingMemory:
         self._free, self._taken = sorted(self._taken, key=Tensor.numel), []
 
     def copy(self, tensors: Mapping[str, Tensor | LazyTensor]) -> dict[str, Tensor]:
-        """Return copies of `tensors`, all in one piece of memory; lazy ones are made in `write_order`."""
+        """Return copies of `tensors`, all in one piece of memory; lazy ones are made in `write_order`.
+
+        They are complete after `wait`.
+        """
         rooms = {name: -(-_num_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT for name, tensor in tensors.items()}
         buffer = self._take(sum(rooms.values()))
         copies: dict[str, Tensor] = {}
@@ -147,13 +169,30 @@ class StagingMemory:
             announced = tensors[name]
             source = announced if isinstance(announced, Tensor) else announced()
             copy = buffer[begin : begin + _num_bytes(announced)].view(announced.dtype)
-            copies[name] = copy.reshape(tuple(announced.shape)).copy_(source.detach())
+            copies[name] = copy.reshape(tuple(announced.shape))
+            if self._side is not None and source.device == self._device:
+                self._side.copy_to_host(source.detach(), copies[name])
+            else:
+                copies[name].copy_(source.detach())
             begin += rooms[name]
+        if self._side is not None:
+            end = self._side.mark()
+            self._side.hand_over(end, ())
+            self._ends.append(end)
         return copies
+
+    def wait(self) -> None:
+        """Wait until the copies that have been begun are complete."""
+        while self._ends:
+            self._ends[0].synchronize()
+            del self._ends[0]
 
     def _take(self, num_bytes: int) -> Tensor:
         index = next((index for index, free in enumerate(self._free) if free.numel() >= num_bytes), None)
-        buffer = torch.empty(num_bytes, dtype=torch.uint8) if index is None else self._free.pop(index)
+        if index is not None:
+            buffer = self._free.pop(index)
+        else:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8) if self._side is None else empty_pinned(num_bytes)
         self._taken.append(buffer)
         return buffer
 
@@ -161,8 +200,23 @@ class StagingMemory:
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a tensor; of one on a device, a buffer at a time is copied to the host."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    for begin in range(0, flat.numel(), _CHUNK_BYTES):
-        yield flat[begin : begin + _CHUNK_BYTES].cpu().numpy().data
+    chunks = flat.split(_CHUNK_BYTES) if flat.numel() else ()
+    if not has_streams(flat.device):
+        for chunk in chunks:
+            yield chunk.cpu().numpy().data
+        return
+    # Two pinned buffers in turn: while one is hashed and written, the device fills the other.
+    side, buffers = _copy_stream(flat.device), [empty_pinned(min(_CHUNK_BYTES, flat.numel())) for _ in chunks[:2]]
+    begun: deque[tuple[Tensor, Any]] = deque()
+    for index, chunk in enumerate((*chunks, None)):
+        if chunk is not None:
+            room = buffers[index % 2][: chunk.numel()]
+            side.copy_to_host(chunk, room)
+            begun.append((room, side.mark()))
+        if begun and (chunk is None or len(begun) == 2):
+            room, end = begun.popleft()
+            end.synchronize()
+            yield room.numpy().data
 
 
 def write_tensor_file(
