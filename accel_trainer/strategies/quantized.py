@@ -7,7 +7,7 @@ from torch import nn
 
 from accel_trainer.errors import ConfigError
 
-__all__ = ["keep_gradients", "refuse_8bit_shards"]
+__all__ = ["keep_gradients", "keep_scales", "refuse_8bit_shards"]
 
 _CPU_PACKING = "support_avx512bf16_for_cpu"
 
@@ -24,6 +24,17 @@ def keep_gradients(model: nn.Module, device: torch.device) -> None:
         if getattr(module, _CPU_PACKING, False):
             setattr(module, _CPU_PACKING, False)
             module.state_dict()  # unpacks those of an evaluation before
+
+
+def keep_scales(model: nn.Module) -> None:
+    """Have states of a sharded model hold the scales of 4-bit layers, as those of any other do.
+
+    bitsandbytes writes what it finds at the parameter, and sharding has replaced that; the layer has it, too.
+    """
+    for module in model.modules():
+        weight, scales = getattr(module, "weight", None), getattr(module, "quant_state", None)
+        if weight is not None and scales is not None:
+            weight.quant_state = scales
 
 
 def refuse_8bit_shards(model: nn.Module) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ecosystem.peft_models import RANKS, STRATEGIES, adapt, build_peft_trainer
+from tests.ecosystem.peft_models import RANKS, STRATEGIES, adapt, build_accelerator, build_peft_trainer
 from tests.ranks import RankFailure, preload, run_ranks
+from tests.trainer_jobs import TokenDataset
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -21,10 +22,14 @@ preload("bitsandbytes", "peft", "accel_trainer.trainer", "transformers.models.ll
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a model whose rows are as long as bitsandbytes' blocks at least."""
+    folder = tmp_path_factory.mktemp("base")
+    return save_base(folder, seed=0)
+
+
+def save_base(folder: Path, seed: int) -> Path:
     import transformers
 
-    folder = tmp_path_factory.mktemp("base")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
@@ -83,3 +88,45 @@ def test_fsdp2_refuses_8_bit_bases_before_it_starts(base: Path, tmp_path: Path):
     with pytest.raises(RankFailure, match=re.escape(message)) as failure:
         run_ranks(train, 2, str(tmp_path), str(base), "fsdp", 8, timeout=100)
     assert set(failure.value.failures) == {0, 1}
+
+
+def train_natively(folder: str, base: str, strategy: str, save_after: int) -> list[float]:
+    """Train four updates in a loop of one's own, from the state in the folder if it is there; return the losses."""
+    accelerator = build_accelerator(strategy)
+    model = build(base, 4)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    loader = torch.utils.data.DataLoader(TokenDataset(32), batch_size=8 // RANKS[strategy])
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if not save_after:
+        accelerator.load_state(folder)
+        loader = accelerator.skip_first_batches(loader, 2)
+    losses = []
+    for update, batch in enumerate(loader, 1):
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        if update == save_after:
+            accelerator.save_state(folder)
+    return losses
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    ("origin", "strategy"),
+    [
+        ("single", "single"),
+        ("single", "ddp"),
+        ("single", "zero3"),
+        ("single", "fsdp"),
+        ("fsdp", "single"),
+        ("fsdp", "zero3"),
+    ],
+)
+def test_a_state_with_a_4_bit_base_goes_on(base: Path, tmp_path: Path, origin: str, strategy: str):
+    folder = str(tmp_path / "state")
+    losses = run_ranks(train_natively, RANKS[origin], folder, str(base), origin, 2, timeout=100)[0]
+    other = str(save_base(tmp_path / "other", seed=1))  # the state has everything of the base, its scales too
+    resumed = run_ranks(train_natively, RANKS[strategy], folder, other, strategy, 0, timeout=100)[0]
+    np.testing.assert_allclose(resumed, losses[2:], rtol=2e-6)

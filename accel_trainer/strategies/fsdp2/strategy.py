@@ -47,7 +47,7 @@ from accel_trainer.strategies.fsdp2.unit import (
     exchange_full_state,
     refuse_copies,
 )
-from accel_trainer.strategies.quantized import refuse_8bit_shards
+from accel_trainer.strategies.quantized import keep_scales, refuse_8bit_shards
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, with_optimizers
 from accel_trainer.tree import leaves
 
@@ -255,6 +255,7 @@ class FSDP2Strategy(BaseStrategy):
             fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
         setattr(model, USERS_CLASS, type(model))
         root = fully_shard(model, **options)
+        keep_scales(model)
         _set_prefetch(model, blocks, config)
         for unit in [model] if config.reshard_after_forward else [model, *blocks]:
             unit.register_forward_hook(_reshard_after_inference)
