@@ -62,6 +62,7 @@ BENCHMARKS = {
     "checkpoints": checkpoints.measure,
     "loading": lambda rounds: _two_processes("sharded_load.py", rounds),
     "gather": lambda rounds: _two_processes("gathering.py", rounds),
+    "offloading": lambda rounds: _with_peer("offloading.py", rounds),
     "startup": lambda rounds: startup.measure(rounds, PEER if PEER.is_dir() else None),
 }
 

@@ -91,6 +91,7 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
         self._slots: list[_Slot] = []
         self._borrowed: list[tuple[dict[Any, Tensor], Any]] = []
+        self._pages: tuple[Device | None, list[Tensor] | None] | None = None
         self._read_ahead = read_ahead
         self._excluded = tuple(f"{name}." for name in excluded)
 
@@ -126,7 +127,7 @@ class AlignDevicesHook(ModelHook):
         if self.weights_map is None:
             named = named_module_tensors(module, self.offload_buffers, recurse)
             self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in named}
-        self._slots = []
+        self._slots, self._pages = [], None
         names = [name for name, _ in named_module_tensors(module, self.offload_buffers, recurse, True)]
         for name in names:
             registry, leaf = find_registry(module, name)
@@ -142,8 +143,21 @@ class AlignDevicesHook(ModelHook):
         assert self.weights_map is not None
         return [self.weights_map[slot.name] for slot in self._slots]
 
-    def mapped(self) -> list[Tensor]:
-        """Return the offloaded weights that are mapped files."""
+    def pages(self) -> list[Tensor] | None:
+        """Return the mapped weights that the module computes with as they are stored; None if it needs copies of them.
+
+        It is found once for a device, as a hint of what to read ahead: each forward asks twice.
+        """
+        if self._pages is None or self._pages[0] != self.execution_device:
+            self._pages = self.execution_device, self._find_pages()
+        return self._pages[1]
+
+    def _find_pages(self) -> list[Tensor] | None:
+        if self.execution_device is not None and torch.device(self.execution_device).type != "cpu":
+            return None
+        pairs = zip(self._slots, self.stored(), strict=True)
+        if any(value.device.type != "cpu" or value.dtype != slot.placeholder.dtype for slot, value in pairs):
+            return None
         if not isinstance(self.weights_map, PrefixedDataset):
             return []
         weights, prefix = self.weights_map.dataset, self.weights_map.prefix
@@ -151,13 +165,6 @@ class AlignDevicesHook(ModelHook):
             return []
         names = [f"{prefix}{slot.name}" for slot in self._slots]
         return [weights[name] for name in names if name not in weights.state_dict]
-
-    def is_read_in_place(self) -> bool:
-        """Whether the module computes with the stored weights themselves: on the host, in their dtype."""
-        if self.execution_device is not None and torch.device(self.execution_device).type != "cpu":
-            return False
-        pairs = zip(self._slots, self.stored(), strict=True)
-        return all(value.device.type == "cpu" and value.dtype == slot.placeholder.dtype for slot, value in pairs)
 
     def read(self, device: Device | None) -> list[Tensor]:
         """Return the offloaded weights on a device, in the module's dtypes and the order of its tensors."""

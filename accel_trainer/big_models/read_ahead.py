@@ -31,14 +31,8 @@ class OffloadedModule(Protocol):
     def read(self, device: Device | None) -> list[Tensor]:
         """Return its weights on a device."""
 
-    def stored(self) -> list[Tensor]:
-        """Return its weights as they are stored."""
-
-    def mapped(self) -> list[Tensor]:
-        """Return those of them that are in files."""
-
-    def is_read_in_place(self) -> bool:
-        """Whether `read` returns the stored weights, and copies nothing."""
+    def pages(self) -> list[Tensor] | None:
+        """Return those of its weights that are mapped, where `read` copies nothing; None where it does."""
 
 
 class ReadAhead:
@@ -55,6 +49,7 @@ class ReadAhead:
         self._last: OffloadedModule | None = None
         self._reading: _Reading | None = None
         self._asked: deque[tuple[OffloadedModule, int]] = deque()
+        self._bytes_asked = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReadAhead:
         made = memo[id(self)] = ReadAhead()
@@ -89,7 +84,7 @@ class ReadAhead:
         if values is None:
             values = module.read(module.execution_device)
         follower = self._follower(module)
-        if follower is not None and not follower.is_read_in_place():
+        if follower is not None and follower.pages() is None:
             self._reading = _Reading(follower)
         else:
             self._ask(module)
@@ -103,19 +98,18 @@ class ReadAhead:
     def _ask(self, module: OffloadedModule) -> None:
         """Ask the system for the pages of the modules that follow."""
         if self._asked and self._asked[0][0] is module:
-            self._asked.popleft()
+            self._bytes_asked -= self._asked.popleft()[1]
         else:
             self._asked.clear()
-        ahead = sum(num_bytes for _, num_bytes in self._asked)
+            self._bytes_asked = 0
         follower = self._follower(self._asked[-1][0] if self._asked else module)
-        while follower is not None and ahead < _WINDOW_BYTES and len(self._asked) < len(self._order):
-            num_bytes = 0
-            if follower.is_read_in_place():
-                for tensor in follower.mapped():
-                    _want_pages(tensor)
-                    num_bytes += tensor.nbytes
+        while follower is not None and self._bytes_asked < _WINDOW_BYTES and len(self._asked) < len(self._order):
+            pages = follower.pages() or []
+            for tensor in pages:
+                _want_pages(tensor)
+            num_bytes = sum(tensor.nbytes for tensor in pages)
             self._asked.append((follower, num_bytes))
-            ahead += num_bytes
+            self._bytes_asked += num_bytes
             follower = self._follower(follower)
 
 

@@ -237,7 +237,7 @@ def _resolve_job(job: TrainJob, process: ProcessContext) -> EngineConfig:
     known: dict[str, Any] = {"given_optimizer": "torch" if job.optimizers else "none"}
     if job.optimizers and isinstance(job.optimizers[0], OptimizerPlaceholder):
         known["given_optimizer"] = "dummy"
-        known["optimizer"] = _facts(job.optimizers[0].numbers, "DummyOptim")
+        known["optimizer"] = _optimizer_facts(job.optimizers[0])
     if job.schedule is not None:
         known["given_scheduler"] = "dummy"
         known["scheduler"] = _facts(job.schedule, "DummyScheduler")
@@ -248,6 +248,14 @@ def _resolve_job(job: TrainJob, process: ProcessContext) -> EngineConfig:
         hidden_size=hidden_size_of(getattr(job.model, "config", None)),
         **known,
     )
+
+
+def _optimizer_facts(placeholder: OptimizerPlaceholder) -> dict[str, Fact]:
+    """Return the numbers of a DummyOptim, and those that each of its groups has: the common value matters to none."""
+    groups = [group for group in placeholder.given if isinstance(group, Mapping)]
+    own = set.intersection(*map(set, groups)) - {"params"} if groups else set()
+    in_groups = {name: Fact(groups[0][name], "DummyOptim's groups", is_default=True) for name in own}
+    return {**in_groups, **_facts(placeholder.numbers, "DummyOptim")}
 
 
 def _facts(numbers: Mapping[str, Any], stand_in: str) -> dict[str, Fact]:

@@ -34,6 +34,7 @@ from accel_trainer.utils import (
     get_state_dict_offloaded_model,
     has_offloaded_params,
 )
+from tests.ranks import run_ranks
 
 
 class Used(nn.Module):
@@ -309,3 +310,31 @@ def test_models_of_a_pipeline_take_turns(model: Net, expected: Tensor):
     hook.offload()
     hook.remove()
     assert torch.equal(first(IDS), expected)
+
+
+def peak_from_disk(folder: Path) -> tuple[float, bool]:
+    """Run 64 MiB of layers from disk three times; return the MiB of memory that it took beyond the files."""
+
+    def anonymous_mib() -> float:
+        return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) / 1024
+
+    x = torch.ones(1, 1024)
+    layers = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))
+    save_weights(layers.state_dict(), folder)
+    expected = layers(x).detach()
+    with init_empty_weights():
+        empty = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))
+    before, peaks = anonymous_mib(), []
+    load_checkpoint_and_dispatch(empty, folder, {"": "disk"})
+    for layer in empty:
+        layer.register_forward_hook(lambda *_: peaks.append(anonymous_mib()))
+    with torch.inference_mode():
+        is_equal = all(torch.equal(empty(x), expected) for _ in range(3))
+    assert len(peaks) == 48
+    return max(peaks) - before, is_equal
+
+
+def test_layers_from_disk_take_no_memory_of_their_own(tmp_path: Path):
+    [(taken, is_equal)] = run_ranks(peak_from_disk, 1, tmp_path)
+    assert is_equal
+    assert taken < 12, f"{taken} MiB beside 64 MiB of mapped files"

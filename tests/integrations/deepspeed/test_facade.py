@@ -125,7 +125,8 @@ def described() -> Any:
     schedule = {"type": "WarmupLR", "params": params}
     made = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(block(3, optimizer=optimizer, scheduler=schedule)))
     model = build()
-    dummy = DummyOptim(model.parameters(), lr=0.01, weight_decay=0.1)
+    # In the group alone, as scripts have it that spare norms and biases the decay.
+    dummy = DummyOptim([{"params": list(model.parameters()), "weight_decay": 0.1}], lr=0.01)
     model, optim, scheduler = made.prepare(model, dummy, DummyScheduler(dummy, warmup_num_steps=4))
     rates = []
     for number in range(3):
