@@ -504,3 +504,16 @@ def test_a_smaller_save_removes_the_files_of_a_larger_one(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     accelerator.save_model(model, tmp_path, max_shard_size="1200B")
     assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_an_accelerator_is_pickled_with_what_it_has_prepared():
+    accelerator, bare = Accelerator(cpu=True), nn.Linear(1, 1)
+    model, _, loader = accelerator.prepare(
+        bare, torch.optim.SGD(bare.parameters(), lr=0.1), DataLoader(torch.arange(4.0)[:, None])
+    )
+    again = pickle.loads(pickle.dumps(accelerator))
+    assert [batch.item() for batch in again._dataloaders[0]] == [batch.item() for batch in loader]
+    assert torch.equal(again.unwrap_model(again._models[0]).weight, accelerator.unwrap_model(model).weight)
+    again.backward(again._models[0](torch.ones(1, 1)).sum())
+    again._optimizers[0].step()
+    assert not torch.equal(again._models[0].weight, bare.weight)
