@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from accel_trainer.config import FieldSpec, field_specs, resolve, to_file_dict
+from accel_trainer.config.description import commented_yaml, json_schema
 from accel_trainer.config.readers.yaml_reader import dump_yaml
 from accel_trainer.config.schema import set_key, thaw
 from accel_trainer.config.validation import WrongValueError, coerce
 from accel_trainer.errors import ConfigError, did_you_mean
-from accel_trainer.launch.default_file import accelerate_config_path, default_config_path
+from accel_trainer.launch.default_file import accelerate_config_path, default_config_path, find_default_config
 from accel_trainer.launch.job import count_devices
 
 __all__ = ["run_config"]
@@ -50,16 +52,42 @@ def run_config(words: Sequence[str]) -> int:
     arguments = _parser().parse_args(words)
     file = arguments.config_file
     path = Path(file).expanduser() if file else default_config_path(os.environ)
-    if path.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"{path} would be written as YAML; give it the suffix .yaml")
+    if arguments.command == "schema":
+        print(json.dumps(json_schema(), indent=2))
+        return 0
+    if arguments.command in ("show", "update"):
+        return _show_file(file, is_updated=arguments.command == "update")
+    _check_suffix(path)
     if arguments.command is not None:
         _write(path, _default_text(arguments.mixed_precision, arguments), is_new=True)
         print(f"configuration written to {path}")
         return 0
-    text = _HEAD + dump_yaml(_ask_answers(path))
+    text = _HEAD + commented_yaml(_ask_answers(path))
     _write(path, text, is_new=False)
     command = "accel-trainer test" + (f" --config_file {file}" if file else "")
     print(f"\n{text}\nconfiguration written to {path}; try it with: {command}")
+    return 0
+
+
+def _check_suffix(path: Path) -> None:
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{path} would be written as YAML; give it the suffix .yaml")
+
+
+def _show_file(file: str | None, *, is_updated: bool) -> int:
+    """Print a file as one of ours, which `is_updated` writes in its place, a default of accelerate's beside it."""
+    name = file or find_default_config(os.environ)[0]
+    if name is None:
+        raise ConfigError(f"there is no {default_config_path(os.environ)}; make it with `accel-trainer config`")
+    content = to_file_dict(resolve(file=str(name)).config)
+    text = _HEAD + commented_yaml(content)
+    if not is_updated:
+        print(f"# {name}\n{text}", end="")
+        return 0
+    path = Path(file).expanduser() if file else default_config_path(os.environ)
+    _check_suffix(path)
+    _write(path, text, is_new=False)
+    print(f"configuration written to {path}")
     return 0
 
 
@@ -73,10 +101,18 @@ def _parser() -> argparse.ArgumentParser:
     default = commands.add_parser(
         "default", help="write a file with defaults, where launch finds it", allow_abbrev=False
     )
+    others = [
+        commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        for name, text in (
+            ("show", "print a file as one of ours, whatever wrote it, with a comment for each option"),
+            ("update", "write a file anew as one of ours, with the options that it has"),
+            ("schema", "print the JSON schema of our files"),
+        )
+    ]
     # Suppressed: without the option, the sub-parser would put its default over the value that stood before `default`.
-    for command, unset in ((parser, None), (default, argparse.SUPPRESS)):
+    for command, unset in ((parser, None), *((each, argparse.SUPPRESS) for each in (default, *others))):
         command.add_argument(
-            "--config_file", "--config-file", metavar="FILE", default=unset, help="where to write instead"
+            "--config_file", "--config-file", metavar="FILE", default=unset, help="the file, instead of the default"
         )
     default.add_argument(
         "--mixed_precision", "--mixed-precision", default="no", choices=("no", "bf16", "fp16"), help="default: no"

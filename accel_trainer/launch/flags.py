@@ -6,10 +6,7 @@ Everything behind the script belongs to the script, also flags that are spelled 
 from __future__ import annotations
 
 import argparse
-import ast
 import functools
-import inspect
-import itertools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from accel_trainer.config import FieldSpec, field_specs, flag_name, schema
+from accel_trainer.config.description import documentation
 from accel_trainer.config.dialects import fsdp as fsdp_dialect
 from accel_trainer.config.dialects.accelerate import DYNAMO, PARALLEL_DETAILS, PARALLEL_SIZES, put_parallelism
 from accel_trainer.config.layer import Layer, SourceKind
@@ -141,12 +139,12 @@ _OWN = (
 def launch_flags() -> Mapping[str, Flag]:
     """Return every flag by its name without dashes; aliases lead to the flag they stand for."""
     flags = {flag.name: flag for flag in _OWN}
-    documentation = _documentation()
+    described = documentation()
     for path, spec in field_specs().items():
         if path != "deepspeed":  # a block of a file, not a value
             name = flag_name(path).removeprefix("--")
             is_switch = "bool" in str(spec.annotation)
-            text = documentation.get(path, "") + (f" [{spec.default}]" if spec.default not in (None, "", ()) else "")
+            text = described.get(path, "") + (f" [{spec.default}]" if spec.default not in (None, "", ()) else "")
             flags[name] = Flag(name, path, None, is_switch, None, text, _metavar(spec, is_switch))
     for name, (metavar, text) in _DEEPSPEED_FLAGS.items():
         flags[name] = Flag(name, "deepspeed", name, metavar == "true|false", None, text, metavar)
@@ -168,23 +166,6 @@ def _metavar(spec: FieldSpec, is_switch: bool) -> str:
         return "{" + ",".join(spec.annotation) + "}"
     kinds = {"tuple": "A,B", "int": "N", "float": "SECONDS"}
     return next((word for kind, word in kinds.items() if kind in str(spec.annotation)), "TEXT")
-
-
-def _documentation() -> dict[str, str]:
-    """Return the line that stands under each field of the schema, by dotted path; empty without the source."""
-    try:
-        tree = ast.parse(inspect.getsource(schema))
-    except OSError:
-        return {}
-    config = schema.RunConfig()
-    sections = {type(getattr(config, name)).__name__: f"{name}." for name in schema.section_names()} | {"RunConfig": ""}
-    return {
-        f"{sections[node.name]}{item.target.id}": str(ast.literal_eval(following.value))
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name in sections
-        for item, following in itertools.pairwise(node.body)
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and isinstance(following, ast.Expr)
-    }
 
 
 class _OptionsParser(argparse.ArgumentParser):

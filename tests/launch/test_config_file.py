@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -199,3 +201,39 @@ def test_the_file_may_be_named_before_and_after_default(tmp_path: Path):
     assert main(["config", "--config_file", str(tmp_path / "a.yaml"), "default"]) == 0
     assert main(["config", "default", "--config_file", str(tmp_path / "b.yaml")]) == 0
     assert (tmp_path / "a.yaml").read_text() == (tmp_path / "b.yaml").read_text()
+
+
+def test_show_prints_a_file_of_accelerate_as_one_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "accelerate.yaml"
+    path.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nmixed_precision: bf16\n")
+    assert main(["config", "show", "--config_file", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"# {path}\n")
+    assert resolve(file=yaml.safe_load(printed)).config == resolve(file=str(path)).config
+    assert "mixed_precision: bf16  # no, bf16 or fp16" in printed
+
+
+def test_update_writes_a_file_anew_as_one_of_ours(tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    path.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nmixed_precision: bf16\n")
+    before = resolve(file=str(path)).config
+    assert main(["config", "update", "--config_file", str(path)]) == 0
+    assert "distributed_type" not in path.read_text()
+    assert resolve(file=str(path)).config == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["show"], "there is no .*default_config.yaml; make it with `accel-trainer config`"),
+        (["update", "--config_file", "full_shard"], "full_shard would be written as YAML; give it the suffix .yaml"),
+    ],
+)
+def test_a_file_that_cannot_be_shown_or_updated(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["config", *words]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]):
+    assert main(["config", "schema"]) == 0
+    assert "mixed_precision" in json.loads(capsys.readouterr().out)["properties"]
