@@ -207,11 +207,23 @@ class DeepSpeedStrategy(BaseStrategy):
         apply_compile(job.model, job.config.compile, job.compile_options)
         unit = DeepSpeedUnit(engine, job.optimizers, groups, hooks)
         if config.stage == 3:
+            _forget_unused_conversions(job.model)
             gather_in_save_pretrained(job.model, process, unit.checkpoint_io)
             refuse_merges(job.model)
         elif adapter_folders(job.model):
             gather_in_save_pretrained(job.model, process, None)
         return unit
+
+
+def _forget_unused_conversions(model: nn.Module) -> None:
+    """Forget the renamings that loading has not used, which the model's own `save_pretrained` would undo.
+
+    transformers 5.17 to 5.23 note them all where `from_pretrained` loads in pieces (integrations/deepspeed.py:485), and
+    only those it has used elsewhere: the layer norms of BERT would be saved as `gamma` and `beta`, as in old files.
+    """
+    conversions = vars(model).get("_weight_conversions")
+    if conversions:
+        model._weight_conversions = [used for used in conversions if used.was_used()]  # type: ignore[assignment]
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from accel_trainer.checkpoint.interop.export import export_hf_fsdp
 from accel_trainer.errors import AccelTrainerError, ConfigError, IncompatibleCheckpointError, MissingExtraError
 from tests.ranks import preload, run_ranks
-from tests.trainer_jobs import arguments, build_model, build_trainer, summary, train
+from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer, summary, train
 
 # Not imported here: that takes seconds, and the ranks have it from their server.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
@@ -215,6 +215,29 @@ def arguments_of(output_dir: str, sources: list[Any], **changes: Any) -> list[An
         later = build_model()
         found[-1]["later"] = hasattr(next(later.parameters()), "ds_id")
     return found
+
+
+def saved_under_other_names(output_dir: str) -> set[str]:
+    """Load a classifier in pieces, evaluate it and save it; return the names that differ from its own."""
+    import transformers
+    from safetensors.torch import load_file
+
+    from accel_trainer.trainer import Trainer
+
+    args = arguments(output_dir, deepspeed=STAGE_3)
+    with args.whole_models():
+        build_model("bert").save_pretrained(output_dir)
+    model = transformers.BertForSequenceClassification.from_pretrained(output_dir)
+    assert hasattr(next(model.parameters()), "ds_id")
+    trainer = Trainer(model, args, train_dataset=TokenDataset(8, kind="class"))
+    trainer.train()
+    trainer.save_model(f"{output_dir}/saved")
+    return set(load_file(f"{output_dir}/saved/model.safetensors")) ^ set(build_model("bert").state_dict())
+
+
+@pytest.mark.multirank
+def test_a_model_that_was_loaded_in_pieces_is_saved_under_its_own_names(tmp_path):
+    assert run_ranks(saved_under_other_names, 1, str(tmp_path), timeout=100) == [set()]
 
 
 @pytest.mark.multirank
