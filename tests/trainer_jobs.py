@@ -97,7 +97,7 @@ class TokenDataset(Dataset):
 
 
 def build_model(kind: str = "llama", seed: int = 0, dropout: float = 0.0) -> torch.nn.Module:
-    """Return a tiny model of transformers with fresh weights: llama, gpt2 (tied), bert (classifier) or t5."""
+    """Return a tiny model of transformers with fresh weights: llama, mixtral, gpt2 (tied), bert (classifier) or t5."""
     import transformers
 
     torch.manual_seed(seed)
@@ -107,6 +107,11 @@ def build_model(kind: str = "llama", seed: int = 0, dropout: float = 0.0) -> tor
             vocab_size=VOCABULARY, num_key_value_heads=2, attention_dropout=dropout, **layers
         )
         return transformers.LlamaForCausalLM(config)
+    if kind == "mixtral":
+        config = transformers.MixtralConfig(
+            vocab_size=VOCABULARY, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1, **layers
+        )
+        return transformers.MixtralForCausalLM(config)
     if kind == "gpt2":
         config = transformers.GPT2Config(
             vocab_size=VOCABULARY, n_layer=2, n_head=2, n_embd=32, n_positions=32, bos_token_id=0, eos_token_id=0,

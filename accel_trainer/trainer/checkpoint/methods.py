@@ -180,14 +180,15 @@ class CheckpointMethods(_Upstream):
                 super()._load_rng_state(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        directory, own = Path(resume_from_checkpoint), self.model if model is None else model
         with self.run_checkpoints.metrics.resuming("load"):
             if upstream_files.has_engine_state(resume_from_checkpoint):
                 upstream_files.load_engine_state(self, resume_from_checkpoint)
-            elif _holds_adapters(self, Path(resume_from_checkpoint)):
-                upstream_files.load_adapters(self, Path(resume_from_checkpoint))
+            elif _holds_adapters(self, directory):
+                upstream_files.load_adapters(self, directory)
             elif self.is_sharded:
-                upstream_files.load_model(self, self.model if model is None else model, Path(resume_from_checkpoint))
-            else:
+                upstream_files.load_model(self, own, directory)
+            elif not upstream_files.load_as_held(self, own, directory):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
@@ -199,7 +200,7 @@ class CheckpointMethods(_Upstream):
         elif self.is_sharded:
             logger.info("loading the best model from %s", best)
             upstream_files.load_model(self, self.model, best)
-        else:
+        elif not upstream_files.load_as_held(self, self.model, best):
             super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

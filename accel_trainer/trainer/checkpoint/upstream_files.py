@@ -23,11 +23,13 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_pt_utils import reissue_pt_warnings
 from transformers.utils import logging
@@ -46,13 +48,14 @@ from accel_trainer.checkpoint.weights.adapters import (
     saved_names,
     trained_beside,
 )
-from accel_trainer.checkpoint.weights.writing import full_state_dicts, gather_to_file
+from accel_trainer.checkpoint.weights.writing import USERS_CLASS, full_state_dicts, gather_to_file
 from accel_trainer.config import StateDictType
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.strategies.api import CheckpointIO
 from accel_trainer.strategies.parameter_state.matching import match_model
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
+from accel_trainer.trainer.arguments.deepspeed_arguments import unsharded_models
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
 from accel_trainer.trainer.checkpoint.resuming import TRAINER_STATE_NAME
 from accel_trainer.trainer.running_trainer import CheckpointingTrainer
@@ -62,6 +65,7 @@ __all__ = [
     "has_engine_state",
     "has_optimizer",
     "load_adapters",
+    "load_as_held",
     "load_engine_scheduler",
     "load_engine_state",
     "load_model",
@@ -278,14 +282,50 @@ def _open_weights(directory: Path) -> Mapping[str, Tensor]:
         ) from error
 
 
+def _as_held(model: nn.Module, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return weights under the names and in the shapes that `model` has, where transformers stores them under others.
+
+    Its `save_pretrained` undoes what `from_pretrained` does: a mixture has one tensor of all experts, and a file each
+    expert by itself. Loaded by name, they would be left out.
+    """
+    own = set(model.state_dict(keep_vars=True))
+    if not isinstance(model, PreTrainedModel) or own.issuperset(weights) or not own.difference(weights):
+        return weights
+    model_class: Any = vars(model).get(USERS_CLASS, type(model))
+    with unsharded_models():
+        found, report = model_class.from_pretrained(
+            None, config=deepcopy(model.config), state_dict=dict(weights), dtype=model.dtype, output_loading_info=True
+        )
+    held = {name: value for name, value in found.state_dict().items() if name not in report["missing_keys"]}
+    return held | {name: weights[name] for name in report["unexpected_keys"]}
+
+
+def load_as_held(trainer: CheckpointingTrainer, model: nn.Module, directory: Path) -> bool:
+    """Load weights that are stored otherwise than a model that is not sharded holds them; return whether they are.
+
+    Nothing is loaded if not. Every rank reads.
+    """
+    try:
+        weights = find_weights(directory, verify="off")
+    except CheckpointNotFoundError:
+        return False  # transformers knows more files
+    held = _as_held(model, weights)
+    if held is weights:
+        return False
+    logger.info(f"Loading model from {directory}.")
+    model.load_state_dict(held, strict=False)
+    _warn_of_differences(trainer, set(model.state_dict(keep_vars=True)), set(held), model)
+    return True
+
+
 def load_model(trainer: CheckpointingTrainer, model: nn.Module, directory: Path) -> None:
     """Load a checkpoint's weights into a prepared model. Collective; rank 0 reads."""
     logger.info(f"Loading model from {directory}.")
+    unit = trainer.accelerator.unit_of(model)
     weights: Mapping[str, Tensor] = {}
     with raise_together(trainer.accelerator.process, "load_model"):
         if trainer.accelerator.is_main_process:
-            weights = _open_weights(directory)
-    unit = trainer.accelerator.unit_of(model)
+            weights = _as_held(unit.module, _open_weights(directory))
     names = set(unit.module.state_dict())
     unit.checkpoint_io().load_full_model_state(
         {name: weights[name] for name in weights if name in names} if not names.issuperset(weights) else weights,
