@@ -32,6 +32,11 @@ TESTS ?=
 MATRIX_TESTS ?= tests/trainer tests/test_imports.py
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+# What to measure on a GPU, and with what: make gpu GPU_PYTHON=python3 GPU_ARGS="speed saving"; to try it: DEVICE=cpu TINY=1
+GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) python3)
+GPU_ARGS ?=
+DEVICE ?= cuda
+TINY ?=
 SOAK_ARGS ?=
 DEMO_RANKS ?= 2
 DEMO_CONFIG ?= fsdp_configs/full_shard.yaml
@@ -92,6 +97,10 @@ format: $(VENV)/.dev ## mend what ruff can mend
 .PHONY: bench
 bench: $(VENV)/.installed .compat/accelerate/.installed ## compare with plain PyTorch and with upstream's Trainer
 	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+
+.PHONY: gpu
+gpu: ## measure on one GPU what docs/gpu.md wants to know; installs nothing
+	$(GPU_PYTHON) benchmarks/gpu/kit.py $(GPU_ARGS) --device $(DEVICE) $(if $(TINY),--tiny)
 
 .PHONY: names
 names: $(VENV)/.installed ## write docs/accelerate_names.md, the table of accelerate's names
