@@ -23,7 +23,7 @@ from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.boxes import Box, Index, Read, balance_bytes, plan_reads
 from accel_trainer.checkpoint.format.manifest import TensorEntry
 from accel_trainer.checkpoint.format.placement import local_box, local_tensor, materialize
-from accel_trainer.checkpoint.format.safetensors_file import TensorReader, dtype_of
+from accel_trainer.checkpoint.format.safetensors_file import TensorReader, copy_stored, dtype_of
 from accel_trainer.checkpoint.reader import StoredCheckpoint
 from accel_trainer.errors import CorruptCheckpointError, IncompatibleCheckpointError
 
@@ -162,7 +162,7 @@ class ShardedTensors(TensorReader):
         """Fill a plain tensor of the shape of `box` with that box of a stored one; see `read` for the errors."""
         for shard, source, place in self.plan(name, box):
             # From the mapped file by all threads of torch: twice as fast as reading into pages that are there.
-            target[place].copy_(self.read_shard(name, shard, source))
+            copy_stored(self.read_shard(name, shard, source), target[place])
 
 
 class StoredShards(ShardedTensors):

@@ -68,3 +68,13 @@ class SideStream:
         with self.entered():
             target.copy_(source, non_blocking=True)
         source.record_stream(self._stream)
+
+    def copy_from_host(self, source: Tensor, target: Tensor) -> None:
+        """Copy pinned memory onto the device, after what the computing stream has been given by now.
+
+        The computing stream may use `target` once it has waited for an event of `mark`; so may the host `source`.
+        """
+        self._stream.wait_stream(self._streams.current_stream(self._device))
+        with self.entered():
+            target.copy_(source, non_blocking=True)
+        target.record_stream(self._stream)

@@ -30,6 +30,7 @@ __all__ = [
     "SafetensorsFile",
     "StagingMemory",
     "TensorReader",
+    "copy_stored",
     "dtype_name",
     "dtype_of",
     "tensor_file_bytes",
@@ -219,6 +220,32 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
             yield room.numpy().data
 
 
+@torch.no_grad()
+def copy_stored(source: Tensor, target: Tensor) -> None:
+    """Copy a tensor of a mapped file into one of its shape, of any dtype and device.
+
+    Onto a device with streams: through two pinned buffers in turn, one read from the file while the device takes the
+    other.
+    """
+    is_plain = source.is_contiguous() and target.is_contiguous() and source.dtype == target.dtype
+    if not has_streams(target.device) or source.device.type != "cpu" or not is_plain or not source.numel():
+        target.copy_(source)
+        return
+    side = _copy_stream(target.device)
+    pieces = source.reshape(-1).view(torch.uint8).split(_CHUNK_BYTES)
+    places = target.detach().reshape(-1).view(torch.uint8).split(_CHUNK_BYTES)
+    buffers = [empty_pinned(len(piece)) for piece in pieces[:2]]
+    ends: list[Any] = []
+    for index, (piece, place) in enumerate(zip(pieces, places, strict=True)):
+        if index >= 2:
+            ends[index - 2].synchronize()
+        room = buffers[index % 2][: len(piece)]
+        room.copy_(piece)
+        side.copy_from_host(room, place)
+        ends.append(side.mark())
+    side.hand_over(ends[-1], ())
+
+
 def write_tensor_file(
     file: BinaryIO, tensors: Mapping[str, Tensor | LazyTensor], metadata: Mapping[str, str] | None = None
 ) -> None:
@@ -280,7 +307,7 @@ class TensorReader(Mapping[str, Tensor]):
     @torch.no_grad()
     def fill(self, name: str, index: Index, target: Tensor) -> None:
         """Copy a slice of a tensor into `target`, which has its shape, and any dtype and device."""
-        target.copy_(self.slice(name, index))
+        copy_stored(self.slice(name, index), target)
 
     def lazy(self, name: str) -> LazyRead:
         """Return a tensor that is read when it is called."""
@@ -357,7 +384,7 @@ class SafetensorsFile(TensorReader):
         if has_full_rows and on_host and target.dtype == self.dtype(name):
             self._read_rows(name, index[0].start, target)
         else:
-            target.copy_(self.slice(name, index))
+            copy_stored(self.slice(name, index), target)
 
     def _read_rows(self, name: str, first: int, target: Tensor) -> None:
         if self._raw is None:

@@ -25,9 +25,8 @@ from accel_trainer.checkpoint.weights.reading import BroadcastFiles, WeightFiles
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.cores import usable_cores
 from accel_trainer.runtime.model_wrappers import unwrap_module
-from accel_trainer.runtime.process import with_index
+from accel_trainer.runtime.process import find_process, with_index
 from accel_trainer.runtime.torch_private import RESET_METHODS, copy_module
-from accel_trainer.runtime.transport import backend_takes_cpu
 
 __all__ = [
     "DISK",
@@ -35,6 +34,7 @@ __all__ = [
     "WeightFiles",
     "as_dtype",
     "describe_names",
+    "exchange_device",
     "load_and_index",
     "load_checkpoint_in_model",
     "place_of",
@@ -244,8 +244,14 @@ def _leave_on_disk(
 def _open(checkpoint: Path, broadcast: bool) -> Weights:
     if not (broadcast and dist.is_initialized() and dist.get_world_size() > 1):
         return WeightFiles(checkpoint)
-    accelerator = None if backend_takes_cpu() else torch.accelerator.current_accelerator(check_available=True)
-    return BroadcastFiles(checkpoint, with_index(accelerator or "cpu"))
+    process = find_process()
+    own = torch.accelerator.current_accelerator(check_available=True) if process is None else process.device
+    return BroadcastFiles(checkpoint, with_index(exchange_device(own, dist.get_backend_config())))
+
+
+def exchange_device(own: torch.device | None, backends: str) -> torch.device:
+    """Return the device by whose backend ranks exchange weights: a rank's own where the group serves its kind."""
+    return own if own is not None and own.type in backends else torch.device("cpu")
 
 
 def _group_names(own: Mapping[str, Tensor]) -> dict[int, list[str]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import accel_trainer.checkpoint.format.safetensors_file as safetensors_file
-from accel_trainer.checkpoint.format.safetensors_file import LazyRead, StagingMemory, write_tensor_file
+from accel_trainer.checkpoint.format.safetensors_file import LazyRead, StagingMemory, copy_stored, write_tensor_file
 from tests.waits import DEVICE, RecordedStreams, counting_waits, report, stand_in_device
 
 
@@ -83,6 +83,25 @@ def test_a_file_is_written_while_the_device_fills_the_other_buffer(
         "host waits for copy", "writes 16",
         "host waits for copy", "writes 16",
     ]  # fmt: skip
+
+
+def test_a_stored_tensor_is_read_while_the_device_takes_the_other_buffer(
+    streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(safetensors_file, "_CHUNK_BYTES", 16)
+
+    copy_stored(torch.ones(3, 4), on_device(3))
+
+    begun = [*COPY, "copy records"]
+    assert without_shapes(streams.log) == [
+        "pins 16", "pins 16", *begun, *begun, "host waits for copy", *begun, "compute waits for copy"
+    ]  # fmt: skip
+
+
+def test_a_stored_tensor_of_another_layout_is_copied_as_it_is():
+    stored, target = torch.arange(12.0).reshape(3, 4), torch.zeros(4, 3, dtype=torch.float64)
+    copy_stored(stored.T, target)
+    assert torch.equal(target, stored.T.double())
 
 
 def test_an_empty_tensor_and_one_of_the_host_need_no_buffer(streams: RecordedStreams):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_trainer.checkpoint.weights.into_model import LoadReport, load_checkpoint_in_model
+from accel_trainer.checkpoint.weights.into_model import LoadReport, exchange_device, load_checkpoint_in_model
 from accel_trainer.checkpoint.weights.reading import WeightFiles
 from accel_trainer.checkpoint.weights.writing import save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
@@ -259,3 +259,17 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_an_error(tmp_path: Path):
     os.truncate(path, path.stat().st_size - 4)
     with pytest.raises(IncompatibleCheckpointError, match=r"model\.safetensors ends within 'a'; is it being written"):
         files.fill("a", (slice(0, 64), slice(0, 64)), torch.empty(64, 64))
+
+
+@pytest.mark.parametrize(
+    ("own", "backends", "expected"),
+    [
+        ("cuda:1", "cpu:gloo,cuda:nccl", "cuda:1"),
+        ("cuda:1", "cuda:nccl", "cuda:1"),
+        ("cuda:1", "cpu:gloo", "cpu"),
+        ("cpu", "cpu:gloo,cuda:nccl", "cpu"),
+        (None, "cpu:gloo", "cpu"),
+    ],
+)
+def test_weights_are_broadcast_by_the_backend_of_the_ranks_own_device(own: str | None, backends: str, expected: str):
+    assert exchange_device(None if own is None else torch.device(own), backends) == torch.device(expected)
