@@ -62,7 +62,7 @@ test: $(VENV)/.installed ## run the tests
 	$(PYTEST) $(TESTS)
 
 .PHONY: soak
-soak: $(VENV)/.installed ## kill 200 runs while they save, and look at what is left
+soak: $(VENV)/.installed ## kill 200 runs while they save, and load 20,000 changed checkpoints
 	$(BIN)/python -m tests.checkpoint.soak $(SOAK_ARGS)
 
 .PHONY: test-accelerate

@@ -17,14 +17,14 @@ from accel_trainer.accelerator.settings import AcceleratorSettings
 from accel_trainer.accelerator.single_files import save
 from accel_trainer.accelerator.token_mean import TokenWindow
 from accel_trainer.big_models.offloaded_state import is_offloaded, lazy_state_dict
-from accel_trainer.checkpoint.checkpointer import SaveJob
+from accel_trainer.checkpoint.checkpointer import FilesToRead, SaveJob
 from accel_trainer.checkpoint.commit.retention import PREFIX
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.manifest import Manifest
 from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.interop.accelerate_state import is_accelerate_or_dcp_state, load_accelerate_or_dcp_state
-from accel_trainer.checkpoint.reader import check_verify
+from accel_trainer.checkpoint.reader import Verify, check_verify
 from accel_trainer.checkpoint.selection import CheckpointKind, Selection
 from accel_trainer.checkpoint.train_state import TrainState, files_to_read, load_train_state, save_train_state
 from accel_trainer.checkpoint.weights.writing import make_tensors, save_weights
@@ -294,22 +294,34 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         def files(manifest: Manifest) -> Iterable[str]:
             return files_to_read(manifest, self._train_state(), self.process)
 
+        metrics = self._checkpointer.metrics
         if input_dir is not None:
             selection = self._checkpointer.select_named(Path(input_dir), mode, files)
+            with metrics.resuming("load"):
+                outcome = self._load_selected(selection)
         else:
-            directory = self._checkpoints_directory()
-            missing = CheckpointNotFoundError(
-                f"no {PREFIX}N in {directory.absolute()}; save one with save_state() first"
-            )
-            selection = self._checkpointer.select_newest(directory, mode, files, missing)
+            selection, outcome = self._load_newest(mode, files)
             self.project_configuration.iteration = 1 + int(selection.path.name.removeprefix(PREFIX))
-        metrics = self._checkpointer.metrics
-        with metrics.resuming("load"):
-            outcome = self._load_selected(selection)
         self._pass_start.has_loaded_state = True
         phases = ("select", "verify", "load")
         seconds = ", ".join(f"{phase} {metrics.values[f'resume/{phase}_s']:.2f} s" for phase in phases)
         logger.info("%s", selection.describe("resumed", [selection.verified, outcome, seconds]))
+
+    def _load_newest(self, verify: Verify, files: FilesToRead) -> tuple[Selection, str]:
+        """Load the newest checkpoint that is good; return it and how exact the run goes on. Collective."""
+        directory = self._checkpoints_directory()
+        missing = CheckpointNotFoundError(f"no {PREFIX}N in {directory.absolute()}; save one with save_state() first")
+        passed_over: list[str] = []
+        while True:
+            selection = self._checkpointer.select_newest(directory, verify, files, missing, passed_over)
+            try:
+                with self._checkpointer.metrics.resuming("load"):
+                    return selection, self._load_selected(selection)
+            except Exception as error:  # each rank has one, and all take part in what follows
+                # Whatever was loaded of it by now, the next one replaces.
+                if not self._checkpointer.pass_over_together(selection, error):
+                    raise
+                passed_over = selection.passed_over
 
     def _load_selected(self, selection: Selection) -> str:
         """Run the user's hooks and load the state; return how exact the run goes on. Collective."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.manifest import Manifest
 from accel_trainer.checkpoint.reader import StoredCheckpoint, Verify, open_checkpoint
 from accel_trainer.checkpoint.selection import CheckpointKind, Selection, choose_newest, has_manifest, pass_over
-from accel_trainer.errors import AccelTrainerError, CorruptCheckpointError
+from accel_trainer.errors import AccelTrainerError, CorruptCheckpointError, ProcessGroupError
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
@@ -240,7 +240,12 @@ class Checkpointer:
         return selection
 
     def select_newest(
-        self, directory: Path, verify: Verify, files: FilesToRead, missing: AccelTrainerError
+        self,
+        directory: Path,
+        verify: Verify,
+        files: FilesToRead,
+        missing: AccelTrainerError,
+        known_bad: Sequence[str] = (),
     ) -> Selection:
         """Open and verify the newest good one of a run's checkpoints. Collective: rank 0 decides for all.
 
@@ -249,6 +254,7 @@ class Checkpointer:
 
         Args:
             missing: raised where there has never been one.
+            known_bad: what an earlier selection has passed over; see `pass_over_together`.
 
         Raises:
             CorruptCheckpointError: there are some, and none of them is good.
@@ -256,7 +262,7 @@ class Checkpointer:
             ProcessGroupError: another rank failed.
         """
         self.metrics.begin_resume()
-        passed_over: list[str] = []
+        passed_over = list(known_bad)
         while True:
             fault_point("load.select")
             with self.metrics.resuming("select"):
@@ -274,6 +280,25 @@ class Checkpointer:
                 return selection
             if self.process.is_main:
                 pass_over(path, flaw, passed_over)
+
+    def pass_over_together(self, selection: Selection, error: Exception) -> bool:
+        """Put a checkpoint aside that was found to be corrupt while it was loaded, and return whether it was that.
+
+        Collective: the load has failed on every rank, on some of them because another one had.
+
+        Args:
+            error: this rank's. Of contents that match their checksums, as of a checkpoint that has none.
+        """
+        flaw = str(error) if isinstance(error, CorruptCheckpointError) else None
+        votes = gather_or_raise(
+            self.process, f"load of {selection.path}", None, (flaw, isinstance(error, ProcessGroupError))
+        )
+        flaws = [flaw for flaw, _ in votes if flaw is not None]
+        if not flaws or not all(flaw is not None or is_others for flaw, is_others in votes):
+            return False
+        if self.process.is_main:
+            pass_over(selection.path, flaws[0], selection.passed_over)
+        return True
 
     def _verify(self, selection: Selection, files: FilesToRead) -> str | None:
         """Verify the files that the ranks will read; return the flaw of a corrupt one. Collective."""

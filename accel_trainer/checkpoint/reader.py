@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from accel_trainer.checkpoint.format.boxes import balance_bytes
-from accel_trainer.checkpoint.format.manifest import Manifest, parse_json
+from accel_trainer.checkpoint.format.manifest import Manifest
+from accel_trainer.checkpoint.format.regular_files import read_json
 from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile
 from accel_trainer.checkpoint.format.verification import check_files, refuse_extra_files, warn_of_writers
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
@@ -122,8 +123,7 @@ class StoredCheckpoint:
 
     def json(self, name: str) -> Any:
         """Return the data that `write_json` was given."""
-        path = self.file(name)
-        return parse_json(path.read_bytes(), path)
+        return read_json(self.file(name), self.path)
 
 
 def open_checkpoint(path: str | Path, process: ProcessContext, verify: str = "full") -> StoredCheckpoint:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.json_codec import decode, encode
 from accel_trainer.checkpoint.format.manifest import Manifest
+from accel_trainer.checkpoint.format.regular_files import as_corrupt
 from accel_trainer.checkpoint.reader import StoredCheckpoint
 from accel_trainer.checkpoint.shards import StoredShards, write_shards
 from accel_trainer.errors import IncompatibleCheckpointError
@@ -217,7 +218,9 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
     manifest = stored.manifest
     with raise_together(process, f"load of {stored.path}"):
         training = _read_training(stored, state)
-        _check_fits(stored, training, state)
+        with as_corrupt(stored.path / "training.json"):
+            _check_fits(stored, training, state)
+            stateful = _stateful(training, state)
         same_world = manifest.world_size == process.world_size
         random_state = _read_streams(stored, process)
         open_windows = _plan_windows(stored, state)
@@ -232,11 +235,12 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
         load()
     with raise_together(process, f"load of {stored.path}"):
         fault_point("load.apply", manifest.step)
-        for item, saved in _stateful(training, state):
+        for item, saved in stateful:
             item.load_state_dict(saved)
         open_windows()
         if random_state is not None:
-            set_rng_state(random_state) if same_world else reseed_from_saved(random_state, process.rank)
+            with as_corrupt(stored.path / f"random_{_stream_of(manifest, process)}.json", RuntimeError):
+                set_rng_state(random_state) if same_world else reseed_from_saved(random_state, process.rank)
     if same_world:
         return "random streams restored"
     origin = "of this run" if random_state is None else "new, from those saved and the rank"
@@ -251,7 +255,8 @@ def _plan_windows(stored: StoredCheckpoint, state: TrainState) -> Callable[[], N
     held = {name: partial(shards.read_box, name) for name in shards}
     is_open = "window_0.json" in stored
     read = (lambda rank: _read(stored, f"window_{rank}", held)) if is_open else None
-    return state.windows.plan_load(read, stored.manifest.world_size)
+    with as_corrupt(stored.path / "window_0.json"):
+        return state.windows.plan_load(read, stored.manifest.world_size)
 
 
 def _read_streams(stored: StoredCheckpoint, process: ProcessContext) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from accel_trainer.launch.default_file import default_config_path, find_default_
 from accel_trainer.launch.flags import print_help
 from accel_trainer.launch.job import check_job, device_files, option_text, read_options, resolve_options
 from accel_trainer.launch.outer_job import find_outer_job, refuse_nesting
-from accel_trainer.tracking import mask_secrets
+from accel_trainer.tracking import mask_secrets, redact
 
 __all__ = ["env_parser", "environment_facts", "run_env", "run_explain"]
 
@@ -67,7 +67,7 @@ def run_env(words: Sequence[str]) -> int:
     file = arguments.config_file
     lines = [f"- {name}: {value}" for name, value in environment_facts(asks_torch=arguments.devices)]
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_REPORTED_PREFIXES)}
-    lines += [f"- {name}: {value}" for name, value in mask_secrets(variables).items()]
+    lines += [f"- {name}: {redact(value, ())}" for name, value in mask_secrets(variables).items()]
     lines.append(_config_lines(file))
     print("\n".join(["Copy this into the bug report:", "", *lines]))
     return 0
@@ -138,4 +138,4 @@ def _config_lines(file: str | None) -> str:
     except ConfigError as error:
         return f"- configuration: {error}"
     head = f"- configuration: {path}" if file else f"- {note}"
-    return "\n".join([head, *(f"    {key}: {value}" for key, value in content.items())])
+    return "\n".join([head, *(f"    {key}: {redact(str(value), ())}" for key, value in content.items())])

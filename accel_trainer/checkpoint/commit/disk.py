@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from accel_trainer.checkpoint.format.regular_files import create_file
 from accel_trainer.errors import DiskFullError
 
 __all__ = ["check_space", "explain_full_disk", "fsync_path", "write_durably"]
@@ -76,7 +77,7 @@ def fsync_path(path: Path) -> None:
     After a rename or a new file, the directory too: fsync of a file does not make its name durable (fsync(2)). File
     systems over a network often cannot do it for directories, and need not: their server keeps the names.
     """
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -87,8 +88,8 @@ def fsync_path(path: Path) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a small new file and bring it to the disk."""
-    with open(path, "xb") as file:
+    """Write a small new file and bring it to the disk; see `create_file`."""
+    with create_file(path) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -9,11 +9,13 @@ import os
 import socket
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
 from accel_trainer import logging
-from accel_trainer.errors import CheckpointLockedError
+from accel_trainer.checkpoint.format.regular_files import open_own
+from accel_trainer.errors import CheckpointLockedError, ConfigError
 
 __all__ = ["LOCK_NAME", "DirectoryLock", "lock_of"]
 
@@ -30,6 +32,13 @@ STALE_SECONDS = 300.0
 
 Ten heartbeats: network disks cache times of files, NFS up to 60 s by default (acregmax in nfs(5)).
 """
+SILENCE_SECONDS = 4 * HEARTBEAT_SECONDS
+"""The same, where its time is that old already: two heartbeats and a network disk's cache."""
+FORGOTTEN_SECONDS = 25 * 3600.0
+"""One that old is taken over at once: more than a clock is wrong by, time zones included."""
+SIGNING_SECONDS = 5.0
+"""A process that has locked a file signs it at once: one without a signature for so long is in use, whoever it is."""
+_SIGNATURE = b'{"host": "'
 
 _held: dict[Path, DirectoryLock] = {}
 _beating: threading.Thread | None = None
@@ -55,20 +64,26 @@ class DirectoryLock:
     def take(cls, path: Path) -> DirectoryLock:
         """Lock the file `path`, which is created if need be.
 
+        A file of that name that no lock has written is renamed, with a warning, and keeps its contents.
+
         Raises:
             CheckpointLockedError: another process has it; the message says which, where and since when.
+            ConfigError: a link, a FIFO or the like has the name; nothing is written through it.
         """
         path = path.absolute()
         if path in _held:
             _held[path]._count += 1
             return _held[path]
         path.parent.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + SIGNING_SECONDS
         while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = open_own(path)
             try:
                 is_locked = _try_flock(descriptor)
                 if is_locked is False:
-                    _refuse_or_remove(path, descriptor)
+                    _refuse_or_remove(path, descriptor, may_wait=time.monotonic() < deadline)
+                elif not _is_ours(descriptor):
+                    _set_aside(path, descriptor)
                 elif _is_same_file(path, descriptor):
                     _check_signature(path, descriptor, has_locks=is_locked is True)
                     lock = cls(path, descriptor)
@@ -83,17 +98,18 @@ class DirectoryLock:
 
     @classmethod
     def take_free(cls, path: Path) -> DirectoryLock | None:
-        """Lock the file `path` if nobody has it, this process included; None otherwise."""
+        """Lock the file `path` if nobody has it, this process included; None otherwise, or where it can be no lock."""
         if path.absolute() in _held:
             return None
         try:
             return cls.take(path)
-        except CheckpointLockedError:
+        except (CheckpointLockedError, ConfigError):
             return None
 
     def _sign(self) -> None:
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         owner = {"host": socket.gethostname(), "space": _space(), "pid": os.getpid(), "since": since}
+        owner["birth"] = _birth(os.getpid())
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps(owner).encode(), 0)
 
@@ -159,19 +175,45 @@ def _space() -> str:
 def _is_same_file(path: Path, descriptor: int) -> bool:
     """Whether `path` still names the locked file: its owner removes it when it releases the lock."""
     try:
-        named = os.stat(path)
+        named = os.lstat(path)
     except FileNotFoundError:
         return False
     own = os.fstat(descriptor)
     return (named.st_dev, named.st_ino) == (own.st_dev, own.st_ino)
 
 
+def _birth(pid: int) -> str:
+    """Return when a process began, as the system counts it: its id alone may be another's by now; "" where unknown."""
+    try:
+        # proc_pid_stat(5): after the name, which may hold anything, field 22 is the 20th.
+        began = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[19]
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {began}"
+    except (OSError, IndexError):
+        return ""
+
+
 def _owner(descriptor: int) -> dict[str, Any]:
+    """Return the signature of a lock; {} where there is none, or one that was cut short."""
     try:
         data = json.loads(os.pread(descriptor, 4096, 0))
-        return data if isinstance(data, dict) else {}
-    except ValueError:
+        is_signature = isinstance(data["host"], str) and isinstance(data["pid"], int) and 0 < data["pid"] < 2**31
+        return data if is_signature else {}
+    except (ValueError, TypeError, LookupError, RecursionError):
         return {}
+
+
+def _is_ours(descriptor: int) -> bool:
+    """Whether a lock has written the file: it holds a signature, or the beginning of one, as a crash leaves it."""
+    begin = os.pread(descriptor, len(_SIGNATURE), 0)
+    return bool(_owner(descriptor)) or not begin.rstrip(b"\0") or _SIGNATURE.startswith(begin)
+
+
+def _set_aside(path: Path, descriptor: int) -> None:
+    """Give a file that is no lock another name, with its contents; the caller has it locked where locks work."""
+    if _is_same_file(path, descriptor):
+        other = path.with_name(f"_bad-{path.name}-{uuid.uuid4().hex[:8]}")
+        os.rename(path, other)
+        logger.warning("%s was no lock of accel_trainer: it is kept as %s, and a lock has its name", path, other.name)
 
 
 def _is_near(owner: dict[str, Any]) -> bool:
@@ -179,32 +221,33 @@ def _is_near(owner: dict[str, Any]) -> bool:
     return owner.get("host") == socket.gethostname() and owner.get("space", _space()) == _space()
 
 
-def _is_dead(owner: dict[str, Any], descriptor: int) -> bool:
-    """Whether the owner is known to be gone: no such process on this machine, or long silent on another."""
-    if _is_near(owner):
-        if owner.get("pid") == os.getpid():
-            return True  # an earlier process with our id: locks that we hold ourselves are in `_held`
-        try:
-            os.kill(int(owner.get("pid", 0)), 0)
-        except ProcessLookupError:
-            return True
-        except (PermissionError, ValueError):
-            return False
+def _is_alive(owner: dict[str, Any]) -> bool | None:
+    """Whether the owner runs; None where that cannot be told: on another machine, or where its id may be another's."""
+    if not _is_near(owner):
+        return None
+    if owner["pid"] == os.getpid():
+        return False  # an earlier process with our id: locks that we hold ourselves are in `_held`
+    try:
+        os.kill(owner["pid"], 0)
+    except ProcessLookupError:
         return False
-    return time.time() - os.fstat(descriptor).st_mtime > STALE_SECONDS
+    except PermissionError:
+        pass
+    born, found = owner.get("birth"), _birth(owner["pid"])
+    return born == found if born and found else None
 
 
 def _describe(owner: dict[str, Any]) -> str:
     return f"process {owner.get('pid', '?')} on {owner.get('host', '?')}, since {owner.get('since', '?')}"
 
 
-def _refuse_or_remove(path: Path, descriptor: int) -> None:
+def _refuse_or_remove(path: Path, descriptor: int, *, may_wait: bool) -> None:
     """Raise where a live owner has the file locked; remove a file that orphans of a dead owner keep locked."""
     owner = _owner(descriptor)
-    if not owner:
+    if not owner and may_wait:
         # Locked and not yet signed, or just released: look again.
         time.sleep(0.01)
-    elif _is_dead(owner, descriptor):
+    elif owner and not _shows_life(path, owner, descriptor, is_locked=True):
         logger.warning("taking over %s from %s, which is gone", path, _describe(owner))
         path.unlink(missing_ok=True)
     else:
@@ -224,20 +267,32 @@ def _check_signature(path: Path, descriptor: int, *, has_locks: bool) -> None:
     if not owner:
         return
     reaches = has_locks and owner.get("host") == socket.gethostname()
-    if not reaches and _shows_life(path, owner, descriptor):
+    if not reaches and _shows_life(path, owner, descriptor, is_locked=False):
         raise _locked(path, owner)
     logger.warning("taking over %s from %s, which is gone", path, _describe(owner))
 
 
-def _shows_life(path: Path, owner: dict[str, Any], descriptor: int) -> bool:
-    """Wait until the owner is known to be dead, or touches its lock: a job that restarts on another machine goes on."""
-    seen = os.fstat(descriptor).st_mtime_ns
-    if not _is_dead(owner, descriptor) and not _is_near(owner):
-        logger.warning("waiting up to %.0f s for a sign of life of %s at %s", STALE_SECONDS, _describe(owner), path)
-    while not _is_dead(owner, descriptor):
-        if _is_near(owner) or not _is_same_file(path, descriptor) or os.fstat(descriptor).st_mtime_ns != seen:
-            return True
+def _shows_life(path: Path, owner: dict[str, Any], descriptor: int, *, is_locked: bool) -> bool:
+    """Whether the owner lives. Where that cannot be told, wait for it to touch its lock, or let so much time pass.
+
+    The file's time is not compared with this machine's clock alone: one of them may be minutes ahead.
+    """
+    is_alive = _is_alive(owner)
+    if is_alive is not None:
+        return is_alive
+    seen = os.fstat(descriptor).st_mtime
+    age = time.time() - seen
+    if age <= STALE_SECONDS and (is_locked or _is_near(owner)):
+        return True
+    if age > FORGOTTEN_SECONDS:
+        return False
+    seconds = SILENCE_SECONDS if age > STALE_SECONDS else STALE_SECONDS
+    logger.warning("waiting up to %.0f s for a sign of life of %s at %s", seconds, _describe(owner), path)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
         time.sleep(HEARTBEAT_SECONDS / 30)
+        if not _is_same_file(path, descriptor) or os.fstat(descriptor).st_mtime != seen:
+            return True
     return False
 
 

@@ -84,7 +84,9 @@ class Publication:
             owns_name: a directory of that name is replaced with all its files, also those that no checkpoint wrote.
             is_locked: the caller holds the lock of the directory around it; otherwise `target` has one for this save.
         """
-        self.target = Path(os.path.realpath(target))  # the target of a link is replaced, not the link
+        # Of a link that the user has named, the target is replaced; one among a run's checkpoints is replaced itself.
+        real = os.path.realpath
+        self.target = Path(real(target.parent), target.name) if is_locked else Path(real(target))
         self.process = process
         self.step = step
         self.commits = process.is_local_main if each_node else process.is_main
@@ -261,7 +263,5 @@ class Publication:
         )
         self.num_bytes = manifest.num_bytes
         text = manifest.encode()
-        for name in (MANIFEST_NAME, MARKER_NAME):
-            (staged.path / name).unlink(missing_ok=True)  # of a commit that failed, and is tried again
         write_durably(staged.path / MANIFEST_NAME, text)
         write_durably(staged.path / MARKER_NAME, manifest.digest(text))

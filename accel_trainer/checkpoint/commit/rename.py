@@ -71,7 +71,7 @@ def publish_name(staged: Path, target: Path) -> Path | None:
     one is moved aside first, and `recover_target` brings it back after a kill in between.
     """
     leftover = None
-    if not target.exists() or not any(target.iterdir()):
+    if not os.path.lexists(target) or (not target.is_symlink() and not any(target.iterdir())):
         os.rename(staged, target)
     elif _exchange(staged, target):
         leftover = staged
@@ -85,15 +85,16 @@ def publish_name(staged: Path, target: Path) -> Path | None:
 
 def recover_target(target: Path) -> None:
     """Bring back the checkpoint that a save had moved aside when it was killed; one process calls it."""
-    aside = next(iter(sorted(target.parent.glob(f".old-{glob.escape(target.name)}{_UNIQUE}"))), None)
-    if aside is None or target.exists():
+    asides = target.parent.glob(f".old-{glob.escape(target.name)}{_UNIQUE}")
+    aside = next(iter(sorted(path for path in asides if not path.is_symlink())), None)
+    if aside is None or os.path.lexists(target):
         return
     try:
         lock = DirectoryLock.take(lock_of(target))
-    except CheckpointLockedError:
+    except (CheckpointLockedError, ConfigError):
         return  # the save is alive, and about to give the new one its name
     try:
-        if target.exists():
+        if os.path.lexists(target):
             return
         try:
             os.rename(aside, target)
@@ -106,10 +107,13 @@ def recover_target(target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory that has lost its name; a failure is a warning."""
-    if path.exists():
+    """Remove a directory, or a link, that has lost its name; a failure is a warning. No link is followed."""
+    if os.path.lexists(path):
         try:
-            shutil.rmtree(path)
+            if path.is_symlink():
+                path.unlink()
+            else:
+                shutil.rmtree(path)
         except OSError as error:
             logger.warning("%s could not be removed (%s); remove it by hand", path, error)
 
@@ -122,6 +126,8 @@ def sweep(directory: Path, name: str | None = None) -> None:
     pattern = "*" if name is None else glob.escape(name)
     for kind in (".tmp", ".trash", ".old"):
         for path in directory.glob(f"{kind}-{pattern}{_UNIQUE}"):
+            if path.is_symlink():
+                continue  # no save leaves one
             target = path.with_name(path.name.removeprefix(f"{kind}-")[: -len("-01234567")])
             lock = DirectoryLock.take_free(lock_of(target)) if name is None else None
             if name is None and lock is None:

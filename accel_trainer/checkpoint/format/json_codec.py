@@ -82,7 +82,7 @@ def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
     """
     try:
         return _decode(data, tensors)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
         if isinstance(error, IncompatibleCheckpointError):
             raise
         raise CorruptCheckpointError(f"the JSON of a state holds what no state has: {error}") from error

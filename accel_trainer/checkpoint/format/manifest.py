@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -17,6 +18,13 @@ from typing import Any
 
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.checksums import CHECKSUM, CHECKSUMS, FileEntry
+from accel_trainer.checkpoint.format.regular_files import (
+    MAX_JSON_BYTES,
+    MAX_JSON_ITEMS,
+    as_corrupt,
+    parse_json,
+    read_regular,
+)
 from accel_trainer.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -31,7 +39,6 @@ __all__ = [
     "Manifest",
     "TensorEntry",
     "check_name",
-    "parse_json",
 ]
 
 FORMAT_VERSION = 3
@@ -39,8 +46,11 @@ FORMAT_VERSION = 3
 
 MANIFEST_NAME = "manifest.json"
 MARKER_NAME = "COMMITTED"
-# Parsed JSON takes several times its text: a damaged or forged length must not exhaust the memory.
-MAX_MANIFEST_BYTES = 256 * 2**20
+_FREE_ITEMS, _BYTES_PER_ITEM = 200_000, 4
+"""A manifest has at most so many items, and one more for so many bytes of the files that it describes.
+
+Each tensor has 9 of them, and stands in the header of its file, too, in 50 bytes or more.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +145,13 @@ class Manifest:
             IncompatibleCheckpointError: its format is newer than this version reads.
         """
         path = directory / MANIFEST_NAME
-        if not path.is_file():
+        if not os.path.lexists(path):
             raise CheckpointNotFoundError(f"no checkpoint in {directory.absolute()}: {MANIFEST_NAME} is missing")
-        if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise CorruptCheckpointError(f"{path.absolute()} has {path.stat().st_size} bytes; it is no manifest")
-        text = path.read_bytes()
+        text = read_regular(path, MAX_JSON_BYTES)
         digest = hashlib.sha256(text).hexdigest()
         marker = directory / MARKER_NAME
-        committed = marker.read_text(errors="replace").strip() if marker.is_file() else None
+        has_marker = os.path.lexists(marker)
+        committed = read_regular(marker, 4096).decode(errors="replace").strip() if has_marker else None
         if committed not in (None, digest):
             _read_object(text, path)
             raise CorruptCheckpointError(
@@ -155,8 +164,9 @@ class Manifest:
                 f"{directory.absolute()} is incomplete: {MARKER_NAME} is missing, so its save never ended; load another"
             )
         try:
-            return cls._decode(data)
-        except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
+            with as_corrupt(path):
+                return cls._decode(data)
+        except ConfigError as error:
             raise CorruptCheckpointError(
                 f"{path.absolute()} is not a manifest ({type(error).__name__}: {error}); load another checkpoint"
             ) from error
@@ -177,7 +187,7 @@ class Manifest:
             world_size=int(data["world_size"]),
             step=data["step"],
             files={
-                name: FileEntry(int(entry["bytes"]), str(entry[key]), tuple(entry.get("blocks", ())))
+                name: FileEntry(int(entry["bytes"]), str(entry[key]), tuple(map(str, entry.get("blocks", ()))))
                 for name, entry in data["files"].items()
             },
             tensors={
@@ -199,13 +209,30 @@ def _encode_tensor(entry: TensorEntry) -> dict[str, Any]:
 
 
 def _decode_tensor(data: dict[str, Any]) -> TensorEntry:
-    offsets = tuple(data["offsets"]) if "offsets" in data else None
-    return TensorEntry(data["dtype"], tuple(data["shape"]), offsets, tuple(data["sizes"]) if offsets else None)
+    offsets = _numbers(data["offsets"]) if "offsets" in data else None
+    return TensorEntry(
+        str(data["dtype"]), _numbers(data["shape"]), offsets, _numbers(data["sizes"]) if offsets else None
+    )
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    numbers = tuple(values)
+    if not all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers):
+        raise ValueError(f"{str(values)[:80]} stands where sizes were expected")
+    return numbers
+
+
+def _max_items(text: bytes, path: Path) -> int:
+    """Return how many items a manifest may have, by the size of its checkpoint."""
+    if text.count(b":") <= _FREE_ITEMS // 2:
+        return _FREE_ITEMS
+    num_bytes = sum(Path(folder, name).lstat().st_size for folder, _, names in os.walk(path.parent) for name in names)
+    return min(_FREE_ITEMS + (num_bytes - len(text)) // _BYTES_PER_ITEM, MAX_JSON_ITEMS)
 
 
 def _read_object(text: bytes, path: Path) -> dict[str, Any]:
     """Return a manifest's content when its format is one that this version reads."""
-    data = parse_json(text, path)
+    data = parse_json(text, path, _max_items(text, path))
     version = data.get("format_version") if isinstance(data, dict) else None
     if not isinstance(version, int) or version < 1:
         raise CorruptCheckpointError(f"{path.absolute()} has no format version; it is not a manifest of accel_trainer")
@@ -235,23 +262,3 @@ def check_name(name: str) -> None:
         raise ConfigError(f"{name!r} is not a file name inside a checkpoint; use a relative path without '..'")
     if name in (MANIFEST_NAME, MARKER_NAME):
         raise ConfigError(f"{name!r} is written by the store itself; choose another name")
-
-
-def parse_json(text: bytes, path: Path) -> Any:
-    """Return the JSON in `text`; a key that stands twice is an error.
-
-    Raises:
-        CorruptCheckpointError: it is no JSON.
-    """
-    try:
-        return json.loads(text, object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{path.absolute()} is not JSON ({error}); load another checkpoint") from error
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
-    return data

@@ -10,7 +10,8 @@ from pathlib import Path
 from accel_trainer import logging
 from accel_trainer.checkpoint.format.checksums import BLOCK_BYTES, FileEntry, hash_blocks, make_entry, num_blocks
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest
-from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError
+from accel_trainer.checkpoint.format.regular_files import check_regular
+from accel_trainer.errors import CorruptCheckpointError
 
 __all__ = ["check_checkpoint", "check_files", "list_files", "refuse_extra_files", "warn_of_writers"]
 
@@ -102,13 +103,10 @@ def check_files(directory: Path, manifest: Manifest, names: Iterable[str], mode:
 
 def _check_place(directory: Path, name: str, entry: FileEntry, mode: str) -> None:
     path = directory / name
-    if not path.is_file():
-        raise CheckpointNotFoundError(f"{path.absolute()} is missing; the checkpoint is incomplete")
-    if not path.resolve().is_relative_to(directory.resolve()):
-        raise CorruptCheckpointError(f"{path.absolute()} is a link to {path.resolve()}, out of its checkpoint")
-    if mode != "off" and path.stat().st_size != entry.num_bytes:
+    num_bytes = check_regular(path, directory).st_size
+    if mode != "off" and num_bytes != entry.num_bytes:
         raise CorruptCheckpointError(
-            f"{path.absolute()} has {path.stat().st_size} bytes, and {entry.num_bytes} were written; it was cut or "
+            f"{path.absolute()} has {num_bytes} bytes, and {entry.num_bytes} were written; it was cut or "
             f"changed after the save. Load another checkpoint, or {_IF_CHANGED_ON_PURPOSE}"
         )
 

@@ -17,6 +17,7 @@ import torch
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME
+from accel_trainer.checkpoint.format.regular_files import as_corrupt
 from accel_trainer.checkpoint.interop.dcp import METADATA_NAME, DcpDirectory
 from accel_trainer.checkpoint.interop.export import find_weights
 from accel_trainer.checkpoint.train_state import TrainState, read_on_main
@@ -59,9 +60,10 @@ def load_accelerate_or_dcp_state(directory: Path, state: TrainState, process: Pr
             loads.append(unit.plan_full_model_load(weights or {}))
         if state.has_optimizer[index]:
             own = unit.full_optimizer_state()
-            stored = read_on_main(process, section, partial(_optimizer, directory, index, own))
+            with as_corrupt(directory):
+                stored = read_on_main(process, section, partial(_optimizer, directory, index, own))
             loads.append(unit.plan_full_optimizer_load(stored or {}))
-    with raise_together(process, section):
+    with raise_together(process, section), as_corrupt(directory):
         small = _read_small(directory, state) if has_all else []
     for load in loads:
         load()

@@ -19,13 +19,21 @@ import torch
 from torch import Tensor
 
 from accel_trainer.checkpoint.format.boxes import Box, Index
+from accel_trainer.checkpoint.format.regular_files import check_regular, read_regular
 from accel_trainer.checkpoint.shards import ShardedTensors, TensorShards
-from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
+from accel_trainer.checkpoint.weights.reading import check_torch_bytes
+from accel_trainer.errors import (
+    AccelTrainerError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
 
 __all__ = ["METADATA_NAME", "DcpDirectory"]
 
 METADATA_NAME = ".metadata"
 _MAX_METADATA_BYTES = 256 * 2**20
+_MAX_DEPTH = 32
 
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": (
@@ -102,23 +110,28 @@ class DcpDirectory(ShardedTensors):
         self.paths: dict[str, tuple[Any, ...]] = {}
         """Keys of the nested state for each flat name, where the writer has noted them."""
         self._objects: dict[str, _Item] = {}
+        self._sizes: dict[str, int] = {}
         try:
             self._read(_read_records(directory / METADATA_NAME))
-        except (AttributeError, KeyError, TypeError, IndexError) as error:
+        except (AttributeError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+            if isinstance(error, AccelTrainerError):
+                raise
+            # Without the error's text: it may quote a value, which an author of ill will can make as long as he likes.
             raise CorruptCheckpointError(
-                f"{directory / METADATA_NAME} is not the metadata of a checkpoint ({type(error).__name__}: {error})"
+                f"{directory / METADATA_NAME} is not the metadata of a checkpoint ({type(error).__name__})"
             ) from error
 
     def _read(self, metadata: Any) -> None:
-        items = {(index.fqn, _offset(index)): self._item(info) for index, info in metadata.storage_data.items()}
-        self.paths = {name: tuple(path) for name, path in (getattr(metadata, "planner_data", None) or {}).items()}
+        items = {(_text(index.fqn), _offset(index)): self._item(info) for index, info in metadata.storage_data.items()}
+        self.paths = self._read_paths(getattr(metadata, "planner_data", None) or {})
         for name, kind in metadata.state_dict_metadata.items():
+            _text(name)
             if not hasattr(kind, "chunks"):
                 self._objects[name] = items[name, None]
                 continue
-            entry = TensorShards(kind.properties.arguments[0], tuple(kind.size))
+            entry = TensorShards(_dtype(kind.properties.arguments[0]), _numbers(kind.size))
             for chunk in kind.chunks:
-                box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+                box = Box(_numbers(chunk.offsets), _numbers(chunk.sizes))
                 item = items[name, box.offsets]
                 if not box.fits(entry.shape) or prod(box.sizes) * entry.dtype.itemsize > item.length:
                     raise CorruptCheckpointError(
@@ -128,21 +141,34 @@ class DcpDirectory(ShardedTensors):
                 entry.places.append(item)
             self.tensors[name] = entry
 
+    def _read_paths(self, planned: Any) -> dict[str, tuple[Any, ...]]:
+        paths = {_text(name): tuple(map(_key, path)) for name, path in planned.items()}
+        if any(len(path) > _MAX_DEPTH for path in paths.values()):
+            raise CorruptCheckpointError(
+                f"{self.path / METADATA_NAME} has objects in more than {_MAX_DEPTH} dicts and lists, which is the bound"
+            )
+        return paths
+
     def _item(self, info: Any) -> _Item:
-        file, path = str(info.relative_path), self.path / str(info.relative_path)
+        file = _text(info.relative_path)
+        path = self.path / file
         if getattr(info, "transform_descriptors", None):
+            raise IncompatibleCheckpointError(f"{path} is compressed; save it without stream transformations")
+        if Path(file).name != file:
             raise IncompatibleCheckpointError(
-                f"{path} is compressed ({info.transform_descriptors}); save it without stream transformations"
+                f"{self.path / METADATA_NAME} names {file[:200]!r}, which is not a plain file beside it; do not load it"
             )
-        if Path(file).name != file or path.is_symlink():
-            raise IncompatibleCheckpointError(
-                f"{self.path / METADATA_NAME} names {file!r}, which is not a plain file beside it; do not load it"
-            )
-        if not path.is_file():
-            raise CheckpointNotFoundError(f"{self.path / METADATA_NAME} names {file!r}, which is missing")
-        if info.offset < 0 or info.length < 0 or info.offset + info.length > path.stat().st_size:
-            raise CorruptCheckpointError(f"{path} is too short: something lies at {info.offset} + {info.length} bytes")
-        return _Item(file, info.offset, info.length)
+        if file not in self._sizes:
+            try:
+                self._sizes[file] = check_regular(path).st_size
+            except CheckpointNotFoundError as error:
+                raise CheckpointNotFoundError(
+                    f"{self.path / METADATA_NAME} names {file!r}, which is missing"
+                ) from error
+        offset, length = _numbers((info.offset, info.length))
+        if offset + length > self._sizes[file]:
+            raise CorruptCheckpointError(f"{path} is too short: something lies at {offset} + {length} bytes")
+        return _Item(file, offset, length)
 
     def read_shard(self, name: str, shard: int, index: Index) -> Tensor:
         """Return a slice of one stored shard; see `ShardedTensors.read_shard`."""
@@ -177,6 +203,8 @@ class DcpDirectory(ShardedTensors):
         with open(self.path / item.file, "rb") as file:
             file.seek(item.offset)
             content = io.BytesIO(file.read(item.length))
+        check_torch_bytes(content, self.path / item.file)
+        content.seek(0)
         try:
             return torch.load(content, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
@@ -190,9 +218,7 @@ class DcpDirectory(ShardedTensors):
 def _read_records(path: Path) -> Any:
     if not path.is_file():
         raise CheckpointNotFoundError(f"no {path.name} in {path.parent.absolute()}: its save has not ended")
-    if path.stat().st_size > _MAX_METADATA_BYTES:
-        raise CorruptCheckpointError(f"{path} has {path.stat().st_size} bytes; it is no metadata of a checkpoint")
-    with open(path, "rb") as file:
+    with io.BytesIO(read_regular(path, _MAX_METADATA_BYTES)) as file:
         try:
             return _RecordUnpickler(file).load()
         except _RefusedError as error:
@@ -201,12 +227,39 @@ def _read_records(path: Path) -> Any:
                 "contains; do not"
             ) from error
         except Exception as error:  # a damaged pickle raises almost anything
-            raise CorruptCheckpointError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+            raise CorruptCheckpointError(f"{path} cannot be read ({type(error).__name__})") from error
+
+
+# Of what a pickle holds, only values of a known type are looked at: the same list twice in a list, thirty times over,
+# is a hundred bytes in the file, and whoever compares or prints it does not come to an end.
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} stands where a name was expected")
+    return value
+
+
+def _key(value: Any) -> str | int:
+    return value if isinstance(value, int) else _text(value)
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    numbers = tuple(values)
+    if len(numbers) > 64 or not all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers):
+        raise TypeError("something else stands where sizes were expected")
+    return numbers
+
+
+def _dtype(value: Any) -> torch.dtype:
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"a {type(value).__name__} stands where a dtype was expected")
+    return value
 
 
 def _offset(index: Any) -> tuple[int, ...] | None:
     offset = getattr(index, "offset", None)
-    return None if offset is None else tuple(offset)
+    return None if offset is None else _numbers(offset)
 
 
 def _with_lists(node: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from accel_trainer.checkpoint.commit.disk import explain_full_disk
-from accel_trainer.checkpoint.format.manifest import parse_json
+from accel_trainer.checkpoint.format.regular_files import create_file, read_json
 from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 
@@ -53,8 +53,8 @@ def offload_weight(
     begun = path.with_name(f"{path.name}.incomplete")
     values = weight.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
     try:
-        with explain_full_disk(path, weight.nbytes):
-            begun.write_bytes(values.data)
+        with explain_full_disk(path, weight.nbytes), create_file(begun) as file:
+            file.write(values.data)
         os.replace(begun, path)
     finally:
         begun.unlink(missing_ok=True)
@@ -107,7 +107,7 @@ def read_offload_index(offload_folder: str | os.PathLike[str]) -> Index:
     """
     path = Path(offload_folder, OFFLOAD_INDEX_NAME)
     try:
-        found = parse_json(path.read_bytes(), path)
+        found = read_json(path)
     except FileNotFoundError:
         raise CheckpointNotFoundError(
             f"{path.absolute()} is missing; expected the index of offloaded weights, as offload_state_dict() writes it"
@@ -127,7 +127,8 @@ def save_offload_index(index: Index | None, offload_folder: str | os.PathLike[st
         path = Path(offload_folder, OFFLOAD_INDEX_NAME)
         known = read_offload_index(offload_folder) if path.is_file() else {}
         begun = path.with_name(f"{path.name}.incomplete")
-        begun.write_text(json.dumps({**known, **index}, indent=2))
+        with create_file(begun) as file:
+            file.write(json.dumps({**known, **index}, indent=2).encode())
         os.replace(begun, path)
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
-from collections.abc import Iterator, Mapping
+import re
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -14,11 +19,28 @@ from torch import Tensor
 
 from accel_trainer.checkpoint.format.boxes import Index
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME
+from accel_trainer.checkpoint.format.regular_files import as_corrupt, check_regular
 from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile, TensorReader
 from accel_trainer.checkpoint.weights.writing import read_index
-from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError, IncompatibleCheckpointError
+from accel_trainer.errors import (
+    AccelTrainerError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
 
-__all__ = ["BroadcastFiles", "WeightFiles", "find_weight_file", "load_torch_file"]
+__all__ = [
+    "BroadcastFiles",
+    "WeightFiles",
+    "check_torch_bytes",
+    "check_torch_file",
+    "find_weight_file",
+    "load_torch_file",
+]
+
+_MAX_PICKLE_BYTES = 256 * 2**20
+_BUFFER = re.compile(rb"c(__builtin__|builtins)\nbytearray\n")
+"""The opcode by which torch's restricted unpickler, which allows it, gets at a buffer of any length."""
 
 
 class WeightFiles(TensorReader):
@@ -32,7 +54,9 @@ class WeightFiles(TensorReader):
             IncompatibleCheckpointError: a file cannot be read as weights.
         """
         self.path = path = find_weight_file(checkpoint) if checkpoint.is_dir() else checkpoint
-        if not path.is_file():
+        if checkpoint.is_dir():
+            check_regular(path)
+        elif not path.is_file():
             raise CheckpointNotFoundError(f"no file {path.absolute()}; expected a directory or a file of weights")
         self._open = lru_cache(1)(lambda file: _open_file(path.parent / file))
         if path.name.endswith(".index.json"):
@@ -42,13 +66,23 @@ class WeightFiles(TensorReader):
             self._files = dict.fromkeys(self._open(path.name), path.name)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._open(self._files[name])[name]
+        return self._holding(name)[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 
     def __len__(self) -> int:
         return len(self._files)
+
+    def _holding(self, name: str) -> TensorReader:
+        """Return the file that holds a tensor, opened."""
+        opened = self._open(self._files[name])
+        if name not in opened:
+            raise CorruptCheckpointError(
+                f"{self.file_of(name).absolute()} lacks {name!r}, which the index beside it says it holds; save the "
+                "weights again"
+            )
+        return opened
 
     def file_of(self, name: str) -> Path:
         """Return the file that holds a tensor."""
@@ -60,15 +94,15 @@ class WeightFiles(TensorReader):
 
     def fill(self, name: str, index: Index, target: Tensor) -> None:
         """Copy a slice of a tensor into `target`; see `SafetensorsFile.fill`."""
-        self._open(self._files[name]).fill(name, index, target)
+        self._holding(name).fill(name, index, target)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading its values."""
-        return self._open(self._files[name]).shape(name)
+        return self._holding(name).shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor without reading its values."""
-        return self._open(self._files[name]).dtype(name)
+        return self._holding(name).dtype(name)
 
 
 class BroadcastFiles(TensorReader):
@@ -172,13 +206,70 @@ def _open_file(path: Path) -> TensorReader:
     return _TensorDict(state)
 
 
+def check_torch_file(path: Path) -> None:
+    """Refuse one of torch's files that would take far more memory than its size on the disk, or is no regular file.
+
+    Raises:
+        CheckpointNotFoundError: there is no file.
+        CorruptCheckpointError: it is compressed, its pickle is too large, or asks for a buffer of any length it likes.
+    """
+    check_regular(path)
+    with open(path, "rb") as file:
+        check_torch_bytes(file, path)
+
+
+def check_torch_bytes(file: BinaryIO, path: Path) -> None:
+    """As `check_torch_file`, of an open file whose name is `path`."""
+    is_archive = file.read(4) == b"PK\3\4"
+    file.seek(0)
+    # Up to torch 1.5: one pickle after the other, then the values of the tensors.
+    pickles = _pickles_in(file, path) if is_archive else [file.read(_MAX_PICKLE_BYTES)]
+    if any(_BUFFER.search(pickled) for pickled in pickles):
+        raise CorruptCheckpointError(
+            f"{path.absolute()} holds a bytearray, which can ask for memory without bound (0 of them are read); save "
+            "tensors, numbers, strings, lists and dicts"
+        )
+
+
+def _pickles_in(file: BinaryIO, path: Path) -> list[bytes]:
+    """Return the pickles in an archive of torch's, once it is known to expand to no more than its size."""
+    num_bytes = file.seek(0, os.SEEK_END)
+    try:
+        with as_corrupt(path, NotImplementedError, struct.error), zipfile.ZipFile(file) as archive:
+            _check_members(archive.infolist(), num_bytes, path)
+            return [archive.read(member) for member in archive.infolist() if member.filename.endswith(".pkl")]
+    except (zipfile.BadZipFile, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a place before the beginning of the file
+            raise
+        raise CorruptCheckpointError(
+            f"{path.absolute()} ends too early, or is damaged ({error}); load another one"
+        ) from error
+
+
+def _check_members(members: Sequence[zipfile.ZipInfo], num_bytes: int, path: Path) -> None:
+    expanded = sum(member.file_size for member in members)
+    if expanded > num_bytes or any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        raise CorruptCheckpointError(
+            f"{path.absolute()} is compressed: its {num_bytes:,} bytes are {expanded:,} in memory, and no more than "
+            "the file has are read. torch.save() does not compress: save it anew"
+        )
+    num_pickled = sum(member.file_size for member in members if member.filename.endswith(".pkl"))
+    if num_pickled > _MAX_PICKLE_BYTES:
+        raise CorruptCheckpointError(
+            f"{path.absolute()} holds {num_pickled:,} bytes of pickles, and at most {_MAX_PICKLE_BYTES:,} are read; "
+            "the values of tensors lie beside them. Load another checkpoint"
+        )
+
+
 def load_torch_file(path: Path, *, is_mapped: bool = False) -> Any:
     """Return the plain data in a file of torch's. Mapped, which takes a zip file, its tensors stay in it until used.
 
     Raises:
         CheckpointNotFoundError: there is no file.
+        CorruptCheckpointError: it is damaged, or takes more memory than its size; see `check_torch_file`.
         IncompatibleCheckpointError: it cannot be read, or holds more than tensors, numbers, strings, lists and dicts.
     """
+    check_torch_file(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except FileNotFoundError:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_trainer.checkpoint.commit.disk import explain_full_disk, fsync_path, write_durably
-from accel_trainer.checkpoint.format.manifest import parse_json
+from accel_trainer.checkpoint.format.regular_files import check_regular, create_file, read_json
 from accel_trainer.checkpoint.format.safetensors_file import (
     LazyRead,
     LazyTensor,
@@ -205,7 +205,7 @@ def _write_shard(path: Path, shard: State, made: Iterator[Tensor], safe_serializ
     lazy = _lazy_tensors(shard, safe_serialization)
     taken = {id(tensor): LazyRead(tensor.dtype, tensor.shape, partial(next, made)) for tensor in lazy}
     state = {name: taken.get(id(tensor), tensor) for name, tensor in shard.items()}
-    with explain_full_disk(path, tensor_file_bytes(shard)), open(path, "wb") as file:
+    with explain_full_disk(path, tensor_file_bytes(shard)), create_file(path) as file:
         if safe_serialization:
             write_tensor_file(file, state)
         else:
@@ -344,7 +344,6 @@ def _incomplete(path: Path) -> Path:
 def _replace_index(path: Path, index: Any) -> None:
     """Write an index in place of an older one, in one step of the filesystem."""
     temporary = _incomplete(path)
-    temporary.unlink(missing_ok=True)
     try:
         write_durably(temporary, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
         os.replace(temporary, path)
@@ -373,7 +372,7 @@ def _publish(directory: Path, names: Sequence[str], index: Path | None, shards: 
 def _set_aside(index: Path, names: Sequence[str]) -> None:
     """Have an old index name its shards otherwise where `names` has them; it goes where the filesystem cannot link."""
     try:
-        old = parse_json(index.read_bytes(), index)
+        old = read_json(index)
         weight_map = dict(old["weight_map"])
         taken = set(weight_map.values()) & set(names)
         aside = {name: "{}-old-{}".format(*name.split("-", 1)) for name in taken}
@@ -396,11 +395,11 @@ def read_index(path: Path) -> dict[str, str]:
     """Return which file beside the index `path` holds which tensor.
 
     Raises:
-        IncompatibleCheckpointError: it is no index, or names a file outside its directory.
+        IncompatibleCheckpointError: it is no index, or names a file outside its directory, be it through a link.
         CheckpointNotFoundError: it names a file that is missing.
     """
     try:
-        content = parse_json(path.read_bytes(), path)
+        content = read_json(path)
         is_bare = bool(content) and all(isinstance(value, str) for value in content.values())
         weight_map: dict[str, str] = dict(content if is_bare else content["weight_map"])
     except (AttributeError, ValueError, KeyError, TypeError) as error:
@@ -408,9 +407,13 @@ def read_index(path: Path) -> dict[str, str]:
             f"{path} is not an index of weights ({type(error).__name__}: {error}); expected a JSON object with "
             "'weight_map'. Save the weights again"
         ) from error
-    for name in sorted(set(weight_map.values())):
+    for name in sorted({str(name) for name in weight_map.values()}):
         if Path(name).name != name:
-            raise IncompatibleCheckpointError(f"{path} names {name!r}, which is not a plain file name; do not load it")
-        if not (path.parent / name).is_file():
-            raise CheckpointNotFoundError(f"{path} names {name!r}, which is missing")
+            raise IncompatibleCheckpointError(
+                f"{path} names {name[:200]!r}, which is not a plain file name; do not load it"
+            )
+        try:
+            check_regular(path.parent / name)
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(f"{path} names {name!r}, which is missing") from error
     return weight_map

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from accel_trainer import logging
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.boxes import Box
-from accel_trainer.checkpoint.format.json_codec import decode
+from accel_trainer.checkpoint.format.json_codec import OWN_STATE, decode
 from accel_trainer.checkpoint.format.manifest import Manifest, TensorEntry
 from accel_trainer.checkpoint.format.placement import local_box
+from accel_trainer.checkpoint.format.regular_files import as_corrupt
 from accel_trainer.checkpoint.format.safetensors_file import LazyRead, LazyTensor
 from accel_trainer.checkpoint.reader import StoredCheckpoint
 from accel_trainer.checkpoint.shards import ShardedTensors, StoredShards, stored_tensors
@@ -275,9 +276,13 @@ class BaseCheckpointIO(CheckpointIO, ABC):
 
     def match_saved_groups(self, state: Mapping[str, Any], source: Path) -> list[Any]:
         """Return the saved parameter groups in the order of the optimizers' own; refuse those of other parameters."""
-        groups = match_groups(state, self.group_names())
-        if isinstance(groups, str):
-            raise IncompatibleCheckpointError(f"{source.absolute()}: {groups}")
+        with as_corrupt(source):
+            groups = match_groups(state, self.group_names())
+            if isinstance(groups, str):
+                raise IncompatibleCheckpointError(f"{source.absolute()}: {groups}")
+            entries = [*state["state"].values(), *groups, *(group.get(OWN_STATE, {}) for group in groups)]
+            if not all(isinstance(entry, Mapping) for entry in entries):
+                raise TypeError("an optimizer's state is no mapping of names to values")
         return groups
 
     # --- checkpoints in shards --------------------------------------------------------------------------------------
@@ -349,20 +354,23 @@ class BaseCheckpointIO(CheckpointIO, ABC):
     def _read_outline(self, stored: StoredCheckpoint, prefix: str) -> Any:
         """Return the content of PREFIX.json; refuse another engine's layout."""
         outline = stored.json(f"{prefix}.json")
-        if outline["engine"] != _ENGINE:
-            raise IncompatibleCheckpointError(
-                f"{stored.path.absolute()} was saved by {outline['engine']!r}, whose state has a layout of its own, "
-                f"and this run trains {type(self.module).__name__} with {self.engine_name}; load it with the strategy "
-                f"that saved it, or load the weights that `accel-trainer ckpt export {stored.path} OUT` makes of it"
-            )
-        return outline
+        with as_corrupt(stored.path / f"{prefix}.json"):
+            engine = str(outline["engine"])
+            if engine == _ENGINE:
+                tied = {str(alias): str(name) for alias, name in outline["tied"].items()}
+                return {"tied": tied, "optimizer": outline["optimizer"]}
+        raise IncompatibleCheckpointError(
+            f"{stored.path.absolute()} was saved by {engine!r}, whose state has a layout of its own, and "
+            f"this run trains {type(self.module).__name__} with {self.engine_name}; load it with the strategy that "
+            f"saved it, or load the weights that `accel-trainer ckpt export {stored.path} OUT` makes of it"
+        )
 
     def _plan_model(
         self, stored: StoredCheckpoint, shards: ShardedTensors, tied: Mapping[str, str], reads: Reads
     ) -> None:
         own, extra = dict(self.model_tensors()), self._extra_states()
         saved = {name: torch.empty(shards.shape(name), device="meta") for name in shards}
-        saved |= {alias: saved[name] for alias, name in tied.items()}
+        saved |= {alias: saved[name] for alias, name in tied.items() if name in saved}
         pairs = match_model(self.module, own, saved, True, self.shape_of)
         if isinstance(pairs, str):
             raise IncompatibleCheckpointError(f"{stored.path.absolute()}: {pairs}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
+import os
 import re
 import zipfile
 from collections import deque
@@ -20,9 +20,11 @@ from transformers import TrainerState, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.format.manifest import Manifest
+from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, Manifest
+from accel_trainer.checkpoint.format.regular_files import as_corrupt, check_regular, read_json
 from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile
 from accel_trainer.checkpoint.selection import CheckpointKind, Selection
+from accel_trainer.checkpoint.weights.reading import check_torch_file, load_torch_file
 from accel_trainer.data.index_source import length_of
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.data.plan import mix_seed
@@ -40,6 +42,7 @@ __all__ = [
     "TRAINER_STATE_NAME",
     "PassStreams",
     "Resumption",
+    "check_torch_files",
     "files_to_read",
     "pass_streams_name",
     "rest_of_pass",
@@ -52,6 +55,7 @@ TRAINER_STATE_NAME = "trainer_state.json"
 _READ_BY_RANK_0 = re.compile(r"(model|pytorch_model|trained_weights)[^/]*|([^/]+/)?adapter_model[^/]*|optimizer\.bin")
 """Of a sharded Trainer's checkpoint; the other ranks are sent their shards."""
 _RANDOM_STREAMS = re.compile(r"(?:epoch_)?rng_state(?:_(\d+))?\.pth")
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 
 @dataclass
@@ -112,7 +116,8 @@ class Resumption:
         if saved is None or not isinstance(loader, PreparedDataLoader):
             return values
         steps, max_steps = values[5:]
-        position = Position.read(saved)
+        with as_corrupt(self.path / MANIFEST_NAME):
+            position = Position.read(saved)
         self._compare_lengths(position, loader, is_ignored=args.ignore_data_skip)
         if position.is_complete:
             position = Position(epoch=position.epoch + 1, seed=position.seed)
@@ -196,7 +201,7 @@ class Resumption:
         path = self.path / pass_streams_name(process.rank)
         if isinstance(loader, PreparedDataLoader) or not path.is_file():
             return
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        saved = load_torch_file(path)
         if is_within_pass:
             set_rng_state(saved["streams"])
         states = saved["generators" if is_within_pass else "generators_since"]
@@ -315,16 +320,30 @@ def _check_outline(path: Path) -> None:
     state = path / TRAINER_STATE_NAME
     if not state.is_file():
         raise CheckpointNotFoundError(f"{state.absolute()} is missing, which is written last; its save never ended")
-    try:
-        json.loads(state.read_bytes())
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{state.absolute()} is not JSON ({error}); its save never ended") from error
+    read_json(state)
+    with as_corrupt(state):
+        TrainerState.load_from_json(os.fspath(state))
     for file in sorted(path.iterdir()):
         if file.suffix == ".safetensors":
+            check_regular(file)
             SafetensorsFile(file)
-        # torch's files are archives whose directory is written last.
-        elif file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file):
-            raise CorruptCheckpointError(f"{file.absolute()} ends too early; its save never ended")
+        elif file.suffix in _TORCH_SUFFIXES:
+            check_torch_file(file)
+            # An archive's directory is written last.
+            if not zipfile.is_zipfile(file):
+                raise CorruptCheckpointError(f"{file.absolute()} ends too early; its save never ended")
+
+
+def check_torch_files(path: Path, process: ProcessContext) -> None:
+    """Refuse torch's files in a checkpoint that upstream would wait for, or could not hold in memory.
+
+    Raises:
+        CorruptCheckpointError: see `check_torch_file`.
+    """
+    for file in sorted(path.iterdir()) if path.is_dir() else ():
+        streams = _RANDOM_STREAMS.fullmatch(file.name)
+        if file.suffix in _TORCH_SUFFIXES and (streams is None or int(streams[1] or 0) == process.rank):
+            check_torch_file(file)
 
 
 TRAINER_CHECKPOINTS = CheckpointKind(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,17 +15,19 @@ from accel_trainer import logging
 from accel_trainer.checkpoint.checkpointer import Checkpointer, CheckpointMetrics
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME
+from accel_trainer.checkpoint.format.regular_files import open_own, read_regular
 from accel_trainer.checkpoint.reader import Verify
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import KeptStreams, get_rng_state, set_rng_state
-from accel_trainer.runtime.shared_errors import gather_or_raise
+from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 from accel_trainer.trainer.checkpoint.resuming import (
     PREFIX,
     TRAINER_CHECKPOINTS,
     PassStreams,
     Resumption,
+    check_torch_files,
     files_to_read,
 )
 
@@ -122,6 +125,8 @@ class RunCheckpoints:
         is_own = selection.path.absolute().parent == run_dir.absolute()
         note = UpdateNote.read(run_dir) if is_own else None
         noted_update = gather_or_raise(process, f"load of {selection.path}", None, note)[0]
+        with raise_together(process, f"load of {selection.path}"):
+            check_torch_files(selection.path, process)
         self.resumption = Resumption(selection, noted_update)
         if selection.stored is None and selection.path.is_dir():
             logger.warning(
@@ -175,7 +180,7 @@ class RunCheckpoints:
         if self._note is not None:
             self._note.saved = step
         elif self.checkpointer.process.is_main:
-            with suppress(OSError):
+            with suppress(OSError, ConfigError):
                 self._note = UpdateNote(run_dir, step)
 
     def close(self, *, is_over: bool) -> None:
@@ -206,14 +211,17 @@ class UpdateNote:
         self.saved = saved
         """The last update of which there is a checkpoint."""
         # Kept open: on a network disk an open and a close would cost every update a round trip or two.
-        self._descriptor = os.open(directory / NOTE_NAME, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._descriptor = open_own(directory / NOTE_NAME)
+        if re.fullmatch(rb"(\d{20}\n)?", os.pread(self._descriptor, 22, 0)) is None:
+            os.close(self._descriptor)
+            raise FileExistsError(f"{directory / NOTE_NAME} is no note of an update")
         self.write(saved)
 
     @staticmethod
     def read(directory: Path) -> int | None:
         """Return the last update that a run has noted there; None where there is no note, or none that can be read."""
         try:
-            return int((directory / NOTE_NAME).read_bytes())
+            return int(read_regular(directory / NOTE_NAME, 21))
         except (OSError, ValueError):
             return None
 

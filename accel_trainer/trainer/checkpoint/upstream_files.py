@@ -36,6 +36,7 @@ from transformers.utils import logging
 
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
+from accel_trainer.checkpoint.format.regular_files import create_file
 from accel_trainer.checkpoint.interop.accelerate_state import name_parameters
 from accel_trainer.checkpoint.interop.export import find_weights
 from accel_trainer.checkpoint.reader import open_checkpoint
@@ -48,6 +49,7 @@ from accel_trainer.checkpoint.weights.adapters import (
     saved_names,
     trained_beside,
 )
+from accel_trainer.checkpoint.weights.reading import load_torch_file
 from accel_trainer.checkpoint.weights.writing import USERS_CLASS, full_state_dicts, gather_to_file
 from accel_trainer.config import StateDictType
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
@@ -108,7 +110,7 @@ def _create(trainer: CheckpointingTrainer, directory: Path, name: str) -> Abstra
     if staged is not None:
         return staged.open(name)
     directory.mkdir(parents=True, exist_ok=True)
-    return open(directory / name, "wb")
+    return create_file(directory / name)
 
 
 def save_model(trainer: CheckpointingTrainer, output_dir: str) -> None:
@@ -429,7 +431,7 @@ def load_optimizer(trainer: CheckpointingTrainer, directory: Path) -> None:
         if trainer.accelerator.is_main_process:
             is_full = (directory / FULL_OPTIMIZER_NAME).is_file()
             path = directory / (FULL_OPTIMIZER_NAME if is_full else PLAIN_OPTIMIZER_NAME)
-            state = name_parameters(torch.load(path, map_location="cpu", weights_only=True), own, path)
+            state = name_parameters(load_torch_file(path), own, path)
     io.load_full_optimizer_state(state)
 
 
@@ -441,7 +443,7 @@ def load_scheduler(trainer: CheckpointingTrainer, directory: Path) -> None:
     """
     scheduler = trainer.lr_scheduler
     with warnings.catch_warnings(record=True) as caught:
-        state = torch.load(directory / SCHEDULER_NAME, weights_only=True)
+        state = load_torch_file(directory / SCHEDULER_NAME)
         saved, groups = state.get("base_lrs"), trainer.optimizer.param_groups
         if saved is not None and len(saved) != len(groups):
             state = _fit_groups(state, len(saved), [bool(group["params"]) for group in groups], directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -331,14 +332,74 @@ def test_r19_a_run_shows_signs_of_life(tmp_path: Path, monkeypatch: pytest.Monke
     os.utime(taken.path, (long_ago, long_ago))
     taken.beat()
     assert time.time() - taken.path.stat().st_mtime < 60
-    # What was long silent is taken over at once.
+    # What was silent for longer than a clock is wrong by is taken over at once.
     path = tmp_path / ".other"
     path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "since": "today"}))
+    long_ago = time.time() - lock.FORGOTTEN_SECONDS - 1
     os.utime(path, (long_ago, long_ago))
     begin = time.monotonic()
     DirectoryLock.take(path).release()
     assert time.monotonic() - begin < HEARTBEAT_SECONDS
     taken.release()
+
+
+@pytest.mark.parametrize("has_flock", [True, False])
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_clock_that_is_minutes_behind_makes_no_dead_run_of_a_live_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_flock: bool, lives: bool
+):
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.3)
+    monkeypatch.setattr(lock, "SILENCE_SECONDS", 1.2)
+    if not has_flock:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    path = tmp_path / "_lock"
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "since": "today"}))
+    behind = time.time() - 2 * STALE_SECONDS
+    os.utime(path, (behind, behind))
+    is_over = threading.Event()
+
+    def beat() -> None:
+        while lives and not is_over.wait(0.3):
+            seconds = time.time() - 2 * STALE_SECONDS
+            os.utime(path, (seconds, seconds))
+
+    other = threading.Thread(target=beat)
+    other.start()
+    try:
+        if lives:
+            with pytest.raises(CheckpointLockedError, match="process 1 on elsewhere"):
+                DirectoryLock.take(path)
+        else:
+            begin = time.monotonic()
+            DirectoryLock.take(path).release()
+            assert time.monotonic() - begin > 1.0
+    finally:
+        is_over.set()
+        other.join()
+
+
+def no_locks(descriptor: int, operation: int) -> None:
+    raise OSError(errno.ENOTSUP, "no locks here")
+
+
+def test_without_system_locks_an_id_that_another_process_has_by_now_does_not_lock_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    path, near = tmp_path / "_lock", {"host": socket.gethostname(), "space": lock._space(), "since": "today"}
+    path.write_text(json.dumps({**near, "pid": os.getppid(), "birth": "an earlier boot 1"}))
+    DirectoryLock.take(path).release()
+    path.write_text(json.dumps({**near, "pid": os.getppid(), "birth": lock._birth(os.getppid())}))
+    long_ago = time.time() - STALE_SECONDS - 1
+    os.utime(path, (long_ago, long_ago))  # stopped, perhaps, and alive
+    with pytest.raises(CheckpointLockedError, match=f"process {os.getppid()} on"):
+        DirectoryLock.take(path)
+    # Release 0.3 did not say when its process began: then its heartbeat counts.
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.3)
+    monkeypatch.setattr(lock, "SILENCE_SECONDS", 0.5)
+    path.write_text(json.dumps({**near, "pid": os.getppid()}))
+    os.utime(path, (long_ago, long_ago))
+    DirectoryLock.take(path).release()
 
 
 def test_r19_a_lock_is_given_back_as_often_as_it_was_taken(tmp_path: Path):

@@ -233,10 +233,10 @@ def test_what_is_left_of_a_retired_checkpoint_is_a_warning(
     for number in range(2):
         publish(tmp_path / f"checkpoint_{number}", str(number))
 
-    def refuse(path: Path, missing_ok: bool = False) -> None:
+    def refuse(path: Path, *, dir_fd: int | None = None) -> None:
         raise PermissionError(errno.EACCES, "not yours", str(path))
 
-    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(os, "unlink", refuse)
     assert retention.retire(tmp_path, 1) == [tmp_path / "checkpoint_0"]
     assert "could not be removed" in caplog.text
     assert "not yours" in caplog.text

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import TrainerCallback
 
 from accel_trainer.checkpoint import checkpointer
+from accel_trainer.errors import CorruptCheckpointError
 from accel_trainer.trainer.checkpoint import run_checkpoints
-from accel_trainer.trainer.checkpoint.run_checkpoints import RunMetrics
+from accel_trainer.trainer.checkpoint.run_checkpoints import RunMetrics, UpdateNote
 from tests.trainer_jobs import build_trainer, summary
 
 CKPT = {"ckpt/stall_s", "ckpt/duration_s", "ckpt/bytes"}
@@ -162,3 +165,53 @@ def test_r18_weights_alone_are_said_to_be_alone(tmp_path: Path, info_log):
 
     assert "contents verified; weights only: optimizer, schedule and random streams are new; data goes" in info_log.text
     assert "lost_steps" not in trainer.checkpoint_metrics
+
+
+def test_no_note_is_written_over_what_is_not_one(tmp_path: Path):
+    precious = tmp_path / "bashrc"
+    precious.write_text("alias ll='ls -l'\n")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "_last_update").symlink_to(precious)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "_last_update").write_text("to be done on Monday\n")
+    (tmp_path / "waits").mkdir()
+    os.mkfifo(tmp_path / "waits" / "_last_update")
+    for name in ("linked", "other", "waits"):
+        assert UpdateNote.read(tmp_path / name) is None
+        build_trainer(str(tmp_path / name), max_steps=3, save_strategy="steps", save_steps=1).train()
+        assert (tmp_path / name / "checkpoint-3" / "COMMITTED").is_file()
+    assert precious.read_text() == "alias ll='ls -l'\n"
+    assert (tmp_path / "other" / "_last_update").read_text() == "to be done on Monday\n"
+
+
+BRACKETS = "[" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("trainer_state.json", lambda path: path.write_text(BRACKETS)),
+        ("trainer_state.json", lambda path: path.write_text('{"global_stop": 6}')),
+        ("scheduler.pt", lambda path: (path.unlink(), os.mkfifo(path))),
+        ("model.safetensors", lambda path: (path.unlink(), os.mkfifo(path))),
+        ("rng_state.pth", lambda path: torch.save({"x": Buffer()}, path)),
+    ],
+)
+def test_a_checkpoint_of_the_stock_trainer_that_cannot_be_read_is_passed_over(
+    run_dir: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Any
+):
+    without_manifest(run_dir)
+    damage(run_dir / "checkpoint-6" / name)
+    trainer, _, _ = resume(run_dir, max_steps=5)
+    assert trainer.state.global_step == 5
+    assert "checkpoint-6 is not a good checkpoint and is passed over" in caplog.text
+    assert name in caplog.text
+    named = next(run_dir.glob("_bad-checkpoint-6-*"))
+    if name in ("scheduler.pt", "rng_state.pth"):
+        with pytest.raises(CorruptCheckpointError, match=rf"{name} (is a FIFO|holds a bytearray)"):
+            resume(run_dir, str(named))
+
+
+class Buffer:
+    def __reduce__(self) -> Any:
+        return bytearray, (2**40,)
