@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 
 __all__ = ["NUM_COLOURS", "Chart", "Series", "draw_chart", "draw_shares", "format_number", "nice_ticks", "thin_out"]
 
@@ -15,6 +16,7 @@ NUM_COLOURS = 7
 # The coordinates of an SVG; the page scales it. The left margin has room for labels at the size of a narrow screen.
 _WIDTH, _HEIGHT = 480, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 14, 12, 44
+_INNER_WIDTH, _INNER_HEIGHT = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _TABLE_ROWS = 24
 
@@ -111,63 +113,83 @@ def draw_chart(chart: Chart, identifier: str) -> str:
     values = [y for each in shown for _, y in each.points]
     steps = [x for each in shown for x, _ in each.points]
     ticks, power = _axis(values, chart.from_zero)
-    units = [chart.unit] if chart.unit else []
-    units += [f"\u00d710{str(power).translate(_SUPERSCRIPTS)}"] if power else []
-    unit = f' <span class="unit">({escape(", ".join(units))})</span>' if units else ""
-    legend = "".join(
-        f"<li>{_swatch(each)}{escape(each.label)}</li>" for each in shown if len(shown) > 1 or each.is_dashed
-    )
     note = f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""
+    plot = _Plot.around(steps, ticks)
     return (
-        f'<figure class="chart" id="{identifier}"><figcaption>{escape(chart.title)}{unit}</figcaption>'
-        + (f'<ul class="legend">{legend}</ul>' if legend else "")
-        + _draw_svg(chart, shown, steps, ticks, power, identifier)
-        + note
-        + _values_table(shown, identifier)
-        + "</figure>"
-    )
-
-
-def _draw_svg(
-    chart: Chart, series: Sequence[Series], steps: Sequence[float], ticks: list[float], power: int, identifier: str
-) -> str:
-    first, last = min(steps), max(steps)
-    if first <= 0.1 * last:
-        first = 0
-    elif first == last:
-        first, last = first - 1, last + 1
-    bottom, top = ticks[0], ticks[-1]
-    inner_width, inner_height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        return (
-            round(_LEFT + (x - first) / (last - first) * inner_width, 1),
-            round(_TOP + (top - y) / (top - bottom) * inner_height, 1),
-        )
-
-    parts = [
+        f'<figure class="chart" id="{identifier}"><figcaption>{escape(chart.title)}{_unit(chart, power)}</figcaption>'
+        f"{_legend(shown)}"
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-labelledby="{identifier}-t {identifier}-d">'
         f'<title id="{identifier}-t">{escape(chart.title)}</title>'
-        f'<desc id="{identifier}-d">{escape(_describe(chart, series))}</desc>'
-    ]
+        f'<desc id="{identifier}-d">{escape(_describe(chart, shown))}</desc>'
+        f"{_draw_axes(plot, ticks, power)}{_draw_lines(plot, shown)}</svg>"
+        f"{note}{_values_table(shown, identifier)}</figure>"
+    )
+
+
+def _unit(chart: Chart, power: int) -> str:
+    units = [chart.unit] if chart.unit else []
+    units += [f"\u00d710{str(power).translate(_SUPERSCRIPTS)}"] if power else []
+    return f' <span class="unit">({escape(", ".join(units))})</span>' if units else ""
+
+
+def _legend(series: Sequence[Series]) -> str:
+    """Return the names of the lines; none where there is one, of the training."""
+    named = [each for each in series if len(series) > 1 or each.is_dashed]
+    entries = "".join(f"<li>{_swatch(each)}{escape(each.label)}</li>" for each in named)
+    return f'<ul class="legend">{entries}</ul>' if entries else ""
+
+
+class _Plot(NamedTuple):
+    """The values at the edges of a chart's plane."""
+
+    first: float
+    last: float
+    bottom: float
+    top: float
+
+    @classmethod
+    def around(cls, steps: Sequence[float], ticks: Sequence[float]) -> _Plot:
+        """Return a plane with all steps, from 0 on unless they begin late."""
+        first, last = min(steps), max(steps)
+        if first <= 0.1 * last:
+            first = 0
+        elif first == last:
+            first, last = first - 1, last + 1
+        return cls(first, last, ticks[0], ticks[-1])
+
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        """Return where a point is drawn."""
+        return (
+            round(_LEFT + (x - self.first) / (self.last - self.first) * _INNER_WIDTH, 1),
+            round(_TOP + (self.top - y) / (self.top - self.bottom) * _INNER_HEIGHT, 1),
+        )
+
+
+def _draw_axes(plot: _Plot, ticks: Sequence[float], power: int) -> str:
+    parts = []
     for tick, label in zip(ticks, _tick_labels(ticks, power), strict=True):
-        _, y = place(first, tick)
+        _, y = plot.place(plot.first, tick)
         parts.append(f'<path class="grid" d="M{_LEFT} {y}H{_WIDTH - _RIGHT}"/>')
         parts.append(f'<text class="y" x="{_LEFT - 7}" y="{y}">{label}</text>')
-    step_ticks = [tick for tick in nice_ticks(first, last) if first <= tick <= last and tick == int(tick)]
-    for tick in step_ticks:
-        x, y = place(tick, bottom)
+    updates = nice_ticks(plot.first, plot.last)
+    for tick in (tick for tick in updates if plot.first <= tick <= plot.last and tick == int(tick)):
+        x, y = plot.place(tick, plot.bottom)
         parts.append(f'<path class="axis" d="M{x} {y}v4"/><text class="x" x="{x}" y="{y + 19}">{tick:,.0f}</text>')
     parts.append(f'<path class="axis" d="M{_LEFT} {_HEIGHT - _BOTTOM}H{_WIDTH - _RIGHT}"/>')
-    parts.append(f'<text class="x" x="{_LEFT + inner_width / 2}" y="{_HEIGHT - 6}">update</text>')
+    parts.append(f'<text class="x" x="{_LEFT + _INNER_WIDTH / 2}" y="{_HEIGHT - 6}">update</text>')
+    return "".join(parts)
+
+
+def _draw_lines(plot: _Plot, series: Sequence[Series]) -> str:
+    parts = []
     for each in series:
-        places = [place(x, y) for x, y in each.points]
+        places = [plot.place(x, y) for x, y in each.points]
         kind = f"line c{each.colour % NUM_COLOURS}{' dashed' if each.is_dashed else ''}"
         if len(places) > 1:
             parts.append(f'<path class="{kind}" d="M{"L".join(f"{x} {y}" for x, y in places)}"/>')
         if each.is_dashed and len(places) <= 60 or len(places) == 1:
             parts += [f'<circle class="dot c{each.colour % NUM_COLOURS}" cx="{x}" cy="{y}" r="3"/>' for x, y in places]
-    return "".join([*parts, "</svg>"])
+    return "".join(parts)
 
 
 def _swatch(series: Series) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from html import escape
 from pathlib import Path
@@ -198,19 +198,20 @@ def _figure_rows(run: RecordedRun) -> dict[str, str]:
     put("updates per second", "updates_per_second")
     if "samples_per_second" not in rows and "samples_per_second" not in figures:
         put("samples per second", "train_samples_per_second", lambda value: f"{format_number(value, 3)}/s (overall)")
-    peaks = [peak for peak in figures.get("peak_memory_bytes", ()) if peak]
-    if peaks:
+    if peaks := [peak for peak in figures.get("peak_memory_bytes", ()) if peak]:
         rows["peak memory"] = describe_peaks(peaks)
-    total = run.seconds.get("total") or figures.get("train_runtime")
-    if total:
+    if total := run.seconds.get("total") or figures.get("train_runtime"):
         rows["time"] = describe_seconds(total)
-    updates, of = figures.get("updates"), figures.get("max_steps")
-    if updates is not None:
-        epoch = figures.get("epoch")
-        more = [f"of {of:,}"] if of else []
-        more += [f"{format_number(epoch)} epochs"] if epoch else []
-        rows["updates"] = f"{updates:,}" + (f" ({', '.join(more)})" if more else "")
+    if figures.get("updates") is not None:
+        rows["updates"] = _describe_updates(figures)
     return rows
+
+
+def _describe_updates(figures: Mapping[str, Any]) -> str:
+    of, epoch = figures.get("max_steps"), figures.get("epoch")
+    more = [f"of {of:,}"] if of else []
+    more += [f"{format_number(epoch)} epochs"] if epoch else []
+    return f"{figures['updates']:,}" + (f" ({', '.join(more)})" if more else "")
 
 
 def describe_peaks(peaks: Sequence[int]) -> str:
@@ -225,18 +226,12 @@ def _charts(runs: Sequence[RecordedRun]) -> str:
     names = {name for run in runs for name in run.curves}
     losses = sorted(name for name in names if name.startswith("eval_") and name.endswith("loss"))
     metrics = sorted(name for name in names if name.startswith("eval_") and name not in losses)
-    memory_unit = 2**30 if _highest(runs, MEMORY) >= 2**30 else 2**20
     charts = [
         Chart("Loss", _series(runs, [TRAIN_LOSS, *losses]), note=_not_finite(runs, [TRAIN_LOSS, *losses])),
         Chart("Learning rate", _series(runs, [LEARNING_RATE]), from_zero=True),
         Chart("Gradient norm", _series(runs, [GRAD_NORM]), from_zero=True, note=_not_finite(runs, [GRAD_NORM])),
         Chart("Throughput", _series(runs, [THROUGHPUT]), "samples per second", from_zero=True),
-        Chart(
-            "Memory of rank 0",
-            _series(runs, [MEMORY], 1 / memory_unit),
-            "GiB" if memory_unit == 2**30 else "MiB",
-            from_zero=True,
-        ),
+        _memory_chart(runs),
         *(Chart(name, _series(runs, [name])) for name in metrics[:_MAX_METRIC_CHARTS]),
     ]
     drawn = "".join(draw_chart(chart, f"chart-{index}") for index, chart in enumerate(charts))
@@ -245,8 +240,10 @@ def _charts(runs: Sequence[RecordedRun]) -> str:
     return _section("Curves", f'<div class="grid">{drawn}</div>')
 
 
-def _highest(runs: Sequence[RecordedRun], name: str) -> float:
-    return max((y for run in runs for _, y in run.curves.get(name, ())), default=0.0)
+def _memory_chart(runs: Sequence[RecordedRun]) -> Chart:
+    highest = max((y for run in runs for _, y in run.curves.get(MEMORY, ())), default=0.0)
+    unit, num_bytes = ("GiB", 2**30) if highest >= 2**30 else ("MiB", 2**20)
+    return Chart("Memory of rank 0", _series(runs, [MEMORY], 1 / num_bytes), unit, from_zero=True)
 
 
 def _series(runs: Sequence[RecordedRun], names: Sequence[str], factor: float = 1.0) -> list[Series]:
@@ -276,32 +273,40 @@ def _time(runs: Sequence[RecordedRun]) -> str:
     measured = [run for run in runs if run.seconds.get("total")]
     if not measured:
         return ""
-    longest = max(run.seconds["total"] or 0.0 for run in measured)
     names = dict.fromkeys(name for run in measured for name in run.seconds if name != "total")
     phases = [name for name in names if any(run.seconds.get(name, 0.0) != 0.0 for run in measured)]
-    bars = []
-    for run in measured:
-        shares = [(name, run.seconds.get(name) or 0.0) for name in phases]
-        total = run.seconds["total"] or 0.0
-        label = ", ".join(f"{name} {100 * value / total:.1f}%" for name, value in shares if value)
-        heading = f'<p class="note">{escape(run.name)}</p>' if len(measured) > 1 else ""
-        bars.append(heading + draw_shares(shares, longest, label))
-    head = "".join(f'<th scope="col" class="n">{escape(run.name)}</th>' for run in measured)
-    head = head if len(measured) > 1 else '<th scope="col" class="n">seconds</th>'
-    rows = "".join(
-        f'<tr><th scope="row"><span class="chip k{index}"></span>{escape(name)}</th>'
-        + "".join(f'<td class="n">{_share(run, name)}</td>' for run in measured)
-        + "</tr>"
-        for index, name in enumerate([*phases, "total"])
-    )
-    rows = rows.replace(f'<span class="chip k{len(phases)}"></span>', "")
-    head = f'<thead><tr><th scope="col">phase</th>{head}</tr></thead>'
-    table = f'<div class="scroll"><table>{head}<tbody>{rows}</tbody></table></div>'
     note = (
         '<p class="note">Of rank 0, and of this train() alone if it was resumed. '
         "Exposed communication is the time for which updates waited for gradients, or for counts, of other ranks.</p>"
     )
-    return _section("Time", f'<div class="card">{"".join(bars)}{table}{note}</div>')
+    content = f"{_time_bars(measured, phases)}{_time_table(measured, phases)}{note}"
+    return _section("Time", f'<div class="card">{content}</div>')
+
+
+def _time_bars(runs: Sequence[RecordedRun], phases: Sequence[str]) -> str:
+    longest = max(run.seconds["total"] or 0.0 for run in runs)
+    bars = []
+    for run in runs:
+        shares = [(name, run.seconds.get(name) or 0.0) for name in phases]
+        total = run.seconds["total"] or 0.0
+        label = ", ".join(f"{name} {100 * value / total:.1f}%" for name, value in shares if value)
+        heading = f'<p class="note">{escape(run.name)}</p>' if len(runs) > 1 else ""
+        bars.append(heading + draw_shares(shares, longest, label))
+    return "".join(bars)
+
+
+def _time_table(runs: Sequence[RecordedRun], phases: Sequence[str]) -> str:
+    columns = [run.name for run in runs] if len(runs) > 1 else ["seconds"]
+    head = "".join(f'<th scope="col" class="n">{escape(name)}</th>' for name in columns)
+    chips = [f'<span class="chip k{index}"></span>' for index in range(len(phases))]
+    rows = "".join(
+        f'<tr><th scope="row">{chip}{escape(name)}</th>'
+        + "".join(f'<td class="n">{_share(run, name)}</td>' for run in runs)
+        + "</tr>"
+        for chip, name in zip([*chips, ""], [*phases, "total"], strict=True)
+    )
+    head = f'<thead><tr><th scope="col">phase</th>{head}</tr></thead>'
+    return f'<div class="scroll"><table>{head}<tbody>{rows}</tbody></table></div>'
 
 
 def _share(run: RecordedRun, name: str) -> str:
@@ -353,8 +358,7 @@ def _differences(runs: Sequence[RecordedRun]) -> str:
     known = [run for run in runs if run.options]
     if not known:
         return _section("Different options", '<p class="soft">These runs have recorded no configuration.</p>')
-    names = list(dict.fromkeys(name for run in known for name in run.options))
-    differing = [name for name in names if len({run.options.get(name, Option("")).value for run in known}) > 1]
+    differing = _differing_options(known)
     if not differing:
         return _section("Different options", '<p class="soft">All options that are recorded are the same.</p>')
     rows = "".join(
@@ -364,6 +368,11 @@ def _differences(runs: Sequence[RecordedRun]) -> str:
         for name in differing
     )
     return _section("Different options", _table(["option", *(run.name for run in runs)], rows))
+
+
+def _differing_options(runs: Sequence[RecordedRun]) -> list[str]:
+    names = dict.fromkeys(name for run in runs for name in run.options)
+    return [name for name in names if len({run.options.get(name, Option("")).value for run in runs}) > 1]
 
 
 def _configuration(runs: Sequence[RecordedRun]) -> str:

@@ -142,9 +142,7 @@ def read_run(path: Path) -> RecordedRun:
         raise CheckpointNotFoundError(
             f"{path} does not exist; name the output_dir of a run, a checkpoint in it, or a page"
         )
-    newest = [checkpoint / STATE_NAME for _, checkpoint in numbered_checkpoints(path, "checkpoint-")[::-1]]
-    states = [path / STATE_NAME, *newest]
-    runs = [_read_state(state) for state in [*states[:1], *[s for s in newest if s.is_file()][:1]] if state.is_file()]
+    runs = [_read_state(state) for state in _states_in(path)]
     page = path / PAGE_NAME
     if page.is_file():
         try:
@@ -159,6 +157,14 @@ def read_run(path: Path) -> RecordedRun:
         )
     # The first of several with the same update: a page has what came after the last save, too.
     return max(runs, key=lambda run: run.update)
+
+
+def _states_in(path: Path) -> list[Path]:
+    """Return the state of an output directory, and that of its newest checkpoint with one."""
+    checkpoints = [checkpoint for _, checkpoint in numbered_checkpoints(path, "checkpoint-")]
+    saved = [found for checkpoint in checkpoints if (found := checkpoint / STATE_NAME).is_file()]
+    own = path / STATE_NAME
+    return [own, *saved[-1:]] if own.is_file() else saved[-1:]
 
 
 def _read_state(path: Path) -> RecordedRun:

@@ -181,17 +181,17 @@ class RunRecord:
 _STATE_FIELDS = ("log_history", "global_step", "max_steps", "best_metric", "best_global_step")
 
 
-def _describe_end(record: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+def _describe_losses(history: Sequence[Mapping[str, Any]]) -> str:
     last: dict[str, Any] = {}
     for entry in history:
         last |= entry
-    losses = [f"{format_number(last['train_loss'])} (mean of the run)"] if "train_loss" in last else []
-    losses += [f"{format_number(last['loss'])} (last logged)"] if "loss" in last else []
-    losses += [
-        f"{format_number(value)} ({name})"
-        for name, value in last.items()
-        if name.startswith("eval_") and name.endswith("loss")
-    ]
+    names = {"train_loss": "mean of the run", "loss": "last logged"}
+    names |= {name: name for name in last if name.startswith("eval_") and name.endswith("loss")}
+    losses = [f"{format_number(last[name])} ({text})" for name, text in names.items() if name in last]
+    return ", ".join(losses) or "none logged"
+
+
+def _describe_end(record: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     figures, seconds = record["figures"], record["seconds"]
     rates = [f"{format_number(figures['samples_per_second'], 3)} samples/s"]
     if figures["tokens_per_second"]:
@@ -204,7 +204,7 @@ def _describe_end(record: Mapping[str, Any], history: Sequence[Mapping[str, Any]
         if name != "total" and (value is None or value >= total * 0.0005)
     ]
     rows = [
-        ("Loss", ", ".join(losses) or "none logged"),
+        ("Loss", _describe_losses(history)),
         ("Throughput", f"{', '.join(rates)} (evaluation and checkpoints left out)"),
         ("Time", f"{describe_seconds(total)}: {', '.join(parts)}"),
     ]

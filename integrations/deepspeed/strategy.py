@@ -182,11 +182,7 @@ class DeepSpeedStrategy(BaseStrategy):
         config = _resolve_job(job, process)
         deepspeed = start_engine(process, config.data)
         if not job.optimizers and config.stage < 3:
-            place(job.model, job, process)
-            apply_autocast(job.model, precision)
-            if process.is_distributed:
-                broadcast_module_states(job.model, process.device)
-            return EvaluationUnit(job.model, job.model, job.loss_scale)
+            return _replicate(job, precision, process)
         optimizer = job.optimizers[0] if job.optimizers else None
         groups = _group_names(job.model, optimizer)
         placeholder = optimizer if isinstance(optimizer, OptimizerPlaceholder) else None
@@ -206,13 +202,27 @@ class DeepSpeedStrategy(BaseStrategy):
         hooks = _cast_around(job.model, config, job.config)
         apply_compile(job.model, job.config.compile, job.compile_options)
         unit = DeepSpeedUnit(engine, job.optimizers, groups, hooks)
-        if config.stage == 3:
-            _forget_unused_conversions(job.model)
-            gather_in_save_pretrained(job.model, process, unit.checkpoint_io)
-            refuse_merges(job.model)
-        elif adapter_folders(job.model):
-            gather_in_save_pretrained(job.model, process, None)
+        _adapt_own_methods(unit, config, process)
         return unit
+
+
+def _adapt_own_methods(unit: DeepSpeedUnit, config: EngineConfig, process: ProcessContext) -> None:
+    """Have the methods with which a model saves itself and its adapters work on what the engine made of it."""
+    if config.stage == 3:
+        _forget_unused_conversions(unit.module)
+        gather_in_save_pretrained(unit.module, process, unit.checkpoint_io)
+        refuse_merges(unit.module)
+    elif adapter_folders(unit.module):
+        gather_in_save_pretrained(unit.module, process, None)
+
+
+def _replicate(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> EvaluationUnit:
+    """Return a unit that evaluates rank 0's model on each rank, without an engine. Collective."""
+    place(job.model, job, process)
+    apply_autocast(job.model, precision)
+    if process.is_distributed:
+        broadcast_module_states(job.model, process.device)
+    return EvaluationUnit(job.model, job.model, job.loss_scale)
 
 
 def _forget_unused_conversions(model: nn.Module) -> None:
