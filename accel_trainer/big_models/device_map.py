@@ -63,7 +63,7 @@ def get_max_memory(max_memory: Mapping[Place, int | str] | None = None) -> dict[
 
 
 def _check_places(max_memory: Iterable[Place]) -> None:
-    """Refuse what is no place, and warn of accelerators that are not there."""
+    """Refuse keys that are no places, and warn of accelerators that are not there."""
     unknown = [place for place in max_memory if not isinstance(place, int) and place not in _HOST]
     if unknown:
         raise ConfigError(

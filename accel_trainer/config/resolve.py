@@ -131,16 +131,22 @@ def resolve(
         ),
     ]
     settings = _merge(layers, problems)
-    sources = dict.fromkeys(field_specs(), _DEFAULT) | {path: setting.source for path, setting in settings.items()}
-    if "deepspeed" in settings:
-        sources |= {f"{KEY_PREFIX}{name}": source for name, source in block_sources(settings["deepspeed"]).items()}
-    resolved = Resolved(build_config({path: setting.value for path, setting in settings.items()}), sources)
+    config = build_config({path: setting.value for path, setting in settings.items()})
+    resolved = Resolved(config, _sources_of(settings))
     problems.extend(cross_problems(resolved.config, resolved.describe))
     if problems:
         raise ConfigError(problem_report(problems, "the configuration"))
     notes = [note for layer in layers for note in layer.notes]
     notes += unused_notes(resolved.config, settings.keys(), resolved.describe)
     return dataclasses.replace(resolved, notes=tuple(notes))
+
+
+def _sources_of(settings: Mapping[str, Setting]) -> dict[str, Source]:
+    """Return who gave each option its value, and each key of a DeepSpeed block."""
+    sources = dict.fromkeys(field_specs(), _DEFAULT) | {path: setting.source for path, setting in settings.items()}
+    if "deepspeed" in settings:
+        sources |= {f"{KEY_PREFIX}{name}": source for name, source in block_sources(settings["deepspeed"]).items()}
+    return sources
 
 
 def _merge(layers: Sequence[Layer], problems: list[str]) -> dict[str, Setting]:

@@ -530,9 +530,7 @@ def prepare_data_loader(
         return loader
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"expected a torch DataLoader, got {type(loader).__name__}; wrap the dataset in a DataLoader")
-    if device is not None and config.prefetch_to_device and config.pin_memory and has_streams(device):
-        loader = copy.copy(loader)
-        loader.pin_memory = True
+    loader = _pinning(loader, config, device)
     dispatch = bool(config.dispatch_batches) and process.is_distributed
     own = None if dispatch else (process.rank if shard is None else shard)
     data_seed = seed if config.data_seed is None else config.data_seed
@@ -556,8 +554,16 @@ def prepare_data_loader(
     return prepared.skipping(skipped) if skipped else prepared
 
 
+def _pinning(loader: DataLoader[Any], config: DataConfig, device: torch.device | None) -> DataLoader[Any]:
+    """Return the loader as it is, or one that pins its batches where a device copies them beside its work."""
+    if device is not None and config.prefetch_to_device and config.pin_memory and has_streams(device):
+        loader = copy.copy(loader)
+        loader.pin_memory = True
+    return loader
+
+
 def _without_skips(loader: DataLoader[Any], process: ProcessContext) -> tuple[DataLoader[Any], int]:
-    """Return the user's loader inside of what `skip_first_batches` made of one, and the number of batches left out."""
+    """Return the user's own loader inside of one by `skip_first_batches`, and the number of batches left out."""
     if not isinstance(loader, PreparedDataLoader) or loader._plain is None:
         return loader, 0
     plain, skipped = loader._plain

@@ -37,7 +37,7 @@ class Progress:
         self.rows = rows
 
     def copy(self) -> Progress:
-        """Return what has been reached by now."""
+        """Return the position that has been reached by now."""
         reached = Progress(self.epoch, self.total, self.num_yielded, self.rows, self.start, self.dataset_state)
         reached._before, reached._since = self._before, self._since
         reached.gathered_rows = self.gathered_rows

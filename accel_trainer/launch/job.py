@@ -163,8 +163,7 @@ def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] =
     hosts, num_processes = check_job(resolved, outer, options, argv)
     is_rank = outer is not None and outer.rank is not None
     launch = resolved.config.launch
-    is_alone = num_processes == 1 and launch.num_machines == 1 and resolved.config.strategy in _WITHOUT_GROUP
-    needs_group = not is_rank and (not is_alone or bool(agent_options(resolved)))
+    needs_group = not is_rank and _needs_group(resolved, num_processes)
     if (needs_group or is_rank) and command[0] == sys.executable:
         command = (command[0], "-u", *command[1:])
     num_local = num_processes // launch.num_machines if hosts is None else hosts.num_local_processes
@@ -176,6 +175,13 @@ def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] =
     if is_rank:
         environment |= {name: environ[name] for name in _RANK_VARIABLES if name in environ}
     return Job(resolved, command, environment, num_local, needs_group, hosts, outer)
+
+
+def _needs_group(resolved: Resolved, num_processes: int) -> bool:
+    """Whether torch's agent has to start the processes: several, one with a group, or one that it watches."""
+    config = resolved.config
+    is_alone = num_processes == 1 and config.launch.num_machines == 1 and config.strategy in _WITHOUT_GROUP
+    return not is_alone or bool(agent_options(resolved))
 
 
 def check_job(

@@ -172,14 +172,27 @@ def _from_torchrun_options(environ: Mapping[str, str]) -> OuterJob:
             f"PET_NNODES is {environ['PET_NNODES']!r}, a job whose number of machines may change, which is not "
             "offered; give it one number (minReplicas and maxReplicas of an elasticPolicy alike)"
         )
-    num_machines = _number(environ, "PET_NNODES", low)
-    per_machine = environ.get("PET_NPROC_PER_NODE", "auto")
-    if per_machine in ("auto", "gpu", "xpu"):
-        num_local = None
-    elif per_machine == "cpu":
-        num_local = usable_cores()
-    else:
-        num_local = _number(environ, "PET_NPROC_PER_NODE", per_machine)
+    # The rank of a machine is open under c10d, where the machines number themselves.
+    rank = environ.get("PET_NODE_RANK") or environ.get("RANK") or "0"
+    return OuterJob(
+        variables=tuple(name for name in environ if name in ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE")),
+        num_machines=_number(environ, "PET_NNODES", low),
+        machine_rank=_number(environ, "PET_NODE_RANK", rank),
+        num_local_processes=_processes_per_machine(environ),
+        options=_rendezvous_options(environ),
+    )
+
+
+def _processes_per_machine(environ: Mapping[str, str]) -> int | None:
+    """Return the number of processes that torchrun would start; None for one on each device."""
+    text = environ.get("PET_NPROC_PER_NODE", "auto")
+    if text in ("auto", "gpu", "xpu"):
+        return None
+    return usable_cores() if text == "cpu" else _number(environ, "PET_NPROC_PER_NODE", text)
+
+
+def _rendezvous_options(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of torchrun's variables on the rendezvous and on restarts, by our flags."""
     options: dict[str, Any] = {field: environ[name] for name, field in _OPTIONS.items() if environ.get(name)}
     if endpoint := environ.get("PET_RDZV_ENDPOINT"):
         address, _, port = endpoint.rpartition(":")
@@ -189,10 +202,7 @@ def _from_torchrun_options(environ: Mapping[str, str]) -> OuterJob:
             options[name] = _number(environ, name, options[name])
     if run_id := environ.get("PET_RDZV_ID"):
         options["rdzv_conf"] = f"rdzv_id={run_id}"
-    # The rank of a machine is open under c10d, where the machines number themselves.
-    rank = environ.get("PET_NODE_RANK") or environ.get("RANK") or "0"
-    variables = tuple(name for name in environ if name in ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE"))
-    return OuterJob(variables, num_machines, _number(environ, "PET_NODE_RANK", rank), num_local, options)
+    return options
 
 
 def _number(environ: Mapping[str, str], name: str, text: str) -> int:

@@ -403,6 +403,10 @@ def parse_settings(text: str) -> dict[str, str]:
 class BoundRendezvous(RendezvousHandler):
     """A fixed set of machines that meet at a store on machine 0, which the workers use for their process group too.
 
+    The store listens on one address and one port, and nowhere else. torch's own rendezvous listens on every interface
+    of the machine, also for the address 127.0.0.1, and the protocol has neither authentication nor encryption
+    (https://github.com/pytorch/pytorch/blob/main/SECURITY.md). Here the socket is bound first and handed to the store.
+
     Args:
         address: of machine 0, as the others reach it.
         port: 0 lets the kernel choose one, which only works on one machine.

@@ -45,7 +45,7 @@ class SideStream:
         return context
 
     def mark(self) -> Any:
-        """Return an event at the end of what has been enqueued here by now."""
+        """Return an event at the end of all work that has been enqueued here by now."""
         return self._stream.record_event()
 
     def hand_over(self, event: Any, tensors: Iterable[Tensor]) -> None:

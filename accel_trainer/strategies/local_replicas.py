@@ -138,32 +138,40 @@ class LocalReplicas:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         held = [*(optimizer.state[parameter] for parameter in parameters), optimizer.state, *optimizer.param_groups]
         entries = [_entry(each) for each in held]
-        described: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(described, [_describe(entry) for entry in entries])
-        tensors, differing = [], []
-        for index, entry in enumerate(entries):
-            own = [value for value in entry.values() if isinstance(value, Tensor)]
-            is_alike = all(other[index] == described[0][index] for other in described)
-            if is_alike and all(value.is_floating_point() for value in own):
-                tensors += own
-            else:
-                differing.append(index)
+        tensors, differing = _sort_out(entries)
         self._average(tensors)
-        sent = [{key: _on(value, "cpu") for key, value in entries[index].items()} for index in differing]
-        if differing:
-            dist.broadcast_object_list(sent, src=0, device=self._device)
-        if dist.get_rank() > 0:
-            for index, entry in zip(differing, sent, strict=True):
-                for key in entries[index].keys() - entry.keys():
-                    del held[index][key]
-                like = parameters[index] if index < len(parameters) else None
-                held[index].update({key: _placed(value, entries[index].get(key), like) for key, value in entry.items()})
+        if not differing:
+            return
+        sent = [_on_cpu(entries[index]) for index in differing]
+        dist.broadcast_object_list(sent, src=0, device=self._device)
+        if dist.get_rank() == 0:
+            return
+        for index, entry in zip(differing, sent, strict=True):
+            for key in entries[index].keys() - entry.keys():
+                del held[index][key]
+            like = parameters[index] if index < len(parameters) else None
+            held[index].update({key: _placed(value, entries[index].get(key), like) for key, value in entry.items()})
 
 
 def _entry(held: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a part of an optimizer's state in an order of its own, without parameters and what is theirs."""
     own = [(key, value) for key, value in held.items() if key != "params" and not isinstance(key, Tensor)]
     return dict(sorted(own, key=lambda item: repr(item[0])))
+
+
+def _sort_out(entries: Sequence[Mapping[Any, Any]]) -> tuple[list[Tensor], list[int]]:
+    """Return the tensors that ranks can average, and the indices of the entries that they cannot. Collective."""
+    described: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(described, [_describe(entry) for entry in entries])
+    tensors, differing = [], []
+    for index, entry in enumerate(entries):
+        own = [value for value in entry.values() if isinstance(value, Tensor)]
+        is_alike = all(other[index] == described[0][index] for other in described)
+        if is_alike and all(value.is_floating_point() for value in own):
+            tensors += own
+        else:
+            differing.append(index)
+    return tensors, differing
 
 
 def _describe(entry: Mapping[Any, Any]) -> list[Any]:
@@ -175,6 +183,10 @@ def _describe(entry: Mapping[Any, Any]) -> list[Any]:
 
 def _on(value: Any, device: Any) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _on_cpu(entry: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: _on(value, "cpu") for key, value in entry.items()}
 
 
 def _placed(value: Any, before: Any, parameter: Tensor | None) -> Any:

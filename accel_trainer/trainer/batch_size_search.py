@@ -77,7 +77,7 @@ class BatchSizeSearch:
         return output
 
     def free_memory(self) -> None:
-        """Drop what an attempt has left in memory, and whatever refers to its process group."""
+        """Drop the memory of an attempt, and all references to its process group."""
         trainer = self._trainer
         trainer.end_decisions(is_failed=True)
         trainer.accelerator.free_memory()

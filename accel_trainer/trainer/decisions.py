@@ -1,4 +1,4 @@
-"""What the ranks of a Trainer decide together: the flags of its control, and what the metrics of an evaluation say."""
+"""Decisions that the ranks of a Trainer take together: by the flags of its control, and by metrics of an evaluation."""
 
 from __future__ import annotations
 

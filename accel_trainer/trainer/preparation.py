@@ -1,4 +1,7 @@
-"""A Trainer's Accelerator, and the model it prepares: for training, with optimizer and schedule, or for evaluation."""
+"""A Trainer's Accelerator, and the model it prepares: for training, with optimizer and schedule, or for evaluation.
+
+Arguments that cannot be honoured are refused here, before anything is built, and those that are set later taken over.
+"""
 
 from __future__ import annotations
 
@@ -185,7 +188,7 @@ def create_overridden(trainer: PreparingTrainer, max_steps: int) -> None:
 
 
 def _warn_of_unused(trainer: PreparingTrainer, builds_optimizer: bool, builds_scheduler: bool) -> None:
-    """Say which methods of a subclass are not called, because an engine's configuration describes what they make."""
+    """Warn of methods of a subclass that are not called, because an engine's configuration takes their place."""
     optimizer_methods = ("create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs")
     for key, is_built, names in (
         ("optimizer", builds_optimizer, optimizer_methods),

@@ -207,7 +207,7 @@ class DeepSpeedStrategy(BaseStrategy):
 
 
 def _adapt_own_methods(unit: DeepSpeedUnit, config: EngineConfig, process: ProcessContext) -> None:
-    """Have the methods with which a model saves itself and its adapters work on what the engine made of it."""
+    """Have a model's own methods for saving and for adapters work on the engine's parameters."""
     if config.stage == 3:
         _forget_unused_conversions(unit.module)
         gather_in_save_pretrained(unit.module, process, unit.checkpoint_io)

@@ -172,6 +172,8 @@ def test_a_tensor_is_set_by_name():
         set_module_tensor_to_device(model, "0.weight", "cpu", value=torch.ones(3))
     with pytest.raises(ConfigError, match=r"Sequential has no parameter or buffer '0\.scale'"):
         set_module_tensor_to_device(model, "0.scale", "cpu")
+    with pytest.raises(ConfigError, match="dtype='float17' is no dtype of torch"):
+        set_module_tensor_to_device(model, "0.weight", "cpu", dtype="float17")
 
 
 def test_tied_weights_share_one_copy_on_a_device():

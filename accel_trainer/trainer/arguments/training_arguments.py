@@ -63,7 +63,7 @@ _ARGUMENT_NAMES = {
 
 
 def _defaults(arguments: type) -> dict[str, Any]:
-    """Return the default of each field, or what makes it."""
+    """Return the default of each field, or its factory."""
     return {item.name: (item.default, item.default_factory) for item in fields(arguments)}
 
 
