@@ -7,11 +7,13 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
-from accel_trainer.config import FieldSpec, field_specs, resolve, to_file_dict
+from accel_trainer.config import Dialect, FieldSpec, field_specs, read_file, resolve, to_file_dict
 from accel_trainer.config.description import commented_yaml, json_schema
 from accel_trainer.config.readers.yaml_reader import dump_yaml
 from accel_trainer.config.schema import set_key, thaw
@@ -20,7 +22,23 @@ from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.launch.default_file import accelerate_config_path, default_config_path, find_default_config
 from accel_trainer.launch.job import count_devices
 
-__all__ = ["run_config"]
+__all__ = [
+    "BaseConfig",
+    "ClusterConfig",
+    "cache_dir",
+    "default_config_file",
+    "default_json_config_file",
+    "default_yaml_config_file",
+    "load_config_from_file",
+    "run_config",
+    "write_basic_config",
+]
+
+default_config_file = str(find_default_config(os.environ)[0] or default_config_path(os.environ))
+"""The file that `accel-trainer launch` takes where none is named, as it was found when this was imported."""
+default_yaml_config_file = default_json_config_file = default_config_file
+cache_dir = os.path.dirname(default_config_file)
+"""Where it is."""
 
 _HEAD = "# Written by accel-trainer config. Every option with its value and source: accel-trainer explain\n"
 _DEFAULTS = """\
@@ -334,3 +352,120 @@ def _show(default: Any) -> str:
     if isinstance(default, bool):
         return "yes" if default else "no"
     return "" if default is None else "none" if default == () else str(default)
+
+
+# --- files with the keys of accelerate, as objects --------------------------------------------------------------------
+
+
+@dataclass
+class BaseConfig:
+    """What every configuration file of accelerate has."""
+
+    compute_environment: str
+    distributed_type: str
+    mixed_precision: str
+    use_cpu: bool
+    debug: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what is set, as plain values."""
+        values = ((each.name, getattr(self, each.name)) for each in fields(self))
+        plain = {name: value.value if isinstance(value, Enum) else value for name, value in values}
+        return {name: value for name, value in plain.items() if value not in (None, {})}
+
+    def to_yaml_file(self, yaml_file: str | Path) -> None:
+        """Write a YAML file, which `accel-trainer launch` reads."""
+        Path(yaml_file).write_text(dump_yaml(self.to_dict()), encoding="utf-8")
+
+    def to_json_file(self, json_file: str | Path) -> None:
+        """Write a JSON file, which `accel-trainer launch` reads."""
+        Path(json_file).write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@dataclass
+class ClusterConfig(BaseConfig):
+    """The configuration of a launch with accelerate's keys; blocks are mappings, as in the file."""
+
+    num_processes: int = -1
+    """Over all machines; -1 is one for each device."""
+    machine_rank: int = 0
+    num_machines: int = 1
+    gpu_ids: str | None = None
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    rdzv_backend: str | None = "static"
+    same_network: bool | None = False
+    main_training_function: str = "main"
+    enable_cpu_affinity: bool = False
+    fp8_config: Mapping[str, Any] = field(default_factory=dict)
+    deepspeed_config: Mapping[str, Any] = field(default_factory=dict)
+    fsdp_config: Mapping[str, Any] = field(default_factory=dict)
+    parallelism_config: Mapping[str, Any] = field(default_factory=dict)
+    megatron_lm_config: Mapping[str, Any] = field(default_factory=dict)
+    mpirun_config: Mapping[str, Any] = field(default_factory=dict)
+    downcast_bf16: str | bool = "no"
+    tpu_name: str | None = None
+    tpu_zone: str | None = None
+    tpu_use_cluster: bool = False
+    tpu_use_sudo: bool = False
+    command_file: str | None = None
+    commands: Sequence[str] | None = None
+    tpu_vm: Sequence[str] | None = None
+    tpu_env: Sequence[str] | None = None
+    dynamo_config: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_file(cls, file: str | Path) -> Self:
+        """Read a file of accelerate's keys, or of our own, whose launch options are translated.
+
+        Raises:
+            ConfigError: a key is unknown, or a value asks for what is not offered; with the line.
+        """
+        read = read_file(str(file))
+        config = resolve(file=read).config
+        launch, is_many = config.launch, (config.launch.num_processes or 1) > 1
+        plain = "MULTI_CPU" if config.use_cpu else "MULTI_GPU"
+        kinds = {"fsdp2": "FSDP", "deepspeed": "DEEPSPEED", "ddp": plain, "auto": plain if is_many else "NO"}
+        values: dict[str, Any] = {
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": kinds.get(config.strategy, "NO"),
+            "mixed_precision": str(config.mixed_precision),
+            "use_cpu": config.use_cpu,
+            "debug": config.debug,
+        }
+        values |= {each.name: getattr(launch, each.name) for each in fields(cls) if hasattr(launch, each.name)}
+        values["num_processes"] = -1 if launch.num_processes is None else launch.num_processes
+        if read.dialect is Dialect.ACCELERATE:
+            values |= {each.name: read.content[each.name] for each in fields(cls) if each.name in read.content}
+        return cls(**values)
+
+    from_yaml_file = from_json_file = from_file
+
+
+def load_config_from_file(config_file: str | Path | None) -> ClusterConfig:
+    """Return the configuration in a file, the default one for None.
+
+    Raises:
+        ConfigError: a `ValueError`: the file does not exist, or something in it is wrong.
+    """
+    return ClusterConfig.from_file(default_config_file if config_file is None else config_file)
+
+
+def write_basic_config(mixed_precision: str = "no", save_location: str | Path | None = None) -> Path | Literal[False]:
+    """Write a configuration file with defaults; return its path, or False where a file is there, which stays.
+
+    Args:
+        save_location: a YAML file; None is the default one of this library.
+
+    Raises:
+        ConfigError: the precision is unknown, or the file cannot be written.
+    """
+    path = default_config_path(os.environ) if save_location is None else Path(save_location)
+    if path.exists():
+        print(f"{path} exists already and was left as it is; remove it, or run `accel-trainer config`")
+        return False
+    known = ("no", "bf16", "fp16")
+    if mixed_precision not in known:
+        raise ConfigError(f"mixed_precision={mixed_precision!r} is unknown; expected one of {', '.join(known)}")
+    run_config(["default", "--config_file", str(path), "--mixed_precision", mixed_precision])
+    return path

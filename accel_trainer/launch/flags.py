@@ -175,19 +175,27 @@ class _OptionsParser(argparse.ArgumentParser):
         """Parse the options before the script; what follows it is the script's."""
         words, position = list(sys.argv[1:] if args is None else args), 0
         while position < len(words) and words[position].startswith("-") and words[position] not in ("-", "--"):
-            name, equals, value = words[position].partition("=")
-            flag = launch_flags().get(_name(name))
-            if flag is None:
-                _refuse_of_others(name, _name(name))
-            words[position] = f"{name}{equals}{value}" if len(name) == 2 else f"--{_name(name)}{equals}{value}"
-            if equals or flag is None or flag.takes_no_value:
-                position += 2 if not equals and flag is None and fsdp_dialect.is_known_key(_name(name)) else 1
-            elif flag.is_switch and (position + 1 == len(words) or words[position + 1].lower() not in _BOOLEANS):
-                words[position] += "=true"
-                position += 1
-            else:
-                position += 2
+            position = _spell_option(words, position)
         return super().parse_known_args(words, namespace)
+
+
+def _spell_option(words: list[str], position: int) -> int:
+    """Write the option at a position as argparse knows it; return the position behind it and its value."""
+    name, equals, value = words[position].partition("=")
+    flag = launch_flags().get(_name(name))
+    if flag is None:
+        _refuse_of_others(name, _name(name))
+    words[position] = f"{name}{equals}{value}" if len(name) == 2 else f"--{_name(name)}{equals}{value}"
+    if equals:
+        return position + 1
+    if flag is None:
+        return position + (2 if fsdp_dialect.is_known_key(_name(name)) else 1)
+    if flag.takes_no_value:
+        return position + 1
+    if flag.is_switch and (position + 1 == len(words) or words[position + 1].lower() not in _BOOLEANS):
+        words[position] += "=true"
+        return position + 1
+    return position + 2
 
 
 def _boolean(text: str) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from typing import Any
 
-from accel_trainer.config import Resolved, SourceKind, read_file, resolve
+from accel_trainer.config import LaunchConfig, Resolved, SourceKind, read_file, resolve
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
 from accel_trainer.config.validation import UNUSED_UNDER, show_plain
 from accel_trainer.errors import ConfigError
@@ -164,17 +164,25 @@ def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] =
     is_rank = outer is not None and outer.rank is not None
     launch = resolved.config.launch
     needs_group = not is_rank and _needs_group(resolved, num_processes)
-    if (needs_group or is_rank) and command[0] == sys.executable:
-        command = (command[0], "-u", *command[1:])
+    if needs_group or is_rank:
+        command = _unbuffered(command)
     num_local = num_processes // launch.num_machines if hosts is None else hosts.num_local_processes
-    is_one_machine = launch.num_machines == 1 if hosts is None else hosts.is_here
-    interface = None
-    if needs_group and (is_one_machine or hosts is None):
-        interface = find_interface(None if is_one_machine else launch.main_process_ip)
+    interface = _interface(launch, hosts) if needs_group else None
     environment = worker_environment(environ, resolved, launch_text, num_local, interface)
     if is_rank:
         environment |= {name: environ[name] for name in _RANK_VARIABLES if name in environ}
     return Job(resolved, command, environment, num_local, needs_group, hosts, outer)
+
+
+def _interface(launch: LaunchConfig, hosts: HostJob | None) -> str | None:
+    """Return the network interface by which the processes reach each other; None leaves it to their library."""
+    if hosts is not None:
+        return find_interface(None) if hosts.is_here else None
+    return find_interface(None if launch.num_machines == 1 else launch.main_process_ip)
+
+
+def _unbuffered(command: tuple[str, ...]) -> tuple[str, ...]:
+    return (command[0], "-u", *command[1:]) if command[0] == sys.executable else command
 
 
 def _needs_group(resolved: Resolved, num_processes: int) -> bool:

@@ -90,8 +90,7 @@ def notebook_launcher(
     refuse_nesting(os.environ)
     outer = {name: value for name, value in os.environ.items() if name != LAUNCH_VARIABLE}
     if num_processes is None:
-        is_on_cpu = use_cpu or resolve(environ=outer).config.use_cpu
-        num_processes = 1 if is_on_cpu else max(1, torch.cuda.device_count())
+        num_processes = _default_processes(use_cpu, outer)
     address, port = _endpoint(rdzv_endpoint, master_addr, use_port)
     _check_numbers(num_processes, num_nodes, node_rank)
     is_static = rdzv_backend == "static"
@@ -154,6 +153,11 @@ def _settings_text(conf: Mapping[str, Any] | None, run_id: str, *, is_static: bo
     if not is_static and run_id != "none":
         settings["rdzv_id"] = run_id
     return ",".join(f"{key}={value}" for key, value in settings.items())
+
+
+def _default_processes(use_cpu: bool, environ: Mapping[str, str]) -> int:
+    is_on_cpu = use_cpu or resolve(environ=environ).config.use_cpu
+    return 1 if is_on_cpu else max(1, torch.cuda.device_count())
 
 
 def _endpoint(endpoint: str, address: str, port: int | str | None) -> tuple[str, int | None]:

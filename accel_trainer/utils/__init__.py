@@ -97,7 +97,7 @@ from accel_trainer.errors import (
     CannotPadNestedTensorWarning,
     DistributedOperationException,
 )
-from accel_trainer.launch.entry_points import write_basic_config
+from accel_trainer.launch.config_file import write_basic_config
 from accel_trainer.logging import (
     tqdm,
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from accel_trainer.big_models.read_ahead import ReadAhead
+from accel_trainer.big_models.alignment import ReadAhead
 from accel_trainer.errors import ConfigError
 from accel_trainer.hooks import (
     AlignDevicesHook,

@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers.optimization import Adafactor
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.strategies.fsdp2 import adafactor
-from accel_trainer.strategies.fsdp2.adafactor import update_by_shards
+from accel_trainer.strategies.fsdp2 import unit
+from accel_trainer.strategies.fsdp2.unit import update_by_shards
 from tests.ranks import preload, run_ranks
 
 preload("transformers.optimization")
@@ -105,7 +105,7 @@ def test_every_layout_trains_as_one_process(world_size, monkeypatch):
 
 
 def in_chunks() -> Any:
-    adafactor._MAX_CHUNK_NUMEL = 20
+    unit._MAX_CHUNK_NUMEL = 20
     return train("rows", "trainer")[0]
 
 
