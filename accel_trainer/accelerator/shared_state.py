@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
@@ -226,17 +227,26 @@ class PartialState(ProcessView):
         process: ProcessContext | None = None,
         distributed_type: DistributedType | None = None,
         timeout_seconds: float | None = None,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         """Collective when a launcher started several processes and none has joined yet.
 
         Args:
             cpu: run on the CPU; when None, `ACCELERATE_USE_CPU` and the launcher's options decide.
             timeout_seconds: how long a collective may wait; when None, the launcher's options decide.
+            backend: of the process group, "gloo" for instance; None chooses one for the device.
+            timeout: `timeout_seconds`, as a `timedelta`.
+
+        Raises:
+            ConfigError: the group that is joined has another backend.
         """
         resolved = None
         if process is None:
+            if timeout is not None:
+                timeout_seconds = timeout.total_seconds()
             resolved = _resolve("PartialState", {"use_cpu": cpu, "timeout_seconds": timeout_seconds})
-            process = _join(resolved)
+            process = _join(resolved, backend)
         if self._is_shown(process):
             self.__dict__ = self._shared_state
             return
@@ -297,8 +307,11 @@ def _resolve(name: str, given: dict[str, Any]) -> Resolved:
     return resolve(explicit=explicit, environ=read_environment(), explicit_name=name)
 
 
-def _join(resolved: Resolved) -> ProcessContext:
-    return init_process(read_environment(), use_cpu=resolved.config.use_cpu, timeout_seconds=stated_timeout(resolved))
+def _join(resolved: Resolved, backend: str | None = None) -> ProcessContext:
+    timeout_seconds = stated_timeout(resolved)
+    return init_process(
+        read_environment(), use_cpu=resolved.config.use_cpu, timeout_seconds=timeout_seconds, backend=backend
+    )
 
 
 _living: weakref.WeakSet[AcceleratorState] = weakref.WeakSet()

@@ -35,14 +35,14 @@ Entry = tuple[str, Any]
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
 
 
-def convert_file_size_to_int(size: int | str) -> int:
+def convert_file_size_to_int(size: float | str) -> int:
     """Return a size such as `"10GB"`, `"1.5GiB"` or `500` in bytes; a lower-case b at the end counts bits.
 
     Raises:
         ConfigError: it is no such size.
     """
-    if isinstance(size, int):
-        return size
+    if isinstance(size, (int, float)):  # transformers gives a share of the free memory
+        return int(size)
     found = _SIZE.fullmatch(size)
     if found is None or found[3] and not found[2]:
         raise ConfigError(f"size {size!r} is no number of bytes; write it like '10GB', '500MiB' or 1000000")

@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import weakref
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,17 @@ def states_alone() -> None:
 
 def test_states_stand_alone():
     run_ranks(states_alone, 1)
+
+
+def join_with_backend() -> str:
+    state = PartialState(cpu=True, backend="gloo", timeout=timedelta(seconds=40))
+    with pytest.raises(ConfigError, match="nccl"):
+        PartialState(cpu=True, backend="nccl")
+    return state.backend
+
+
+def test_a_state_joins_with_the_backend_that_is_given():
+    assert run_ranks(join_with_backend, 2) == ["gloo", "gloo"]
 
 
 def test_states_outlive_their_accelerator_and_do_not_keep_it():

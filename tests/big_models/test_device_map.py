@@ -42,9 +42,18 @@ def blocks(count: int = 3) -> nn.Sequential:
 
 @pytest.mark.parametrize(
     ("size", "num_bytes"),
-    [(500, 500), ("0MB", 0), ("1.5GB", 1_500_000_000), ("2GiB", 2**31), ("512KiB", 2**19), ("8Mb", 10**6), ("7B", 7)],
+    [
+        (500, 500),
+        (2.9e9 * 0.5, 1_450_000_000),
+        ("0MB", 0),
+        ("1.5GB", 1_500_000_000),
+        ("2GiB", 2**31),
+        ("512KiB", 2**19),
+        ("8Mb", 10**6),
+        ("7B", 7),
+    ],
 )
-def test_a_size_is_a_number_of_bytes(size: int | str, num_bytes: int):
+def test_a_size_is_a_number_of_bytes(size: float | str, num_bytes: int):
     assert convert_file_size_to_int(size) == num_bytes
 
 
