@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from accel_trainer.errors import AccelTrainerError, did_you_mean
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main"]
 
 # Names of modules, not imports: `accel-trainer --help` takes 0.1 s, and an import of torch alone takes seconds.
-_COMMANDS = {
+COMMANDS = {
     "launch": ("job:run_launch", "run a script on one or several processes"),
     "test": ("job:run_test", "check processes, collectives, loaders and training as configured"),
     "config": ("config_file:run_config", "make a configuration file from a few answers (config default: without)"),
@@ -21,6 +21,10 @@ _COMMANDS = {
     "merge-weights": ("checkpoints:run_merge_weights", "write sharded weights as files that from_pretrained reads"),
     "report": ("run_pages:run_report", "write a page of a run's curves, figures and options, or compare runs"),
     "explain": ("reports:run_explain", "print every option, its value and where it came from"),
+    "completion": (
+        "completion:run_completion",
+        "print a script by which bash, zsh or fish complete a command",
+    ),
     "env": ("reports:run_env", "print versions, devices and configuration for a bug report"),
 }
 """Module below `accel_trainer.launch` and function, which takes the words behind the name and returns the exit code."""
@@ -38,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"accel-trainer {__version__}")
         return 0
-    if name not in _COMMANDS:
-        hint = did_you_mean(name, _COMMANDS) or f"; expected one of {', '.join(_COMMANDS)}"
+    if name not in COMMANDS:
+        hint = did_you_mean(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
         print(f"accel-trainer: unknown command {name!r}{hint}", file=sys.stderr)
         return 2
     try:
-        module, _, function = _COMMANDS[name][0].partition(":")
+        module, _, function = COMMANDS[name][0].partition(":")
         code: int = getattr(importlib.import_module(f"accel_trainer.launch.{module}"), function)(words[1:])
         return code
     except AccelTrainerError as error:
@@ -56,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _overview() -> str:
-    width = max(map(len, _COMMANDS))
-    table = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in _COMMANDS.items())
+    width = max(map(len, COMMANDS))
+    table = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
     return (
         f"usage: accel-trainer COMMAND [options]\n\n{table}\n\n"
         "`accel-trainer COMMAND --help` says more; `accel-trainer --version` prints the version."

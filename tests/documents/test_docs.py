@@ -157,7 +157,7 @@ def test_the_commands_of_a_page_are_taken(page: Path):
             words = shlex.split(line, comments=True)
             if words[:1] != ["accel-trainer"]:
                 continue
-            assert words[1] in cli._COMMANDS, line
+            assert words[1] in cli.COMMANDS, line
             if words[1] in ("launch", "explain"):
                 options = parse_options(words[2:], "accel-trainer")
                 assert bool(options.rest) == (words[1] == "launch"), line

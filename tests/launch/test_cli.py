@@ -36,6 +36,7 @@ def test_the_overview_names_every_command(words: list[str], capsys: pytest.Captu
         "merge-weights",
         "report",
         "explain",
+        "completion",
         "env",
     ]
 
@@ -68,7 +69,7 @@ def test_an_unknown_command_gets_the_nearest_name(capsys: pytest.CaptureFixture[
     assert main(["xyz"]) == 2
     assert (
         "unknown command 'xyz'; expected one of launch, test, config, convert-config, ckpt, merge-weights, report, "
-        "explain, env" in capsys.readouterr().err
+        "explain, completion, env" in capsys.readouterr().err
     )
 
 
