@@ -17,6 +17,7 @@
 #include <c10/core/impl/alloc_cpu.h>
 #include <torch/library.h>
 
+#include <cstring>
 #include <functional>
 #include <vector>
 
@@ -130,6 +131,7 @@ at::Tensor on_host(const at::Tensor& tensor) {
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   auto copy = [from, to] { on_host(to).copy_(on_host(from)); };
   if (non_blocking && to.device().is_cpu()) {
+    if (to.is_contiguous()) std::memset(to.data_ptr(), 0xff, to.nbytes()); // memory that was freed may hold the values
     pending.push_back(copy);
     return to;
   }
