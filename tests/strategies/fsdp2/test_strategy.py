@@ -164,6 +164,10 @@ def test_a_non_persistent_buffer_survives_in_full_precision():
 # --- precision -----------------------------------------------------------------------------------------------------
 
 
+def dtypes_of(outputs: Any) -> list[str]:
+    return [str(tensor.dtype) for tensor in (outputs["loss"], outputs["logits"], outputs["hidden"][0])]
+
+
 @SCENARIOS.add
 def bf16() -> Any:
     model = build()
@@ -173,21 +177,26 @@ def bf16() -> Any:
     gradients = {str(p.grad.dtype) for p in model.parameters()}
     unit.step()
     unit.zero_grad()
+    with torch.no_grad():
+        evaluated = unit.model(own_rows(batch()))
     return {
         "weights": {str(p.dtype) for p in model.parameters()},
         "gradients": gradients,
         "state": {str(state["exp_avg"].dtype) for state in unit.optimizers[0].state.values()},
         "blocks": {str(dtype) for block in model.blocks for dtype in block.seen},
-        "outputs": {str(t.dtype) for t in (outputs["loss"], outputs["logits"], outputs["hidden"][0])},
+        "outputs": dtypes_of(outputs),
+        "outputs without gradients": dtypes_of(evaluated),
         "losses": train(unit),
     }
 
 
-def test_bf16_keeps_fp32_weights_and_casts_the_last_output_only():
+def test_bf16_keeps_fp32_weights_and_casts_the_loss_and_what_comes_without_one():
     model = build()
     reference = train_alone(model, 4)
     for result in results("bf16"):
-        assert result["weights"] == result["gradients"] == result["state"] == result["outputs"] == {"torch.float32"}
+        assert result["weights"] == result["gradients"] == result["state"] == {"torch.float32"}
+        assert result["outputs"] == ["torch.float32", "torch.bfloat16", "torch.bfloat16"]
+        assert result["outputs without gradients"] == ["torch.float32"] * 3
         assert result["blocks"] == {"torch.bfloat16"}
         assert result["losses"] == pytest.approx(reference[1:], rel=0.03)
 
