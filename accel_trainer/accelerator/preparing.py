@@ -192,7 +192,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         return any(len({str(device) for device in spread.values()}) > 1 for spread in maps if spread)
 
     def _check_device_map(self, job: TrainJob) -> None:
-        """Refuse a model that is spread over several devices in replicas, and to train what cannot be where it is."""
+        """Refuse a model spread over several devices in replicas, and to train one that cannot be where it is."""
         model, own = job.model, self.process.device
         name, is_spread = type(model).__name__, self.verify_device_map(model)
         if is_spread and self.process.is_distributed:
@@ -207,8 +207,12 @@ class AcceleratorPreparing(AcceleratorSettings):
                 "would update copies; load the model without offloading, and shard it with strategy 'fsdp2' where it "
                 "does not fit"
             )
-        if not any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8)):
-            return
+        if any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8)):
+            self._check_quantized(model)
+
+    def _check_quantized(self, model: nn.Module) -> None:
+        """Refuse to train a quantized model whose layers are not on this process's device."""
+        name, own = type(model).__name__, self.process.device
         devices = _mapped_devices(model, own)
         if "disk" in devices or ("cpu" in devices and own.type != "cpu"):
             raise ConfigError(

@@ -34,7 +34,7 @@ __all__ = ["AcceleratorSettings"]
 
 @dataclass(eq=False, slots=True)
 class PassStart:
-    """What happens when a pass over a prepared loader begins.
+    """The beginning of each pass over a prepared loader.
 
     Loaders hold this and not their Accelerator, which would hold them in turn: with it goes all that it has prepared,
     as soon as nobody uses it, and not at the next collection of garbage.

@@ -160,7 +160,7 @@ class PreparedDataLoader(DataLoader[Any]):
         return self._passes[-1].rows if self._passes else None
 
     def one_for_each(self, data: Any, rank: int) -> Any:
-        """Return what a rank computed of its batch, a value repeated to a full batch cut to its samples."""
+        """Return a rank's results of its batch, a value repeated to a full batch cut to its samples."""
         rows, total = self.rows, self.total_batch_size
         if rows is None or total is None or self.yields_items or rank >= len(rows.sizes):
             return data

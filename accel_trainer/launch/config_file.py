@@ -359,7 +359,7 @@ def _show(default: Any) -> str:
 
 @dataclass
 class BaseConfig:
-    """What every configuration file of accelerate has."""
+    """The keys of every configuration file of accelerate."""
 
     compute_environment: str
     distributed_type: str
@@ -368,7 +368,7 @@ class BaseConfig:
     debug: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what is set, as plain values."""
+        """Return the keys that are set, with plain values."""
         values = ((each.name, getattr(self, each.name)) for each in fields(self))
         plain = {name: value.value if isinstance(value, Enum) else value for name, value in values}
         return {name: value for name, value in plain.items() if value not in (None, {})}

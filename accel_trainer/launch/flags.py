@@ -172,7 +172,7 @@ class _OptionsParser(argparse.ArgumentParser):
     """Takes `-` and `_` in names as the same, and switches with a value and without, as `parse_options` does."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the options before the script; what follows it is the script's."""
+        """Parse the options before the script; those behind it are the script's."""
         words, position = list(sys.argv[1:] if args is None else args), 0
         while position < len(words) and words[position].startswith("-") and words[position] not in ("-", "--"):
             position = _spell_option(words, position)

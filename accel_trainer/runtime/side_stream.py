@@ -60,7 +60,7 @@ class SideStream:
             tensor.record_stream(computing)
 
     def copy_to_host(self, source: Tensor, target: Tensor) -> None:
-        """Copy a tensor into pinned memory, after what the computing stream has been given by now.
+        """Copy a tensor into pinned memory, after all work that the computing stream has been given by now.
 
         The values are there once an event of `mark` has passed. `source` may be dropped at once.
         """
@@ -70,7 +70,7 @@ class SideStream:
         source.record_stream(self._stream)
 
     def copy_from_host(self, source: Tensor, target: Tensor) -> None:
-        """Copy pinned memory onto the device, after what the computing stream has been given by now.
+        """Copy pinned memory onto the device, after all work that the computing stream has been given by now.
 
         The computing stream may use `target` once it has waited for an event of `mark`; so may the host `source`.
         """

@@ -154,7 +154,7 @@ class LocalReplicas:
 
 
 def _entry(held: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a part of an optimizer's state in an order of its own, without parameters and what is theirs."""
+    """Return a part of an optimizer's state in an order of its own, without parameters and their state."""
     own = [(key, value) for key, value in held.items() if key != "params" and not isinstance(key, Tensor)]
     return dict(sorted(own, key=lambda item: repr(item[0])))
 
