@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_trainer.config import field_specs, flag_name
-from accel_trainer.launch.flags import _documentation
+from accel_trainer.config.description import documentation
 
 __all__ = ["PAGE", "build_tables", "replace_tables"]
 
@@ -28,12 +28,12 @@ def _as_yaml(value: Any) -> str:
 
 def build_tables() -> dict[str, str]:
     """Return a Markdown table for each section of the schema; `top` holds the options outside of sections."""
-    documentation = _documentation()
+    described = documentation()
     rows: dict[str, list[str]] = {}
     for path, spec in field_specs().items():
         section = path.rpartition(".")[0] or "top"
         flag = "" if path == "deepspeed" else f"`{flag_name(path)}`"
-        meaning = documentation[path].replace("|", "\\|")
+        meaning = described[path].replace("|", "\\|")
         rows.setdefault(section, []).append(f"| `{path}` | `{_as_yaml(spec.default)}` | {flag} | {meaning} |")
     head = ["| option | default | flag | meaning |", "|---|---|---|---|"]
     return {section: "\n".join([*head, *lines]) + "\n" for section, lines in rows.items()}
