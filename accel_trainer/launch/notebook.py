@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -44,6 +45,7 @@ _NUMBERS = {
     "launch.monitor_interval_seconds": "monitor_interval",
 }
 """Arguments that are checked like options of the launcher, by the path of the option."""
+_VALUE, _NO_VALUE = "value.pt", "value.error"
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
 
 
@@ -64,8 +66,8 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
     use_cpu: bool = False,
-) -> None:
-    """Call `function(*args)` in several processes that are the ranks of a job, and wait for them.
+) -> Any:
+    """Call `function(*args)` in several processes that are the ranks of a job, and return what rank 0's call returned.
 
     The Accelerator is made within the function. One process is this one. Several are forked: nothing here may have
     used a GPU, and each computes with one CPU thread, since the threads of this process do not survive a fork.
@@ -81,6 +83,10 @@ def notebook_launcher(
         max_restarts: how often all workers are started again after one has failed.
         log_line_prefix_template: put before each line that workers write: "[${rank}] ", for instance.
         use_cpu: run on the CPU although there is a GPU.
+
+    Returns:
+        The value of rank 0, on the machine of rank 0; None on the others. From a forked worker it comes as a pickle,
+        with its tensors on the CPU: None, with a warning that says why, where it cannot be pickled.
 
     Raises:
         ConfigError: an argument is wrong; this process has used a GPU, has an Accelerator or a process group already;
@@ -120,22 +126,25 @@ def notebook_launcher(
     environment = worker_environment(os.environ, resolved, launch_text, num_processes, interface)
     if num_processes == num_nodes == 1:
         with worker_variables(environment):
-            function(*args)
-        return
+            return function(*args)
     _check_can_fork(num_processes, resolved.config.use_cpu)
     environment["OMP_NUM_THREADS"] = "1"
     with worker_variables(environment), tempfile.TemporaryDirectory(prefix="accel_trainer_") as folder:
         _run(function, args, num_processes, launch, log_line_prefix_template, Path(folder))
+        return _returned_value(Path(folder))
 
 
-def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> Any:
     """Call `function(*args)` in several processes on the CPU of this machine: to try out code for many ranks.
+
+    Returns:
+        The value of rank 0, as `notebook_launcher` returns it.
 
     Raises:
         ConfigError: this process has an Accelerator or a process group already.
         ProcessGroupError: a worker failed; the message has its rank and its traceback.
     """
-    notebook_launcher(function, args, num_processes, use_cpu=True)
+    return notebook_launcher(function, args, num_processes, use_cpu=True)
 
 
 def _check_numbers(num_processes: int, num_nodes: int, node_rank: int) -> None:
@@ -290,7 +299,9 @@ def _work(function: Callable[..., Any], args: Sequence[Any], folder: Path) -> No
     report = folder / f"{os.environ['RANK']}.txt"
     report.unlink(missing_ok=True)  # of the attempt before a restart
     try:
-        function(*args)
+        value = function(*args)
+        if os.environ["RANK"] == "0":
+            _keep_value(value, folder)
         destroy_process_group()
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
@@ -298,3 +309,32 @@ def _work(function: Callable[..., Any], args: Sequence[Any], folder: Path) -> No
             return
         report.write_text(traceback.format_exc())
         raise SystemExit(1) from None
+
+
+def _keep_value(value: Any, folder: Path) -> None:
+    """Write what rank 0's call returned, or why that cannot be written, to `folder`."""
+    (folder / _NO_VALUE).unlink(missing_ok=True)  # of the attempt before a restart
+    try:
+        torch.save(value, folder / _VALUE)
+    except Exception as error:  # whatever the value's own class does when it is pickled
+        (folder / _NO_VALUE).write_text(f"{type(error).__name__}: {error}")
+
+
+def _returned_value(folder: Path) -> Any:
+    """Return what `_keep_value` has written, with tensors on the CPU: a GPU used here would end further launches."""
+    reason = folder / _NO_VALUE
+    if reason.exists():
+        why = reason.read_text()
+    elif not (folder / _VALUE).exists():  # rank 0 is on another machine, or has ended by sys.exit()
+        return None
+    else:
+        try:
+            return torch.load(folder / _VALUE, map_location="cpu", weights_only=False)
+        except Exception as error:  # of a class that only the worker has
+            why = f"{type(error).__name__}: {error}"
+    warnings.warn(
+        f"what the function returned on rank 0 cannot be pickled, so None is returned here: {why}; return numbers, "
+        "tensors and containers of them, or write the rest to a file",
+        stacklevel=3,
+    )
+    return None

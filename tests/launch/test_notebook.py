@@ -263,6 +263,28 @@ def test_the_agent_can_be_told_where_to_meet_and_how_to_print():
     assert "UnsupportedOperation: fileno" in message
 
 
+def results_of_rank(kind: str) -> Any:
+    rank = Accelerator(cpu=True).process_index
+    if kind == "exit":
+        sys.exit()
+    return {"loss": torch.tensor(0.5 + rank), "rank": rank} if kind == "value" else (lambda: rank)
+
+
+@SCENARIOS.add
+def returning() -> Any:
+    values = []
+    kept = left_alone(lambda: values.append(notebook_launcher(results_of_rank, ("value",), 2)))
+    with pytest.warns(UserWarning, match="cannot be pickled, so None is returned here: .*lambda") as warned:
+        values += [debug_launcher(results_of_rank, ("function",)), debug_launcher(results_of_rank, ("exit",))]
+    values.append(notebook_launcher(results_of_rank, ("value",), 1))
+    return kept, values, [Path(warning.filename).name for warning in warned]
+
+
+def test_the_value_of_rank_0_is_returned():
+    of_rank_0 = {"loss": torch.tensor(0.5), "rank": 0}
+    assert results("returning") == (True, [of_rank_0, None, None, of_rank_0], ["notebook.py"])
+
+
 @SCENARIOS.add
 def alone() -> Any:
     seen = []
