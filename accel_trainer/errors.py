@@ -20,6 +20,7 @@ __all__ = [
     "DistributedOperationException",
     "IncompatibleCheckpointError",
     "MissingExtraError",
+    "NonFiniteError",
     "ProcessGroupError",
     "SaveTimeoutError",
     "UnsupportedTypeError",
@@ -81,6 +82,13 @@ class DiskFullError(AccelTrainerError, OSError):
 
 class SaveTimeoutError(AccelTrainerError, TimeoutError):
     """The background save before this one has not ended in time."""
+
+
+class NonFiniteError(AccelTrainerError, ArithmeticError):
+    """Gradients are NaN or infinite, and training on would spread them to every weight."""
+
+    exit_code = 76
+    """Of the process, where nobody catches it."""
 
 
 class MissingExtraError(AccelTrainerError, ImportError):

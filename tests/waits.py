@@ -161,9 +161,9 @@ class RecordedEvent:
         self._log = log if log is not None else []
 
     def synchronize(self) -> None:
-        """Wait on the host."""
-        assert self.stream is not None
-        self._log.append(f"host waits for {self.stream.name}")
+        """Wait on the host; for the stream of the device itself, a point of the update before bounds its lead."""
+        if isinstance(self.stream, RecordedStream):
+            self._log.append(f"host waits for {self.stream.name}")
 
     def record(self) -> None:
         """Nothing is timed here."""

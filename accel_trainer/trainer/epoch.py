@@ -21,6 +21,7 @@ from accel_trainer.runtime import collectives
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.tensor_trees import find_batch_size
 from accel_trainer.trainer.loss_normalization import LossKind, count_labels
+from accel_trainer.trainer.nonfinite import NonFiniteGuard
 from accel_trainer.trainer.run_clock import BACKWARD_DONE, BATCHES_READ, UPDATE_BEGUN, UPDATE_DONE, RunClock
 from accel_trainer.trainer.running_trainer import SteppingTrainer
 from accel_trainer.trainer.step_plan import StepPlan
@@ -188,12 +189,16 @@ class EpochRun:
     ignore_keys_for_eval: list[str] | None
     start_time: float
     plan: StepPlan
+    guard: NonFiniteGuard | None
+    """None under fp16, whose loss scale finds them in every update."""
     step: int
     """Index in the epoch of the last micro-batch that was trained; -1 before the first."""
     is_resumed: bool
     """Whether the next window is the first one that a resumed run reads."""
     grad_norm: Tensor | float | None = None
     learning_rate: float | None = None
+    window_loss: Tensor | None = None
+    """Sum of the losses of the present update on this rank."""
     sync: bool | None = None
     """Last value of `set_gradient_sync`, which walks through all modules of a sharded model."""
 
@@ -259,6 +264,7 @@ class EpochRun:
         loss = trainer.training_step(self.model, inputs, num_items)
         self.clock.compute_seconds += perf_counter() - begin
         self._add_loss(loss)
+        self.window_loss = loss if is_first or self.window_loss is None else self.window_loss + loss
         trainer.current_flos += float(trainer.floating_point_ops(inputs))
         if trainer.args.include_num_input_tokens_seen != "no" or not self.plan.counts_tokens_itself:
             trainer._track_num_input_tokens(self.reader.without_filler(inputs))
@@ -299,12 +305,19 @@ class EpochRun:
         self.grad_norm = trainer._get_grad_norm(self.model, grad_norm=grad_norm)
         if plan.is_heard(handler, "on_pre_optimizer_step"):
             trainer.control = handler.on_pre_optimizer_step(args, trainer.state, trainer.control)
-        trainer.optimizer.step()
+        is_skipped = (
+            self.guard is not None
+            and self.window_loss is not None
+            and self.guard.skips(trainer.state.global_step + 1, self.grad_norm, self.window_loss)
+        )
+        if not is_skipped:
+            trainer.optimizer.step()
         if plan.is_heard(handler, "on_optimizer_step"):
             trainer.control = handler.on_optimizer_step(args, trainer.state, trainer.control)
         self.learning_rate = trainer._get_learning_rate()
         scheduler = trainer.lr_scheduler
-        if not trainer.accelerator.optimizer_step_was_skipped and not isinstance(scheduler, _STEPPED_BY_METRIC):
+        was_applied = not is_skipped and not trainer.accelerator.optimizer_step_was_skipped
+        if was_applied and not isinstance(scheduler, _STEPPED_BY_METRIC):
             scheduler.step()
         plan.zero_grad(parameters)
         clock.update_seconds += perf_counter() - begin
@@ -316,6 +329,8 @@ class EpochRun:
         trainer.control = handler.on_step_end(args, trainer.state, trainer.control)
         if trainer.decisions is not None:
             trainer.decisions.end_update(trainer)
+        if self.guard is not None and (trainer.control.should_save or trainer.control.should_training_stop):
+            self.guard.look()
         self._log_save_evaluate()
 
     def _log_save_evaluate(self) -> None:
@@ -344,4 +359,6 @@ class EpochRun:
         trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
         if trainer.decisions is not None:
             trainer.decisions.end_epoch(trainer.control)
+        if self.guard is not None:
+            self.guard.look()
         self._log_save_evaluate()

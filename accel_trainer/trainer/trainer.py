@@ -62,6 +62,7 @@ from accel_trainer.trainer.inputs import (
     shifts_labels,
 )
 from accel_trainer.trainer.loss_normalization import LossKind, LossNormalization, count_labels
+from accel_trainer.trainer.nonfinite import make_guard
 from accel_trainer.trainer.preparation import (
     ModelPreparation,
     TakenArguments,
@@ -361,6 +362,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             ignore_keys_for_eval=ignore_keys_for_eval,
             start_time=start_time,
             plan=self._step_plan,
+            guard=make_guard(self.args.on_nonfinite, self.accelerator),
             step=trained - 1,
             is_resumed=is_resumed,
         )

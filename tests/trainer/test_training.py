@@ -213,8 +213,11 @@ def test_frozen_parameters_stay_as_they_are(tmp_path):
     assert torch.equal(trainer.model.model.embed_tokens.weight, before)
 
 
-def test_nan_losses_are_left_out_of_the_log(tmp_path):
-    trainer = build_trainer(tmp_path, samples=16, logging_steps=2, max_grad_norm=0.0, learning_rate=0.0)
+def test_nan_losses_are_left_out_of_the_log_where_they_are_filtered(tmp_path):
+    trainer = build_trainer(
+        tmp_path, samples=16, logging_steps=2, max_grad_norm=0.0, learning_rate=0.0, logging_nan_inf_filter=True,
+        on_nonfinite="warn",
+    )  # fmt: skip
     original = trainer.compute_loss
 
     def sometimes_nan(*args: Any, **kwargs: Any) -> Any:

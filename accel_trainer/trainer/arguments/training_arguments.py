@@ -29,6 +29,7 @@ from accel_trainer.runtime.process import find_process, hidden_variable, init_pr
 from accel_trainer.trainer.accelerate_states import share_process
 from accel_trainer.trainer.arguments.deepspeed_arguments import deepspeed_options, start_engine, unsharded_models
 from accel_trainer.trainer.arguments.fsdp_arguments import fill_fsdp_fields, resolve_arguments
+from accel_trainer.trainer.nonfinite import check_action
 
 __all__ = ["MIRRORED_FIELDS", "Seq2SeqTrainingArguments", "TrainingArguments"]
 
@@ -108,6 +109,20 @@ class TrainingArguments(transformers.TrainingArguments):
     max_pause_s: float = field(
         default=3600.0, metadata={"help": "With on_save_error='pause': seconds after which the error is raised."}
     )
+    on_nonfinite: Literal["raise", "skip_step", "warn"] = field(
+        default="raise",
+        metadata={
+            "help": "What to do where an update's gradients are NaN or infinite: 'raise' ends the run with exit code "
+            "76 before anything of it is saved, 'skip_step' leaves the update out (and waits for the device in each), "
+            "'warn' trains on. With fp16 the loss scale skips such updates."
+        },
+    )
+    logging_nan_inf_filter: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to log the mean so far in place of a NaN or infinite loss. Upstream's default hides it."
+        },
+    )
     report_html: bool = field(
         default=False,
         metadata={
@@ -155,6 +170,7 @@ class TrainingArguments(transformers.TrainingArguments):
                 "offer; leave it out, and shard with fsdp or deepspeed where the model does not fit"
             )
         self.save_policy  # noqa: B018  it checks its two arguments
+        check_action(self.on_nonfinite)
         check_verify(self.verify)
         self._derive_compile_options()
         resolve = functools.partial(

@@ -222,7 +222,9 @@ def test_a_loss_that_is_no_number_is_logged_where_it_is_not_filtered(tmp_path):
         model = build_model()
         with torch.no_grad():
             model.lm_head.weight.fill_(float("nan"))
-        trainer = build_trainer(tmp_path, max_steps=2, max_grad_norm=0.0, logging_nan_inf_filter=is_filtered)
+        trainer = build_trainer(
+            tmp_path, max_steps=2, max_grad_norm=0.0, logging_nan_inf_filter=is_filtered, on_nonfinite="warn"
+        )
         trainer.model.load_state_dict(model.state_dict())
         trainer.train()
         losses[is_filtered] = trainer.state.log_history[0]["loss"]
