@@ -55,6 +55,9 @@ BENCHMARKS = {
     "native": native_step.measure,
     "trainer": lambda rounds: _with_peer("trainer_step.py", rounds),
     "short": lambda rounds: _with_peer("short_steps.py", rounds),
+    "evaluate2": lambda rounds: _rows_of(
+        [sys.executable, str(HERE / "evaluation_two_ranks.py"), str(rounds)], dict(os.environ)
+    ),
     "trainer2": lambda rounds: _two_processes("trainer_two_ranks.py", rounds),
     "fsdp2": lambda rounds: _two_processes("fsdp2_step.py", rounds),
     "zero": lambda rounds: _two_processes("zero_step.py", rounds),
