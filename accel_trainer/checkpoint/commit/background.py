@@ -45,7 +45,6 @@ class BackgroundSaver:
         self.memory = StagingMemory(process.device)
         self._thread: threading.Thread | None = None
         self._section = ""
-        self._vote: Callable[[], bool] | None = None
         self._error: BaseException | None = None
 
     @property
@@ -82,35 +81,17 @@ class BackgroundSaver:
             logger.error("%s failed: %s", self._section, error, main_process_only=False)
 
     def poll(self) -> None:
-        """Raise the error of the save in flight, as `wait`, if it has ended on all ranks; once an update. Collective.
-
-        Answers the vote that the last call began, and begins another: nobody waits for a rank that is late.
-        """
-        if self._thread is None:
-            return
-        vote, self._vote = self._vote, self._begin_vote(self._thread)
-        if self._main_group is None:
-            vote = self._vote
-        if vote is not None and vote():
+        """Raise the error of the save in flight, as `wait`, if all ranks have ended it. Collective; once an update."""
+        if self._thread is not None and self._has_ended(self._thread, within_s=0.0):
             self.wait()
-
-    def _begin_vote(self, thread: threading.Thread) -> Callable[[], bool]:
-        """Begin to ask whether the save has ended on all ranks; the function returned waits for the answer."""
-        ended = torch.tensor(int(not thread.is_alive()))
-        if self._main_group is None:
-            return lambda: bool(ended)
-        work = dist.all_reduce(ended, dist.ReduceOp.MIN, group=self._main_group, async_op=True)
-
-        def answer() -> bool:
-            work.wait()
-            return bool(ended)
-
-        return answer
 
     def _has_ended(self, thread: threading.Thread, within_s: float) -> bool:
         """Whether the save ends on all ranks within that time. Collective."""
         thread.join(within_s)
-        return self._begin_vote(thread)()
+        ended = torch.tensor(int(not thread.is_alive()))
+        if self._main_group is not None:
+            dist.all_reduce(ended, dist.ReduceOp.MIN, group=self._main_group)
+        return bool(ended.item())
 
     def wait_for_turn(self, policy: SavePolicy) -> bool:
         """Wait for the save in flight as long as the policy allows, and return whether another may begin. Collective.
@@ -139,7 +120,4 @@ class BackgroundSaver:
             return
         self._thread.join()
         self._thread = None
-        if self._vote is not None:  # every rank has begun it, and ends it before anything else on the group
-            self._vote()
-            self._vote = None
         gather_or_raise(self._process, self._section, self._error, group=self._main_group)
