@@ -11,14 +11,9 @@ import pytest
 from tests.migration.imported_names import LIBRARIES, is_importable, lacking, names_in, record
 from tests.migration.names import reason_of
 
-_COMMANDS = {f"accelerate.commands.config.{name}" for name in ("default_config_file", "load_config_from_file")}
-_LAUNCH = {f"accelerate.commands.launch.{name}" for name in ("launch_command", "launch_command_parser")}
-
 REFUSED = {
-    "trl": _COMMANDS | _LAUNCH,
     # Of transformers' own Trainer, whose place accel_trainer's takes.
-    "transformers": _COMMANDS
-    | {
+    "transformers": {
         "accelerate.utils.DeepSpeedSchedulerWrapper",
         "accelerate.utils.load_fsdp_model",
         "accelerate.utils.load_fsdp_optimizer",
@@ -32,7 +27,7 @@ REFUSED = {
 def test_every_name_of_a_library_is_here_or_refused_with_a_reason(library: str):
     assert lacking(library) == []
     absent = {path for path in LIBRARIES[library]["imported"] if not is_importable(path)}
-    assert absent <= REFUSED.get(library, set())
+    assert absent == REFUSED.get(library, set())
     assert all(reason_of("absent", path.removeprefix("accelerate.")) for path in absent)
 
 
