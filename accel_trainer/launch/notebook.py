@@ -34,7 +34,8 @@ from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.launch.job import worker_environment
 from accel_trainer.launch.network import find_interface
 from accel_trainer.launch.outer_job import refuse_nesting
-from accel_trainer.launch.torchrun import AGENT_LOGGERS, build_rendezvous, log_destination, worker_variables
+from accel_trainer.launch.rendezvous import build_rendezvous
+from accel_trainer.launch.torchrun import AGENT_LOGGERS, log_destination, worker_variables
 from accel_trainer.runtime.process import destroy_process_group
 
 __all__ = ["debug_launcher", "notebook_launcher"]

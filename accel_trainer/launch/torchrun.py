@@ -7,12 +7,11 @@ with 85, so the agent runs in this process and the workers are watched one by on
 from __future__ import annotations
 
 import contextlib
-import errno
+import functools
 import logging
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -20,35 +19,22 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-)
-from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accel_trainer.config import LaunchConfig
-from accel_trainer.errors import ConfigError, ProcessGroupError
-from accel_trainer.runtime.launchers import DEFAULT_PORT
-from accel_trainer.runtime.process import bracket_ipv6
+from accel_trainer.errors import ConfigError
+from accel_trainer.launch.rendezvous import BoundRendezvous, Launchers, MachineFailure, build_rendezvous
 
 __all__ = [
     "AGENT_LOGGERS",
     "AgentJob",
-    "BoundRendezvous",
-    "build_rendezvous",
     "log_destination",
-    "parse_settings",
     "run_workers",
     "shell_code",
     "worker_variables",
@@ -61,10 +47,6 @@ AGENT_LOGGERS = [
     logging.getLogger(f"torch.distributed.elastic.{name}") for name in ("agent.server.api", "multiprocessing.api")
 ]
 """Loggers on which torch's agent reports a failing worker, which the launchers here report themselves."""
-_LOOPBACK = "127.0.0.1"
-
-# A job has 600 s to come together: machines boot, containers are pulled. Later steps have limits of their own.
-_START_UP_SECONDS = 600
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -110,21 +92,35 @@ def run_workers(job: AgentJob) -> int:
             for logger in AGENT_LOGGERS:
                 logger.setLevel(logging.CRITICAL)
         agent = _Agent(job, logs)
+        code = 1
         try:
-            result = agent.run()
-        except SignalException as caught:
-            first = agent.first_failure()
-            if agent.exits and first is None:
-                return 0
-            return shell_code(first.code) if first else 128 + int(caught.sigval)
-        if not result.is_failed():
-            return 0
+            code = _run_agent(agent)
+        finally:
+            agent.leave(code)
+    return code
+
+
+def _run_agent(agent: _Agent) -> int:
+    try:
+        result = agent.run()
+    except SignalException as caught:
         first = agent.first_failure()
-        if first is None:
-            rank, failure = next(iter(result.failures.items()))
-            first = _Exit(rank, failure.pid, failure.exitcode, 0.0)
-        agent.report(first)
-        return shell_code(first.code)
+        if agent.exits and first is None:
+            return 0
+        return shell_code(first.code) if first else 128 + int(caught.sigval)
+    first = agent.first_failure()
+    if first is None and result.failures:
+        rank, failure = next(iter(result.failures.items()))
+        first = _Exit(rank, failure.pid, failure.exitcode, 0.0)
+        agent.tell(first)
+    elsewhere = agent.failure_elsewhere()
+    if elsewhere is not None:
+        _report_machine(elsewhere)
+        return elsewhere.code
+    if first is None or not result.is_failed():
+        return int(result.is_failed())
+    agent.report(first)
+    return shell_code(first.code)
 
 
 def _raise_signal(number: int, _frame: Any) -> None:
@@ -168,6 +164,45 @@ class _Agent(LocalElasticAgent):
         self._pids: dict[int, int] = {}
         self._watchers: list[threading.Thread] = []
         self._starts = 0
+        self._launchers: Launchers | None = None
+
+    def _rendezvous(self, worker_group: Any) -> None:
+        super()._rendezvous(worker_group)
+        handler = worker_group.spec.rdzv_handler
+        if isinstance(handler, BoundRendezvous) and handler.num_machines > 1:
+            self._launchers = Launchers(handler.connect(), handler.machine_rank, handler.num_machines)
+
+    def _monitor_workers(self, worker_group: Any) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        failure = self.failure_elsewhere()
+        if failure is None or result.state != WorkerState.HEALTHY:
+            return result
+        _report_machine(failure)
+        return RunResult(state=WorkerState.FAILED)
+
+    def _exit_barrier(self) -> None:
+        # torch's ends after 300 s, and with the launcher of machine 0 the store of the others' workers would.
+        if self._launchers is None:
+            super()._exit_barrier()
+        else:
+            self._launchers.wait_until_all_are_done()
+
+    def failure_elsewhere(self) -> MachineFailure | None:
+        """Return the job's first failure where another machine had it."""
+        failure = self._launchers.failure if self._launchers else None
+        return failure if failure and failure.machine != self._job.launch.machine_rank else None
+
+    def tell(self, exit_: _Exit) -> None:
+        """Tell the launchers of the other machines that a worker has failed here."""
+        if self._launchers is not None:
+            self._launchers.tell(shell_code(exit_.code), _describe(exit_))
+
+    def leave(self, code: int) -> None:
+        """Tell the launchers of the other machines that this one ends."""
+        if self._launchers is not None:
+            if code:
+                self._launchers.tell(code, f"the launcher ended with code {code}")
+            self._launchers.leave()
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         first = self.first_failure()
@@ -238,7 +273,10 @@ class _Agent(LocalElasticAgent):
             status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
             if status is not None:
                 code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
-                exits.append(_Exit(rank, pid, code, time.monotonic()))
+                end = _Exit(rank, pid, code, time.monotonic())
+                exits.append(end)
+                if code:
+                    self.tell(end)
 
     def first_failure(self) -> _Exit | None:
         """Return the worker that was the first to end with an error, as far as it was seen."""
@@ -258,6 +296,11 @@ class _Agent(LocalElasticAgent):
         print("\n".join(lines), file=sys.stderr)
 
 
+@functools.cache  # once: the workers here end because of it, and are not the cause
+def _report_machine(failure: MachineFailure) -> None:
+    print(f"accel-trainer launch: on machine {failure.machine} {failure.text}; this ended the job", file=sys.stderr)
+
+
 def _describe(exit_: _Exit) -> str:
     if exit_.code >= 0:
         return f"rank {exit_.rank} (pid {exit_.pid}) failed with exit code {exit_.code}"
@@ -272,40 +315,6 @@ def _grace_seconds(environ: Mapping[str, str]) -> int:
     if not text.isdecimal():
         raise ConfigError(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT is {text!r}; expected a whole number of seconds")
     return int(text)
-
-
-def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
-    """Return the rendezvous, which brings the machines of a job together.
-
-    Raises:
-        ConfigError: the settings contradict each other, or torch does not know the rendezvous.
-    """
-    settings = parse_settings(launch.rdzv_conf)
-    is_alone = launch.num_machines == 1
-    port = launch.main_process_port or (0 if is_alone else DEFAULT_PORT)
-    address = launch.main_process_ip or (_LOOPBACK if is_alone else None)
-    if address is None:
-        raise ConfigError(
-            f"num_machines is {launch.num_machines} and main_process_ip is not set; give the address of machine 0"
-        )
-    if launch.rdzv_backend == "static":
-        if is_alone:
-            return BoundRendezvous(_LOOPBACK, port, 0, 1, settings)
-        if launch.max_restarts:
-            raise ConfigError(
-                f"max_restarts is {launch.max_restarts} on {launch.num_machines} machines with the static rendezvous, "
-                "where no machine learns that another restarts its workers; set rdzv_backend to c10d"
-            )
-        return BoundRendezvous(address, port, launch.machine_rank, launch.num_machines, settings)
-    run_id = settings.pop("rdzv_id", "accel_trainer")
-    endpoint, size = f"{bracket_ipv6(address)}:{port}", launch.num_machines
-    try:
-        return get_rendezvous_handler(
-            RendezvousParameters(launch.rdzv_backend, endpoint, run_id, size, size, **settings)
-        )
-    except (ValueError, TypeError, ImportError, RendezvousError) as error:
-        conf = f" with rdzv_conf {launch.rdzv_conf!r}" if launch.rdzv_conf else ""
-        raise ConfigError(f"rdzv_backend {launch.rdzv_backend!r} cannot be used{conf}: {error}") from error
 
 
 def _uses_accelerator(job: AgentJob) -> bool:
@@ -380,144 +389,3 @@ def log_destination(launch: LaunchConfig) -> Iterator[DefaultLogsSpecs]:
         yield DefaultLogsSpecs(log_dir=folder, tee=tee)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-# --- rendezvous -------------------------------------------------------------------------------------------------------
-
-
-def parse_settings(text: str) -> dict[str, str]:
-    """Return `key=value,key=value` as a dict.
-
-    Raises:
-        ConfigError: an entry has no `=`.
-    """
-    settings = {}
-    for entry in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = entry.partition("=")
-        if not equals or not key.strip():
-            raise ConfigError(f"rdzv_conf has the entry {entry!r}; expected key=value,key=value")
-        settings[key.strip()] = value.strip()
-    return settings
-
-
-class BoundRendezvous(RendezvousHandler):
-    """A fixed set of machines that meet at a store on machine 0, which the workers use for their process group too.
-
-    The store listens on one address and one port, and nowhere else. torch's own rendezvous listens on every interface
-    of the machine, also for the address 127.0.0.1, and the protocol has neither authentication nor encryption
-    (https://github.com/pytorch/pytorch/blob/main/SECURITY.md). Here the socket is bound first and handed to the store.
-
-    Args:
-        address: of machine 0, as the others reach it.
-        port: 0 lets the kernel choose one, which only works on one machine.
-        settings: `bind_address` for machine 0 to listen elsewhere than on `address`; `timeout` in seconds.
-    """
-
-    def __init__(
-        self, address: str, port: int, machine_rank: int, num_machines: int, settings: Mapping[str, str] | None = None
-    ) -> None:
-        settings = settings or {}
-        unknown = sorted(settings.keys() - {"bind_address", "timeout"})
-        if unknown:
-            raise ConfigError(
-                f"rdzv_conf has {', '.join(map(repr, unknown))}, which the static rendezvous does not know; it knows "
-                "'bind_address' and 'timeout'"
-            )
-        if not settings.get("timeout", "1").isdecimal():
-            raise ConfigError(f"rdzv_conf has timeout={settings['timeout']!r}; expected a whole number of seconds")
-        self.address = address
-        self.machine_rank = machine_rank
-        self.num_machines = num_machines
-        self._port = port
-        self._bind_address = settings.get("bind_address", address)
-        self._timeout = timedelta(seconds=int(settings.get("timeout", _START_UP_SECONDS)))
-        self._store: TCPStore | None = None
-
-    @property
-    def use_agent_store(self) -> bool:
-        """The workers join the store of this process instead of opening one more."""
-        return True
-
-    def get_backend(self) -> str:
-        """Return the name of this kind of rendezvous."""
-        return "static"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Open the store on machine 0, or reach it; a new store for every start of the workers, with no old keys.
-
-        Raises:
-            ConfigError: the address or the port cannot be listened on.
-            ProcessGroupError: machine 0 cannot be reached.
-        """
-        self._store = None
-        if self.machine_rank == 0:
-            listener = _listen(self._bind_address, self._port)
-            port = listener.getsockname()[1]
-            self._store = TCPStore(
-                self.address,
-                port,
-                is_master=True,
-                timeout=self._timeout,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
-        else:
-            port = self._port
-            self._store = _reach(self.address, port, self._timeout)
-        store_info = RendezvousStoreInfo(self.address, port)
-        return RendezvousInfo(PrefixStore("agents", self._store), self.machine_rank, self.num_machines, store_info)
-
-    def is_closed(self) -> bool:
-        """A fixed set of machines is never closed."""
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing to do: see `is_closed`."""
-
-    def num_nodes_waiting(self) -> int:
-        """No machine can join a fixed set."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return the name of the job; two jobs differ by their port."""
-        return "accel_trainer"
-
-    def shutdown(self) -> bool:
-        """Close the store."""
-        self._store = None
-        return True
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    try:
-        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((address, port), family=family, backlog=2048)
-    except socket.gaierror as error:
-        raise ConfigError(
-            f"main_process_ip {address!r} cannot be resolved: {error}; give the address of machine 0"
-        ) from error
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {port} on {address} is in use by another process; choose another main_process_port, "
-                "or leave it out on one machine for a free one"
-            ) from error
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError(
-                f"main_process_ip {address} is not an address of this machine, which is machine 0; give the address "
-                "by which the others reach it, correct machine_rank, or, behind address translation, listen on every "
-                "interface with --rdzv_conf bind_address=0.0.0.0"
-            ) from error
-        raise ConfigError(
-            f"cannot listen on {address} port {port}: {error}; choose another main_process_port"
-        ) from error
-
-
-def _reach(address: str, port: int, timeout: timedelta) -> TCPStore:
-    try:
-        return TCPStore(address, port, is_master=False, timeout=timeout)
-    except RuntimeError as error:
-        raise ProcessGroupError(
-            f"machine 0 was not reached at {address} port {port} within {timeout.total_seconds():g} s; check "
-            f"main_process_ip and main_process_port, the firewall, and that the job was started on machine 0: {error}"
-        ) from error

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import re
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from accel_trainer.config import LaunchConfig
 from accel_trainer.errors import ConfigError, ProcessGroupError
-from accel_trainer.launch.torchrun import (
-    AgentJob,
-    BoundRendezvous,
-    build_rendezvous,
-    parse_settings,
-    run_workers,
-    shell_code,
-)
+from accel_trainer.launch.rendezvous import BoundRendezvous, build_rendezvous, parse_settings
+from accel_trainer.launch.torchrun import AgentJob, run_workers, shell_code
 from tests.ranks import free_port
 
 
@@ -54,8 +49,9 @@ def test_each_rendezvous_is_a_new_store_that_holds_no_old_keys() -> None:
 
 def test_machines_share_one_store() -> None:
     port = free_port()
-    main = BoundRendezvous("127.0.0.1", port, 0, 2, {"timeout": "10"}).next_rendezvous()
-    other = BoundRendezvous("127.0.0.1", port, 1, 2, {"timeout": "10"}).next_rendezvous()
+    handlers = [BoundRendezvous("127.0.0.1", port, machine, 2, {"timeout": "10"}) for machine in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        main, other = threads.map(BoundRendezvous.next_rendezvous, handlers)
     main.store.set("key", "value")
     assert other.store.get("key") == b"value"
     assert (main.rank, other.rank, other.world_size) == (0, 1, 2)

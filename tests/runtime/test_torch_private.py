@@ -59,6 +59,9 @@ ALLOWED = {
     ("data/loader.py", "super(PreparedDataLoader, reader)._get_iterator"),
     ("launch/torchrun.py", "super()._start_workers"),  # overrides have to carry the name
     ("launch/torchrun.py", "super()._shutdown"),
+    ("launch/torchrun.py", "super()._rendezvous"),
+    ("launch/torchrun.py", "super()._monitor_workers"),
+    ("launch/torchrun.py", "super()._exit_barrier"),
 }
 
 

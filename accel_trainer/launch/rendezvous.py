@@ -1,0 +1,407 @@
+"""How the machines of a job meet at a store on machine 0, and how their launchers hear of each other until the end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from accel_trainer.config import LaunchConfig
+from accel_trainer.errors import ConfigError, ProcessGroupError
+from accel_trainer.runtime.launchers import DEFAULT_PORT
+from accel_trainer.runtime.process import bracket_ipv6
+
+__all__ = ["BoundRendezvous", "Launchers", "MachineFailure", "build_rendezvous", "parse_settings"]
+
+_LOOPBACK = "127.0.0.1"
+
+# A job has 600 s to come together: machines boot, containers are pulled. Later steps have limits of their own.
+_START_UP_SECONDS = 600
+_NOTICE_SECONDS = 10
+_POLL_SECONDS = 0.1
+
+# A launcher that is gone is named within 15 s: this silence, one more beat, and the others' next look.
+_BEAT_SECONDS = 1.0
+_LOST_SECONDS = 12.0
+
+
+def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
+    """Return the rendezvous, which brings the machines of a job together.
+
+    Raises:
+        ConfigError: the settings contradict each other, or torch does not know the rendezvous.
+    """
+    settings = parse_settings(launch.rdzv_conf)
+    is_alone = launch.num_machines == 1
+    port = launch.main_process_port or (0 if is_alone else DEFAULT_PORT)
+    address = launch.main_process_ip or (_LOOPBACK if is_alone else None)
+    if address is None:
+        raise ConfigError(
+            f"num_machines is {launch.num_machines} and main_process_ip is not set; give the address of machine 0"
+        )
+    if launch.rdzv_backend == "static":
+        if is_alone:
+            return BoundRendezvous(_LOOPBACK, port, 0, 1, settings)
+        if launch.max_restarts:
+            raise ConfigError(
+                f"max_restarts is {launch.max_restarts} on {launch.num_machines} machines with the static rendezvous, "
+                "where no machine learns that another restarts its workers; set rdzv_backend to c10d"
+            )
+        return BoundRendezvous(address, port, launch.machine_rank, launch.num_machines, settings)
+    run_id = settings.pop("rdzv_id", "accel_trainer")
+    endpoint, size = f"{bracket_ipv6(address)}:{port}", launch.num_machines
+    try:
+        return get_rendezvous_handler(
+            RendezvousParameters(launch.rdzv_backend, endpoint, run_id, size, size, **settings)
+        )
+    except (ValueError, TypeError, ImportError, RendezvousError) as error:
+        conf = f" with rdzv_conf {launch.rdzv_conf!r}" if launch.rdzv_conf else ""
+        raise ConfigError(f"rdzv_backend {launch.rdzv_backend!r} cannot be used{conf}: {error}") from error
+
+
+def parse_settings(text: str) -> dict[str, str]:
+    """Return `key=value,key=value` as a dict.
+
+    Raises:
+        ConfigError: an entry has no `=`.
+    """
+    settings = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = entry.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"rdzv_conf has the entry {entry!r}; expected key=value,key=value")
+        settings[key.strip()] = value.strip()
+    return settings
+
+
+class BoundRendezvous(RendezvousHandler):
+    """A fixed set of machines that meet at a store on machine 0, which the workers use for their process group too.
+
+    The store listens on one address and one port, and nowhere else. torch's own rendezvous listens on every interface
+    of the machine, also for the address 127.0.0.1, and the protocol has neither authentication nor encryption
+    (https://github.com/pytorch/pytorch/blob/main/SECURITY.md). Here the socket is bound first and handed to the store.
+
+    Args:
+        address: of machine 0, as the others reach it.
+        port: 0 lets the kernel choose one, which only works on one machine.
+        settings: `bind_address` for machine 0 to listen elsewhere than on `address`; `timeout` in seconds.
+    """
+
+    def __init__(
+        self, address: str, port: int, machine_rank: int, num_machines: int, settings: Mapping[str, str] | None = None
+    ) -> None:
+        settings = settings or {}
+        unknown = sorted(settings.keys() - {"bind_address", "timeout"})
+        if unknown:
+            raise ConfigError(
+                f"rdzv_conf has {', '.join(map(repr, unknown))}, which the static rendezvous does not know; it knows "
+                "'bind_address' and 'timeout'"
+            )
+        if not settings.get("timeout", "1").isdecimal():
+            raise ConfigError(f"rdzv_conf has timeout={settings['timeout']!r}; expected a whole number of seconds")
+        self.address = address
+        self.machine_rank = machine_rank
+        self.num_machines = num_machines
+        self._port = port
+        self._bind_address = settings.get("bind_address", address)
+        self._timeout = timedelta(seconds=int(settings.get("timeout", _START_UP_SECONDS)))
+        self._bound_port = port
+        self._store: TCPStore | None = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The workers join the store of this process instead of opening one more."""
+        return True
+
+    def get_backend(self) -> str:
+        """Return the name of this kind of rendezvous."""
+        return "static"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Open the store on machine 0, or reach it; a new store for every start of the workers, with no old keys.
+
+        Raises:
+            ConfigError: the address or the port cannot be listened on.
+            ProcessGroupError: machine 0 cannot be reached, or another machine has not come in time.
+        """
+        self._store = None
+        if self.machine_rank == 0:
+            listener = _listen(self._bind_address, self._port)
+            port = listener.getsockname()[1]
+            self._store = TCPStore(
+                self.address,
+                port,
+                is_master=True,
+                timeout=self._timeout,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        else:
+            port = self._port
+            self._store = self._reach()
+        self._bound_port = port
+        if self.num_machines > 1:
+            self._wait_for_all(self._store)
+        store_info = RendezvousStoreInfo(self.address, port)
+        return RendezvousInfo(PrefixStore("agents", self._store), self.machine_rank, self.num_machines, store_info)
+
+    def connect(self) -> Store:
+        """Return one more connection to the store, for a thread that must not wait behind others."""
+        store = TCPStore(self.address, self._bound_port, is_master=False, timeout=timedelta(seconds=_LOST_SECONDS))
+        return PrefixStore("launchers", store)
+
+    def _reach(self) -> TCPStore:
+        """Return a connection to the store on machine 0, which may not be there yet."""
+        place = f"{bracket_ipv6(self.address)}:{self._port}"
+        problem: OSError | RuntimeError | None = None
+
+        def is_there() -> bool:
+            nonlocal problem
+            try:
+                socket.create_connection((self.address, self._port), timeout=_NOTICE_SECONDS / 2).close()
+            except OSError as error:
+                problem = error
+                return False
+            return True
+
+        def whom() -> str:
+            return f"machine 0 at {place}; start it there, or correct --main_process_ip"
+
+        try:
+            if _wait(is_there, f"machine {self.machine_rank}", whom, self._timeout):
+                return TCPStore(self.address, self._port, is_master=False, timeout=self._timeout)
+        except RuntimeError as error:  # something else listens there
+            problem = error
+        raise ProcessGroupError(
+            f"machine 0 was not reached at {self.address} port {self._port} within "
+            f"{self._timeout.total_seconds():g} s; check main_process_ip and main_process_port, the firewall, and that "
+            f"the job was started on machine 0: {problem}"
+        ) from problem
+
+    def _wait_for_all(self, store: TCPStore) -> None:
+        keys = {machine: f"joined/{machine}" for machine in range(self.num_machines)}
+
+        def missing() -> str:
+            numbers = [str(machine) for machine, key in keys.items() if not store.check([key])]
+            return f"machine{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+
+        try:
+            store.set(keys[self.machine_rank], "1")
+            all_are_there = _wait(
+                lambda: store.check(list(keys.values())),
+                f"machine {self.machine_rank}",
+                lambda: f"{missing()}; start the job there, with --machine_rank and the same --main_process_ip",
+                self._timeout,
+            )
+            problem = "" if all_are_there else missing()
+        except RuntimeError as error:
+            raise ProcessGroupError(
+                f"machine 0 at {self.address} port {self._bound_port} has ended before all "
+                f"{self.num_machines} machines had come; look there, and start the job again on every machine: {error}"
+            ) from error
+        if problem:
+            raise ProcessGroupError(
+                f"{problem} of {self.num_machines} did not come to {self.address} port {self._bound_port} within "
+                f"{self._timeout.total_seconds():g} s; start the job there, check its --main_process_ip and "
+                "--machine_rank and the firewall, or give it more time with --rdzv_conf timeout=SECONDS"
+            )
+
+    def is_closed(self) -> bool:
+        """A fixed set of machines is never closed."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to do: see `is_closed`."""
+
+    def num_nodes_waiting(self) -> int:
+        """No machine can join a fixed set."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return the name of the job; two jobs differ by their port."""
+        return "accel_trainer"
+
+    def shutdown(self) -> bool:
+        """Close the store."""
+        self._store = None
+        return True
+
+
+def _wait(is_there: Callable[[], bool], who: str, whom: Callable[[], str], timeout: timedelta) -> bool:
+    """Wait until somebody is there, and say every 10 s for whom; return False when the time is over."""
+    start = time.monotonic()
+    said = 0
+    while not is_there():
+        waited = time.monotonic() - start
+        if waited > timeout.total_seconds():
+            return False
+        if waited - said >= _NOTICE_SECONDS:
+            said += _NOTICE_SECONDS
+            print(f"accel-trainer launch: {who} has waited {said} s for {whom()}", file=sys.stderr, flush=True)
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((address, port), family=family, backlog=2048)
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"main_process_ip {address!r} cannot be resolved: {error}; give the address of machine 0"
+        ) from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} on {address} is in use by another process; choose another main_process_port, "
+                "or leave it out on one machine for a free one"
+            ) from error
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(
+                f"main_process_ip {address} is not an address of this machine, which is machine 0; give the address "
+                "by which the others reach it, correct machine_rank, or, behind address translation, listen on every "
+                "interface with --rdzv_conf bind_address=0.0.0.0"
+            ) from error
+        raise ConfigError(
+            f"cannot listen on {address} port {port}: {error}; choose another main_process_port"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFailure:
+    """Why a job on several machines ends."""
+
+    machine: int
+    code: int
+    text: str
+    """What happened there, as the end of "on machine 1 ..."."""
+
+
+class Launchers:
+    """What the launchers of a job on several machines know of each other, through the store on machine 0.
+
+    A thread counts up a heartbeat. Machine 0 watches those of the others, which watch the store itself.
+
+    Args:
+        store: a connection that nobody else waits on.
+    """
+
+    def __init__(self, store: Store, machine_rank: int, num_machines: int) -> None:
+        self._store = store
+        self._machine = machine_rank
+        self._others = [machine for machine in range(num_machines) if machine != machine_rank]
+        self._failure: MachineFailure | None = None
+        now = time.monotonic()
+        self._answered = now
+        self._beats = dict.fromkeys(self._others, (0, now))
+        self._all_are_done = False
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def failure(self) -> MachineFailure | None:
+        """The first failure of the job that is known here, of this machine or of another."""
+        if self._failure is None and self._machine and time.monotonic() - self._answered > _LOST_SECONDS:
+            self._failure = _lost(0)
+        return self._failure
+
+    def tell(self, code: int, text: str) -> None:
+        """Tell the others what failed here, unless they know of an earlier failure, which is then known here, too."""
+        self._publish(MachineFailure(self._machine, code, text))
+
+    def wait_until_all_are_done(self) -> None:
+        """Wait until the workers of every machine have ended without an error, or there is a failure."""
+        with contextlib.suppress(RuntimeError):  # the thread sees that machine 0 is gone
+            self._store.set(f"done/{self._machine}", "1")
+        while not self._all_are_done and self.failure is None:
+            time.sleep(_POLL_SECONDS)
+
+    def leave(self) -> None:
+        """End the heartbeat. Machine 0, which has the store, waits until the others have seen how the job ends."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"left/{self._machine}", "1")
+            if self._machine == 0:
+                self._wait_for_the_others()
+        self._leaving.set()
+        self._thread.join(_BEAT_SECONDS + 1.0)
+
+    def _wait_for_the_others(self) -> None:
+        deadline = time.monotonic() + _LOST_SECONDS + _BEAT_SECONDS
+        while time.monotonic() < deadline:
+            left = [machine for machine in self._others if not self._store.check([f"left/{machine}"])]
+            if not left:
+                return
+            silent = [machine for machine in left if self._is_silent(machine)]
+            if silent == left:
+                break
+            time.sleep(_POLL_SECONDS)
+        for machine in left:
+            if self._is_silent(machine) and self._failure != _lost(machine):
+                print(f"accel-trainer launch: on machine {machine} {_lost(machine).text}", file=sys.stderr)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._store.add(f"beat/{self._machine}", 1)
+                self._look()
+                self._answered = time.monotonic()
+                if self._leaving.wait(_BEAT_SECONDS):
+                    return
+        except RuntimeError:
+            if not self._leaving.is_set():
+                self._failure = self._failure or _lost(0)
+
+    def _look(self) -> None:
+        """Read what there is to know; nothing here waits."""
+        if self._failure is None and self._store.check(["failure"]):
+            self._failure = _read(self._store.get("failure"))
+        machines = [self._machine, *self._others]
+        self._all_are_done = self._store.check([f"done/{machine}" for machine in machines])
+        if self._machine:
+            if self._failure is not None or self._all_are_done:
+                self._store.set(f"left/{self._machine}", "1")
+            return
+        for machine, (known, _) in self._beats.items():
+            count = self._store.add(f"beat/{machine}", 0)
+            if count != known:
+                self._beats[machine] = (count, time.monotonic())
+            elif self._failure is None and self._is_silent(machine) and not self._store.check([f"left/{machine}"]):
+                self._publish(_lost(machine))
+
+    def _is_silent(self, machine: int) -> bool:
+        return time.monotonic() - self._beats[machine][1] > _LOST_SECONDS
+
+    def _publish(self, failure: MachineFailure) -> None:
+        try:
+            text = json.dumps([failure.machine, failure.code, failure.text])
+            self._failure = _read(self._store.compare_set("failure", "", text))
+        except RuntimeError:
+            self._failure = self._failure or _lost(0)
+
+
+def _read(text: bytes) -> MachineFailure:
+    return MachineFailure(*json.loads(text))
+
+
+def _lost(machine: int) -> MachineFailure:
+    return MachineFailure(
+        machine, 1, "the launcher has ended without a word or cannot be reached; look there, and at the network between"
+    )
