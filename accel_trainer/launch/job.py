@@ -156,7 +156,7 @@ def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] =
     Raises:
         ConfigError: the job cannot run; the message names the option to change.
     """
-    command = _command(options)
+    command = _command(options, environ)
     refuse_nesting(environ)
     outer = find_outer_job(environ)
     resolved, launch_text = resolve_options(options, environ, outer)
@@ -268,7 +268,7 @@ def run_job(job: Job) -> int:
         ) from error
 
 
-def _command(options: Options) -> tuple[str, ...]:
+def _command(options: Options, environ: Mapping[str, str]) -> tuple[str, ...]:
     if not options.rest:
         raise ConfigError(
             "no script to launch; usage: accel-trainer launch [options] script.py [options of the script]"
@@ -279,7 +279,7 @@ def _command(options: Options) -> tuple[str, ...]:
             "--module runs a module with python, and --no_python runs without python; give one of the two"
         )
     if options.is_module:
-        _check_module(script)
+        _check_module(script, environ)
         return (sys.executable, "-m", *options.rest)
     if options.no_python:
         if shutil.which(script) is None:
@@ -293,9 +293,9 @@ def _command(options: Options) -> tuple[str, ...]:
     return (sys.executable, *options.rest)
 
 
-def _check_module(name: str) -> None:
+def _check_module(name: str, environ: Mapping[str, str]) -> None:
     """Refuse a module that `python -m` will not find. Its packages are looked up, and not imported."""
-    path: Sequence[str] = ["", *sys.path]
+    path: Sequence[str] = ["", *environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
     for position, _ in enumerate(name.split("."), start=1):
         part = ".".join(name.split(".")[:position])
         spec = PathFinder.find_spec(part, path)

@@ -46,6 +46,7 @@ SPECIAL = {
     "deepspeed": '{"zero_stage": 3}',
     "data.dispatch_batches": "no",
     "compile.dynamic": "1",
+    "compile.regional": "true",
     "fsdp.replicate_per_node": "false",
     "launch.num_machines": "1",
     "launch.tee": "3",
