@@ -326,7 +326,7 @@ class BaseCheckpointIO(CheckpointIO, ABC):
                 shards = tensors("optimizer")
                 state = self._decode_optimizers(stored, outline["optimizer"], shards)
                 self.plan_optimizers(state, shards, reads, stored.path)
-            reads.add_last(partial(self._resume_replicas, stored, outline.get("local_steps"), is_own=bool(own)))
+            reads.add_last(partial(self._resume_replicas, stored, outline["local_steps"], is_own=bool(own)))
         stored.verify_together(reads.files)
 
         def load() -> None:
@@ -358,7 +358,12 @@ class BaseCheckpointIO(CheckpointIO, ABC):
             engine = str(outline["engine"])
             if engine == _ENGINE:
                 tied = {str(alias): str(name) for alias, name in outline["tied"].items()}
-                return {"tied": tied, "optimizer": outline["optimizer"]}
+                steps = outline.get("local_steps")
+                return {
+                    "tied": tied,
+                    "optimizer": outline["optimizer"],
+                    "local_steps": None if steps is None else int(steps),
+                }
         raise IncompatibleCheckpointError(
             f"{stored.path.absolute()} was saved by {engine!r}, whose state has a layout of its own, and "
             f"this run trains {type(self.module).__name__} with {self.engine_name}; load it with the strategy that "
