@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import multiprocessing.util
 import os
 import shutil
@@ -144,8 +145,19 @@ def no_leaks(no_launcher_environment: None, own_temporary_files: None) -> Iterat
         *(f"file {path}" for path in sorted(_files() - files)),
         *(f"torch {name} = {value}" for name, value in _torch_defaults().items() if defaults.get(name, value) != value),
     ]
+    _restore_logging()
     if leaks:
         pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)
+
+
+def _restore_logging() -> None:
+    """Let the package's loggers speak again, as those of rank 0, whatever a test has joined or configured."""
+    if "accel_trainer.logging" in sys.modules:
+        sys.modules["accel_trainer.logging"].set_rank(0)
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "accel_trainer" and isinstance(logger, logging.Logger):
+            logger.disabled, logger.propagate = False, True
+            logger.setLevel(logging.NOTSET)
 
 
 def _process_group_leaks() -> list[str]:
