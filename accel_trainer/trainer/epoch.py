@@ -198,7 +198,7 @@ class EpochRun:
     grad_norm: Tensor | float | None = None
     learning_rate: float | None = None
     window_loss: Tensor | None = None
-    """Sum of the losses of the present update on this rank."""
+    """Sum of the losses of the present update on this rank, for the guard."""
     sync: bool | None = None
     """Last value of `set_gradient_sync`, which walks through all modules of a sharded model."""
 
@@ -264,7 +264,8 @@ class EpochRun:
         loss = trainer.training_step(self.model, inputs, num_items)
         self.clock.compute_seconds += perf_counter() - begin
         self._add_loss(loss)
-        self.window_loss = loss if is_first or self.window_loss is None else self.window_loss + loss
+        if self.guard is not None:
+            self.window_loss = loss if is_first or self.window_loss is None else self.window_loss + loss
         trainer.current_flos += float(trainer.floating_point_ops(inputs))
         if trainer.args.include_num_input_tokens_seen != "no" or not self.plan.counts_tokens_itself:
             trainer._track_num_input_tokens(self.reader.without_filler(inputs))
