@@ -67,7 +67,7 @@ _MOVED = {
         "tensorboard_tracker:integrations.trackers.tensorboard_tracker "
         "trackio_tracker:integrations.trackers.wandb_tracker wandb_tracker:integrations.trackers.wandb_tracker"
     ),
-    "launch": ("questionnaire:launch.config_file testing:launch.job weights:launch.checkpoints"),
+    "launch": "questionnaire:launch.config_file testing:launch.job weights:launch.checkpoints",
     "runtime": (
         "agreement:runtime.collective_checks faults:runtime.fault_injection health:runtime.shared_errors "
         "mesh:strategies.fsdp2.strategy ragged:runtime.uneven_gather regroup:runtime.memory "

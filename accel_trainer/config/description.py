@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_trainer.config import schema
+from accel_trainer.config.files import ALIASES
 from accel_trainer.config.readers.yaml_reader import dump_yaml
 from accel_trainer.config.schema import FieldSpec, RunConfig, field_specs, section_names, thaw
 
@@ -23,7 +24,6 @@ __all__ = ["SCHEMA_FILE", "commented_yaml", "documentation", "json_schema"]
 SCHEMA_FILE = Path(__file__).with_name("config.schema.json")
 """The packaged copy of `json_schema`, for editors."""
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string"}
-_ALIASES = {"gradient_accumulation_steps": "accumulation.num_steps"}
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def json_schema() -> dict[str, Any]:
         section, _, name = path.rpartition(".")
         place = properties[section]["properties"] if section else properties
         place[name] = _property(spec)
-    properties |= {name: _property(field_specs()[path]) for name, path in _ALIASES.items()}
+    properties |= {name: _property(field_specs()[path]) for name, path in ALIASES.items()}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Configuration of accel_trainer",
@@ -106,5 +106,5 @@ def _commented(lines: list[str]) -> Iterator[str]:
             section = match[2]
         name = match[2] if match else ""
         path = name if indent == 0 else f"{section}.{name}" if indent == 2 else ""
-        text = documentation().get(_ALIASES.get(path, path), "")
+        text = documentation().get(ALIASES.get(path, path), "")
         yield f"{line}  # {text}" if text else line

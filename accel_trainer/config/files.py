@@ -19,7 +19,7 @@ from accel_trainer.config.schema import RunConfig, field_specs, get_value, secti
 from accel_trainer.config.validation import show
 from accel_trainer.errors import did_you_mean
 
-__all__ = ["Dialect", "FileConfig", "read_file", "to_file_dict", "to_yaml"]
+__all__ = ["ALIASES", "Dialect", "FileConfig", "read_file", "to_file_dict", "to_yaml"]
 
 
 class Dialect(StrEnum):
@@ -133,9 +133,9 @@ def to_yaml(config: RunConfig, *, full: bool = False) -> str:
     return dump_yaml(to_file_dict(config, full=full))
 
 
-_ALIASES = {"gradient_accumulation_steps": "accumulation.num_steps"}
+ALIASES = {"gradient_accumulation_steps": "accumulation.num_steps"}
 """Top-level keys that stand for a nested option."""
-_OWN_KEYS = (*dict.fromkeys(path.partition(".")[0] for path in field_specs()), *_ALIASES)
+_OWN_KEYS = (*dict.fromkeys(path.partition(".")[0] for path in field_specs()), *ALIASES)
 """Every top-level key."""
 
 
@@ -146,8 +146,8 @@ def _translate_own(document: Document, content: dict[Key, Node], layer: Layer, *
             _translate_section(document, key, node, layer)
         elif key.name == "deepspeed":
             put_document_block(document, key, node, layer)
-        elif key.name in field_specs() or key.name in _ALIASES:
-            layer.put(_ALIASES.get(key.name, key.name), document.entry(key, node))
+        elif key.name in field_specs() or key.name in ALIASES:
+            layer.put(ALIASES.get(key.name, key.name), document.entry(key, node))
         else:
             others = () if is_certain else (*accelerate.KNOWN_KEYS, *fsdp.KNOWN_KEYS)
             hint = _section_hint(key.name) or did_you_mean(key.name, (*_OWN_KEYS, *others))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from typing import Any
 
-from accel_trainer.config import LaunchConfig, Resolved, SourceKind, read_file, resolve
+from accel_trainer.config import LaunchConfig, Resolved, Source, SourceKind, read_file, resolve
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
 from accel_trainer.config.validation import UNUSED_UNDER, show_plain
 from accel_trainer.errors import ConfigError
@@ -35,7 +35,7 @@ __all__ = [
     "check_job",
     "count_devices",
     "device_files",
-    "option_text",
+    "option_rows",
     "plan_job",
     "read_options",
     "resolve_options",
@@ -214,7 +214,13 @@ def check_job(
     return hosts, num_processes
 
 
-def option_text(path: str, value: Any) -> str:
+def option_rows(resolved: Resolved) -> list[tuple[str, str, Source]]:
+    """Return (dotted path, value, source) of every option for a person, those of the DeepSpeed configuration last."""
+    rows = [row for row in resolved.explain() if row[0] != "deepspeed"] + resolved.explain_block()
+    return [(path, _option_text(path, value), source) for path, value, source in rows]
+
+
+def _option_text(path: str, value: Any) -> str:
     """Return the value of an option for a person; a key of a service, such as `deepspeed.comet.api_key`, is masked."""
     name = path.rpartition(".")[2]
     value = mask_secrets({name: value})[name]
@@ -237,10 +243,9 @@ def _print_job(job: Job) -> None:
         value = job.environment.get(name)
         if value != os.environ.get(name):
             lines.append(f"variable: {name} is removed" if value is None else f"variable: {name}={value}")
-    values = [row for row in job.resolved.explain() if row[0] != "deepspeed"] + job.resolved.explain_block()
     lines += [
-        f"option: {path}={option_text(path, value)} (from {source.where})"
-        for path, value, source in values
+        f"option: {path}={text} (from {source.where})"
+        for path, text, source in option_rows(job.resolved)
         if source.kind is not SourceKind.DEFAULT
     ]
     print("\n".join(lines))

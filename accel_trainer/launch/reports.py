@@ -14,7 +14,7 @@ from accel_trainer.config import read_file
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.default_file import default_config_path, find_default_config
 from accel_trainer.launch.flags import print_help
-from accel_trainer.launch.job import check_job, device_files, option_text, read_options, resolve_options
+from accel_trainer.launch.job import check_job, device_files, option_rows, read_options, resolve_options
 from accel_trainer.launch.outer_job import find_outer_job, refuse_nesting
 from accel_trainer.tracking import mask_secrets, redact
 
@@ -46,11 +46,8 @@ def run_explain(words: Sequence[str]) -> int:
     options = read_options(words, command, os.environ)
     outer = find_outer_job(os.environ)
     resolved, _ = resolve_options(options, os.environ, outer)
-    values = [row for row in resolved.explain() if row[0] != "deepspeed"] + resolved.explain_block()
-    rows = [
-        ("option", "value", "from"),
-        *((path, option_text(path, value), source.where) for path, value, source in values),
-    ]
+    rows = [("option", "value", "from")]
+    rows += [(path, text, source.where) for path, text, source in option_rows(resolved)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"{path:<{widths[0]}}  {value:<{widths[1]}}  {where}" for path, value, where in rows]
     print("\n".join([*lines, *(f"note: {note}" for note in (*options.notes, *resolved.notes))]))
