@@ -58,6 +58,8 @@ class Prepared:
         """
         for prepared in self.units:
             unit = prepared.unit
+            if unit.is_released:  # by another Accelerator, which has prepared the model since
+                continue
             if item is unit.model or item is unit.module:
                 return prepared
             for optimizer in unit.optimizers:

@@ -265,6 +265,8 @@ class TrainUnit(Protocol):
     """The user's own, in the order in which they were bound."""
     local_replicas: LocalReplicas | None = None
     """For updates of each rank's replica by itself; None where ranks hold no replicas, or exchange nothing."""
+    is_released: bool = False
+    """Whether `release` has removed what the unit needs: the model is as if it had never been prepared."""
 
     def known_parameters(self) -> dict[int, nn.Parameter]:
         """Return the module's parameters by the id of every tensor that stands for one.
@@ -375,7 +377,8 @@ class TrainUnit(Protocol):
     def release(self) -> None:
         """Remove hooks and wrappers of the engine, so that model and optimizers can be prepared again.
 
-        Every rank calls it, once or more often; the unit is not used afterwards.
+        Every rank calls it, once or more often; the unit is not used afterwards. It is released, too, where another
+        Accelerator prepares its model and only one engine can be around that.
         """
         return
 

@@ -259,7 +259,7 @@ class ModelPreparation:
     def release(self) -> None:
         """Take the engine of an earlier train() or evaluate() off the model; keep its optimizer's state. Collective."""
         unit, self._unit = self._unit, None
-        if unit is not None and unit.model is not unit.module:
+        if unit is not None and unit.model is not unit.module and not unit.is_released:
             self._optimizer_state = unit.checkpoint_io().full_optimizer_state() if unit.optimizers else None
             unit.release()
 

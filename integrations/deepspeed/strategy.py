@@ -20,7 +20,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.config import EngineConfig, Fact, Facts, hidden_size_of, resolve_engine_config
 from accel_trainer.integrations.deepspeed.extension_locks import watch_locks
 from accel_trainer.integrations.deepspeed.runtime import check_can_start, require_deepspeed, start_engine
-from accel_trainer.integrations.deepspeed.unit import DeepSpeedUnit, EvaluationUnit
+from accel_trainer.integrations.deepspeed.unit import DeepSpeedUnit, EvaluationUnit, release_earlier
 from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.availability import is_transformers_available
 from accel_trainer.runtime.process import ProcessContext
@@ -183,6 +183,7 @@ class DeepSpeedStrategy(BaseStrategy):
         deepspeed = start_engine(process, config.data)
         if not job.optimizers and config.stage < 3:
             return _replicate(job, precision, process)
+        release_earlier(job.model)
         optimizer = job.optimizers[0] if job.optimizers else None
         groups = _group_names(job.model, optimizer)
         placeholder = optimizer if isinstance(optimizer, OptimizerPlaceholder) else None

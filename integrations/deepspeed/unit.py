@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from accel_trainer import logging
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.checkpoint_io import DeepSpeedCheckpointIO
@@ -22,7 +24,31 @@ from accel_trainer.strategies.api import CheckpointIO, Layout, StepOutcome, Trai
 from accel_trainer.strategies.parameter_state.matching import uncompiled_name
 from accel_trainer.strategies.single import NativeUnit
 
-__all__ = ["DeepSpeedUnit", "EvaluationUnit"]
+__all__ = ["DeepSpeedUnit", "EvaluationUnit", "release_earlier"]
+
+logger = logging.get_logger(__name__)
+
+_units: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DeepSpeedUnit]] = weakref.WeakKeyDictionary()
+"""Units by the module that their engine is around. An engine lives as long as its module, whose hooks hold it."""
+
+
+def release_earlier(module: nn.Module) -> None:
+    """Release the unit that a module was prepared into before and that nobody has released. Every rank calls it.
+
+    Two engines would both act on the module: fetch and release its parameters, exchange its gradients.
+    """
+    held = _units.get(module)
+    unit = None if held is None else held()
+    if unit is None or unit.is_released:
+        return
+    if unit.optimizers:
+        logger.warning(
+            "%s is prepared again while DeepSpeed's engine of an earlier prepare() is around it: that engine is taken "
+            "off, and the state of its %s goes with it; call free_memory() of the Accelerator that is no longer used, "
+            "and save the state before if it matters",
+            type(module).__name__, type(unit.optimizers[0]).__name__,
+        )  # fmt: skip
+    unit.release()
 
 
 def _came_late(optimizer: Optimizer, module: nn.Module) -> ConfigError:
@@ -45,6 +71,10 @@ class EvaluationUnit(NativeUnit):
     def bind_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse: the engine is built around its optimizer."""
         raise _came_late(optimizer, self.module)
+
+
+def _do_nothing() -> None:
+    return
 
 
 def _loss_scale(zero: Any) -> Any:
@@ -73,7 +103,6 @@ class DeepSpeedUnit(TrainUnit):
         self._engine = engine
         self._hooks = [*hooks, engine.module_forward_pre_hook, engine.module_forward_post_hook]
         """Of the module, which is bare again when they and the engine's other ones are gone."""
-        self._is_released = False
         self._zero = engine.optimizer
         self._groups = groups
         """Names of the parameters of each group of the optimizer; the engine replaces them by flat buffers."""
@@ -88,6 +117,8 @@ class DeepSpeedUnit(TrainUnit):
         self._factor: float | Tensor | None = None
         self._is_exchanged = self._holds_gradients = False
         engine.set_gradient_accumulation_boundary(True)
+        engine.prepared_unit = self  # lives as long as the engine
+        _units[self.module] = weakref.ref(self)
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Set whether the next backward ends an accumulation window. ZeRO-2 and 3 exchange gradients in every one."""
@@ -291,6 +322,11 @@ class DeepSpeedUnit(TrainUnit):
             raise _came_late(optimizer, self.module)
 
     def _require_optimizer(self) -> None:
+        if self.is_released:
+            raise ConfigError(
+                f"{type(self.module).__name__} was prepared again, or its Accelerator's memory was freed, and this "
+                "engine was taken off it; use what the last prepare() has returned"
+            )
         if not self.optimizers:
             raise ConfigError(
                 f"{type(self.module).__name__} was prepared without an optimizer, so that it can only be evaluated; "
@@ -303,10 +339,13 @@ class DeepSpeedUnit(TrainUnit):
         The optimizer holds the module's parameters again, without any state; save that before. The parameters of ZeRO-3
         stay partitioned. Every rank calls it; a second call does nothing.
         """
-        if self._is_released:
+        if self.is_released:
             return
-        self._is_released = True
+        self.is_released = True
         self._engine.destroy()
+        # When it is collected, DeepSpeed 0.19.8 destroys it again: the parameters of ZeRO-1 and 2 would lose the links
+        # to their partitions that the next engine has made, and be gathered as zeros.
+        self._engine.destroy = _do_nothing
         for hook in self._hooks:
             hook.remove()
         for parameter in self.module.parameters():

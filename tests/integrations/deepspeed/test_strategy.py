@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 pytest.importorskip("deepspeed")
 
+from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.partitions import flat_partitions
 from tests.ranks import preload
 from tests.scenarios import Outcome, Scenarios
@@ -297,6 +299,48 @@ def test_free_memory_leaves_nothing_of_the_engine_and_model_and_optimizer_can_be
             assert left
             assert not any(left), (rank, name, left)
     close({name: values for name, (values, _) in results("prepared_again")[0].items()}, alone())
+
+
+@SCENARIOS.add
+def a_model_in_two_engines() -> Any:
+    """Train, let another Accelerator prepare the model, train on, and collect what is left of the first engine."""
+
+    def train(stage: int, offload: bool, is_freed: bool) -> Any:
+        first, model, optimizer = layout(stage, offload)
+        module = first.unwrap_model(model)
+        first.backward(model(own_rows(0)))
+        optimizer.step()
+        if is_freed:
+            first.free_memory()
+        second = accelerator(stage, offload)
+        again, prepared = second.prepare(module, adamw(module))
+        message = "before a model was prepared" if is_freed else "Net was prepared again, or .* use what the last"
+        with pytest.raises(ConfigError, match=message):
+            first.backward(model(own_rows(0)))
+        assert not first.is_prepared(module)
+        second.backward(again(own_rows(1)))
+        prepared.step()
+        first, model, optimizer = None, None, None
+        gc.collect()
+        second.backward(again(own_rows(2)))
+        prepared.step()
+        values = whole(second, again)
+        second.clear()
+        return values
+
+    return {is_freed: for_each_variant(partial(train, is_freed=is_freed)) for is_freed in (True, False)}
+
+
+def test_an_engine_that_was_taken_off_its_model_leaves_the_next_one_alone():
+    model = build()
+    for steps in ((0,), (1, 2)):
+        optimizer = adamw(model)
+        for step in steps:
+            model(batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for found in results("a_model_in_two_engines")[0].values():
+        close(found, [p.detach() for p in model.parameters()])
 
 
 @SCENARIOS.add
