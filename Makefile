@@ -82,6 +82,10 @@ $(TRANSFORMERS:%=test-transformers-%): test-transformers-%: $(VENV)/.installed .
 		'import transformers; assert transformers.__version__ == "$*", transformers.__version__'
 	$(call with_path,transformers-$*) $(PYTEST) $(MATRIX_TESTS)
 
+.PHONY: release-check
+release-check: $(VENV)/.installed ## install wheel and sdist into an empty environment, and use them
+	$(BIN)/python tests/release/check.py
+
 .PHONY: check
 check: $(VENV)/.dev ## lint, format, floors and types
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -185,6 +186,27 @@ def test_datasets_and_evaluate_come_with_the_examples():
     examples = {normalized(requirement) for requirement in EXTRAS["examples"]}
     assert {"datasets", "evaluate"} & required == set()
     assert {"datasets", "evaluate"} <= examples
+
+
+IMPORT_NAMES = {"pyyaml": "yaml"}
+LEFT_TO_THE_USER = {"bitsandbytes", "optuna", "peft", "pydantic", "pynvml", "transformer_engine"}
+"""Imported only after the user's own code has: a model's adapter or layers, a search; DeepSpeed brings pydantic."""
+
+
+def imported_modules() -> set[str]:
+    """The top modules of other libraries that any file of the package imports, at its head or inside a function."""
+    files = [path for folder in PACKAGE_DIR.values() for path in (ROOT / folder).glob("*.py")]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"accel_trainer"}
+
+
+def test_every_requirement_is_imported_and_every_import_is_declared():
+    required = {IMPORT_NAMES.get(normalized(item), normalized(item)) for item in PROJECT["project"]["dependencies"]}
+    extras = {normalized(item).removesuffix("-skinny") for items in EXTRAS.values() for item in items}
+    assert required - imported_modules() == set()
+    assert imported_modules() - required - extras == LEFT_TO_THE_USER
 
 
 def test_the_constraints_pin_every_requirement_exactly():
