@@ -97,6 +97,7 @@ def resolve(
     *,
     explicit: Mapping[str, Any] | None = None,
     flags: Mapping[str, Any] | None = None,
+    flags_spelled: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
     file: ConfigSource | FileConfig | None = None,
     surroundings: Layer | None = None,
@@ -109,6 +110,7 @@ def resolve(
         explicit: Python arguments by dotted path; None values count as not given. Under `deepspeed` a block, or the
             name of one; under `deepspeed.zero_optimization.stage` and the like a single key of it.
         flags: command-line flags by dotted path; values may still be text.
+        flags_spelled: the flag that was given for an option, by dotted path, where it is not the option's own.
         environ: environment variables, usually all; `ACCEL_TRAINER_LAUNCH` brings the launcher's file and flags.
         file: a path, a packaged name, JSON text, a mapping, or a result of `read_file`; replaces the launcher's.
         surroundings: options that a scheduler's variables describe; our own variables stand above them.
@@ -120,12 +122,15 @@ def resolve(
     """
     environ = environ or {}
     problems: list[str] = []
-    launch_file, launch_flags = read_launch_variable(environ, problems)
+    launch_file, launch_flags, spelled = read_launch_variable(environ, problems)
+    spelled |= flags_spelled or {}
     layers = [
         _file_layer(file if file is not None else launch_file),
         *([] if surroundings is None else [surroundings]),
         *read_environment_layers(environ),
-        _named_layer({**launch_flags, **(flags or {})}, SourceKind.CLI, flag_name),
+        _named_layer(
+            {**launch_flags, **(flags or {})}, SourceKind.CLI, lambda path: spelled.get(path) or flag_name(path)
+        ),
         _named_layer(
             explicit or {}, SourceKind.PYTHON, lambda path: f"{explicit_name}({explicit_keywords.get(path, path)}=...)"
         ),

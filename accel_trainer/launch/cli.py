@@ -29,6 +29,12 @@ COMMANDS = {
 }
 """Module below `accel_trainer.launch` and function, which takes the words behind the name and returns the exit code."""
 
+_REFUSED = {
+    "tpu-config": "it starts commands on pods of TPUs, and there is no TPU strategy; on other machines run "
+    "`accel-trainer launch` on each, or let a scheduler do it"
+}
+"""Commands of accelerate that are not offered, and what to do instead."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 2 for a wrong use, else that of the command or of the job."""
@@ -42,6 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"accel-trainer {__version__}")
         return 0
+    if name in _REFUSED:
+        print(
+            f"accel-trainer: {name} is a command of accelerate that is not offered: {_REFUSED[name]}", file=sys.stderr
+        )
+        return 2
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
         print(f"accel-trainer: unknown command {name!r}{hint}", file=sys.stderr)

@@ -117,6 +117,8 @@ class Options:
     dry_run: bool = False
     flags: dict[str, Any] = field(default_factory=dict)
     """Values by dotted path, as they were written."""
+    spelled: dict[str, str] = field(default_factory=dict)
+    """The flag that was given, by dotted path, where it is not the option's own: `--use_fsdp` for `strategy`."""
     notes: tuple[str, ...] = ()
     rest: tuple[str, ...] = ()
     """The script and everything after it."""
@@ -263,6 +265,7 @@ def parse_options(argv: Sequence[str], command: str) -> Options:
         raise ConfigError("; ".join(layer.problems))
     for path, setting in layer.settings.items():
         options.flags.setdefault(path, schema.thaw(setting.value))
+        _note_spelling(options, path, setting.source.where)
     options.notes = tuple(layer.notes)
     options.rest = tuple(argv[position:])
     return options
@@ -342,6 +345,13 @@ def _apply(options: Options, flag: Flag, value: Any, token: str) -> None:
     if flag.path.startswith("fsdp.") and fsdp_dialect.is_known_key(flag.name):
         value = _own_value(flag.path, flag.name, value)
     options.flags[flag.path] = value
+    _note_spelling(options, flag.path, token.partition("=")[0])
+
+
+def _note_spelling(options: Options, path: str, written: str) -> None:
+    name = _name(written)
+    if f"--{name}" != flag_name(path):
+        options.spelled[path] = f"{'--' if len(name) > 1 else '-'}{name}"
 
 
 def _block_value(flag: Flag, value: Any) -> Any:

@@ -142,12 +142,18 @@ def resolve_options(options: Options, environ: Mapping[str, str], outer: OuterJo
         file = os.path.abspath(file)
     variables = {name: value for name, value in environ.items() if name != LAUNCH_VARIABLE}
     if outer is None:
-        resolved = resolve(flags=options.flags, environ=variables, file=file)
+        resolved = resolve(flags=options.flags, flags_spelled=options.spelled, environ=variables, file=file)
     else:
         content = None if file is None else read_file(file)
-        resolved = resolve(flags=options.flags, environ=variables, file=content, surroundings=outer.layer())
+        resolved = resolve(
+            flags=options.flags,
+            flags_spelled=options.spelled,
+            environ=variables,
+            file=content,
+            surroundings=outer.layer(),
+        )
         outer.check(resolved, content)
-    return resolved, json.dumps({"config_file": file, "flags": options.flags})
+    return resolved, json.dumps({"config_file": file, "flags": options.flags, "spelled": options.spelled})
 
 
 def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] = ()) -> Job:

@@ -65,11 +65,12 @@ class AgentJob:
 
 @dataclass(frozen=True, slots=True)
 class _Exit:
-    """How a worker ended. `code` is negative for a signal; `seconds` is a monotonic time."""
+    """How a worker ended. `seconds` is a monotonic time."""
 
     rank: int
     pid: int
     code: int
+    """Negative for a signal; 0 also where the agent has taken it, whose result has the codes of failures."""
     seconds: float
 
 
@@ -111,7 +112,7 @@ def _run_agent(agent: _Agent) -> int:
     first = agent.first_failure()
     if first is None and result.failures:
         rank, failure = next(iter(result.failures.items()))
-        first = _Exit(rank, failure.pid, failure.exitcode, 0.0)
+        first = _Exit(rank, failure.pid, failure.exitcode, time.monotonic())
         agent.tell(first)
     elsewhere = agent.failure_elsewhere()
     if elsewhere is not None:
@@ -119,7 +120,7 @@ def _run_agent(agent: _Agent) -> int:
         return elsewhere.code
     if first is None or not result.is_failed():
         return int(result.is_failed())
-    agent.report(first)
+    agent.report(first, result.failures)
     return shell_code(first.code)
 
 
@@ -268,15 +269,15 @@ class _Agent(LocalElasticAgent):
     def _watch(self, rank: int, pid: int) -> None:
         """Wait for one worker without reaping it; the agent still sees its end by itself."""
         exits = self.exits
-        # Reaped by the agent in the very moment of its end: its order is lost, its code is in the agent's result.
-        with contextlib.suppress(ChildProcessError):
+        code = 0
+        with contextlib.suppress(ChildProcessError):  # reaped by the agent in the very moment of its end
             status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
             if status is not None:
                 code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
-                end = _Exit(rank, pid, code, time.monotonic())
-                exits.append(end)
-                if code:
-                    self.tell(end)
+        end = _Exit(rank, pid, code, time.monotonic())
+        exits.append(end)
+        if code:
+            self.tell(end)
 
     def first_failure(self) -> _Exit | None:
         """Return the worker that was the first to end with an error, as far as it was seen."""
@@ -285,13 +286,13 @@ class _Agent(LocalElasticAgent):
         failed = [exit_ for exit_ in self.exits if exit_.code]
         return min(failed, key=lambda exit_: exit_.seconds) if failed else None
 
-    def report(self, first: _Exit) -> None:
-        """Print which worker failed first, and which others had ended before without an error."""
+    def report(self, first: _Exit, failures: Mapping[int, Any]) -> None:
+        """Print which worker failed first, and which others, not among `failures`, had ended before with code 0."""
         lines = [f"accel-trainer launch: {_describe(first)}; this ended the job"]
         lines += [
             f"  rank {exit_.rank} had ended with code 0 {first.seconds - exit_.seconds:.1f} s before that"
             for exit_ in self.exits
-            if exit_.code == 0 and exit_.seconds < first.seconds
+            if not exit_.code and exit_.rank not in failures and exit_.seconds < first.seconds
         ]
         print("\n".join(lines), file=sys.stderr)
 

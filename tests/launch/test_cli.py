@@ -73,6 +73,14 @@ def test_an_unknown_command_gets_the_nearest_name(capsys: pytest.CaptureFixture[
     )
 
 
+def test_a_command_of_accelerate_that_is_not_offered_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tpu-config", "--tpu_name", "a"]) == 2
+    assert (
+        "tpu-config is a command of accelerate that is not offered: it starts commands on pods"
+        in capsys.readouterr().err
+    )
+
+
 def test_an_error_is_a_line_and_the_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "--cpu", "no_such.py"]) == 2
     captured = capsys.readouterr()
@@ -105,6 +113,9 @@ def test_explain_tells_where_every_value_came_from(
         "--use_fsdp",
         "--fsdp_wrap_classes",
         "A,B",
+        "--fsdp-reshard-after-forward=false",
+        "--fsdp_auto_wrap_policy",
+        "NO_WRAP",
         "ignored.py",
         "--x",
     ]
@@ -114,8 +125,10 @@ def test_explain_tells_where_every_value_came_from(
     assert rows["launch.num_processes"].split() == ["2", f"{config_path}:3"]
     assert rows["use_cpu"].split() == ["true", "--cpu"]
     assert rows["debug"].split() == ["true", "ACCEL_TRAINER_DEBUG"]
-    assert rows["strategy"].split() == ["fsdp2", "--strategy"]
+    assert rows["strategy"].split() == ["fsdp2", "--use_fsdp"]
     assert rows["fsdp.wrap_classes"].split() == ["[A,", "B]", "--fsdp_wrap_classes"]
+    assert rows["fsdp.wrap_policy"].split() == ["none", "--fsdp_auto_wrap_policy"]
+    assert rows["fsdp.reshard_after_forward"].split() == ["false", "--fsdp_reshard_after_forward"]
     assert rows["launch.main_process_ip"].split() == ["null", "default"]
 
 

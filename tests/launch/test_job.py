@@ -83,13 +83,14 @@ def test_the_workers_come_to_the_same_configuration(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text("mixed_precision: bf16\nlaunch: {num_processes: 2}\nfsdp: {min_num_params: 5}\n")
-    words = shlex.split("--config_file run.yaml --num_processes 4 --cpu --strategy ddp --gradient_accumulation_steps 3")
+    words = shlex.split("--config_file run.yaml --num_processes 4 --cpu --multi_gpu --gradient_accumulation_steps 3")
     job = plan(tmp_path, *words, script, ACCEL_TRAINER_LAUNCH='{"flags": {"mixed_precision": "fp16"}}')
     monkeypatch.chdir("/")
     seen = resolve(environ=job.environment)
     assert seen.config == job.resolved.config
     assert (seen.config.launch.num_processes, seen.config.mixed_precision) == (4, "bf16")
     assert seen.source("launch.num_processes").where == "--num_processes"
+    assert seen.source("strategy").where == "--multi_gpu"
     assert seen.source("mixed_precision").where.endswith("run.yaml:1")
 
 

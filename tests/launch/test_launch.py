@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -192,6 +193,7 @@ while not note.exists():
 status = pathlib.Path("/proc", note.read_text(), "stat")
 while status.exists() and status.read_text().rpartition(") ")[2][0] not in "ZX":
     time.sleep(0.02)
+time.sleep(0.5)  # the launcher may be late to see it on a busy machine
 sys.exit(1)
 """
 
@@ -201,7 +203,7 @@ def test_a_worker_that_left_early_without_error_is_named_beside_the_one_that_fai
     code, output = launch(tmp_path, *TWO, write(tmp_path, LEAVE_EARLY))
     assert code == 1
     assert "rank 0 (pid " in output
-    assert "rank 1 had ended with code 0 0." in output
+    assert re.search(r"rank 1 had ended with code 0 \d+\.\d s before that", output)
 
 
 RESTART = """

@@ -176,11 +176,16 @@ def _read_parallelism(given: Mapping[str, str], layer: Layer, *, is_fsdp: bool) 
     put_parallelism(sizes, layer, is_fsdp=is_fsdp)
 
 
-def read_launch_variable(environ: Mapping[str, str], problems: list[str]) -> tuple[str | None, dict[str, Any]]:
-    """Return the configuration file and the flags that our launcher was given; problems are added to `problems`."""
+def read_launch_variable(
+    environ: Mapping[str, str], problems: list[str]
+) -> tuple[str | None, dict[str, Any], dict[str, str]]:
+    """Return the configuration file and the flags that our launcher was given, and the flags as they were spelled.
+
+    Flags are by dotted path; problems are added to `problems`.
+    """
     text = environ.get(LAUNCH_VARIABLE, "")
     if not text.strip():
-        return None, {}
+        return None, {}, {}
     try:
         # In base64 where it had to pass a remote shell; that alphabet writes no object and no list.
         is_encoded = re.fullmatch(r"[\w-]{4,}=*", text) is not None
@@ -189,13 +194,14 @@ def read_launch_variable(environ: Mapping[str, str], problems: list[str]) -> tup
         problems.append(
             f"environment variable {LAUNCH_VARIABLE} is not valid JSON: {error}; `accel-trainer launch` sets it"
         )
-        return None, {}
-    content = {"config_file": None, "flags": {}, **content} if isinstance(content, dict) else {}
-    file, flags = content.get("config_file"), content.get("flags")
-    if not isinstance(flags, dict) or not isinstance(file, str | None) or len(content) > 2:
+        return None, {}, {}
+    content = {"config_file": None, "flags": {}, "spelled": {}, **content} if isinstance(content, dict) else {}
+    file, flags, spelled = content.get("config_file"), content.get("flags"), content.get("spelled")
+    is_known = isinstance(file, str | None) and len(content) == 3
+    if not is_known or not isinstance(flags, dict) or not isinstance(spelled, dict):
         problems.append(
             f"environment variable {LAUNCH_VARIABLE} is {show(text)}; expected a JSON object with 'config_file' and "
             "'flags', as `accel-trainer launch` sets it"
         )
-        return None, {}
-    return file, flags
+        return None, {}, {}
+    return file, flags, spelled
