@@ -47,8 +47,8 @@ _MOVED = {
     ),
     "commands": (
         "accelerate_cli:launch.cli config:launch.entry_points config.config_args:launch.entry_points "
-        "config.default:launch.entry_points env:launch.entry_points launch:launch.entry_points "
-        "merge:launch.entry_points test:launch.entry_points"
+        "config.default:launch.entry_points env:launch.entry_points estimate:launch.estimate "
+        "launch:launch.entry_points merge:launch.entry_points test:launch.entry_points to_fsdp2:launch.convert"
     ),
     "data": (
         "build:data.loader sources:data.index_source splitting:runtime.tensor_trees stream:data.iterable_reader "

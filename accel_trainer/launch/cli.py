@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from accel_trainer.errors import AccelTrainerError, did_you_mean
 
-__all__ = ["COMMANDS", "main"]
+if TYPE_CHECKING:
+    import argparse
+
+__all__ = ["COMMANDS", "as_subcommand", "main"]
 
 # Names of modules, not imports: `accel-trainer --help` takes 0.1 s, and an import of torch alone takes seconds.
 COMMANDS = {
@@ -17,9 +21,12 @@ COMMANDS = {
     "test": ("job:run_test", "check processes, collectives, loaders and training as configured"),
     "config": ("config_file:run_config", "make a configuration file from a few answers (config default: without)"),
     "convert-config": ("convert:run_convert_config", "turn a DeepSpeed configuration into one for FSDP2, or back"),
+    "to-fsdp2": ("convert:run_to_fsdp2", "rewrite a file of accelerate for FSDP1 as one of accelerate for FSDP2"),
     "ckpt": ("checkpoints:run_ckpt", "list, verify, prune and export checkpoints"),
     "merge-weights": ("checkpoints:run_merge_weights", "write sharded weights as files that from_pretrained reads"),
     "report": ("run_pages:run_report", "write a page of a run's curves, figures and options, or compare runs"),
+    "estimate": ("estimate:run_estimate", "print the memory that a model takes, for each dtype"),
+    "estimate-memory": ("estimate:run_estimate", "the same, by accelerate's name"),
     "explain": ("reports:run_explain", "print every option, its value and where it came from"),
     "completion": (
         "completion:run_completion",
@@ -68,6 +75,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         # `accel-trainer explain | head`: the reader has seen enough. Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def as_subcommand(
+    parser: argparse.ArgumentParser, subparsers: Any, name: str, run: Callable[[argparse.Namespace], Any]
+) -> argparse.ArgumentParser:
+    """Return the parser of a command; with `subparsers` of another program, the same one as its command `name`.
+
+    The arguments then have `run` as `func`, as programs with several commands expect.
+    """
+    if subparsers is None:
+        return parser
+    command: argparse.ArgumentParser = subparsers.add_parser(
+        name, parents=[parser], description=parser.description, add_help=False, allow_abbrev=False
+    )
+    command.set_defaults(func=run)
+    return command
 
 
 def _overview() -> str:

@@ -32,6 +32,7 @@ __all__ = [
     "load_config_from_file",
     "run_config",
     "write_basic_config",
+    "write_config",
 ]
 
 default_config_file = str(find_default_config(os.environ)[0] or default_config_path(os.environ))
@@ -77,11 +78,11 @@ def run_config(words: Sequence[str]) -> int:
         return _show_file(file, is_updated=arguments.command == "update")
     _check_suffix(path)
     if arguments.command is not None:
-        _write(path, _default_text(arguments.mixed_precision, arguments), is_new=True)
+        write_config(path, _default_text(arguments.mixed_precision, arguments), is_new=True)
         print(f"configuration written to {path}")
         return 0
     text = _HEAD + commented_yaml(_ask_answers(path))
-    _write(path, text, is_new=False)
+    write_config(path, text, is_new=False)
     command = "accel-trainer test" + (f" --config_file {file}" if file else "")
     print(f"\n{text}\nconfiguration written to {path}; try it with: {command}")
     return 0
@@ -104,7 +105,7 @@ def _show_file(file: str | None, *, is_updated: bool) -> int:
         return 0
     path = Path(file).expanduser() if file else default_config_path(os.environ)
     _check_suffix(path)
-    _write(path, text, is_new=False)
+    write_config(path, text, is_new=False)
     print(f"configuration written to {path}")
     return 0
 
@@ -160,7 +161,7 @@ def _default_text(precision: str, arguments: argparse.Namespace) -> str:
     return text + (dump_yaml({"deepspeed": block}) if block else "")
 
 
-def _write(path: Path, text: str, *, is_new: bool) -> None:
+def write_config(path: Path, text: str, *, is_new: bool) -> None:
     """Write a file; `is_new` leaves one that is there as it is, otherwise it is replaced in one step."""
     written = path if is_new else path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,4 +1,7 @@
-"""`accel-trainer convert-config`: a DeepSpeed configuration as one for FSDP2, and back."""
+"""`accel-trainer convert-config`: a DeepSpeed configuration as one for FSDP2, and back; and `to-fsdp2`.
+
+As `accel_trainer.commands.to_fsdp2` it is where programs look for the second command as functions.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_trainer.config import resolve, to_file_dict
+from accel_trainer import logging
+from accel_trainer.config import Dialect, read_file, resolve, to_file_dict
 from accel_trainer.config.deepspeed.block import leaves, read_block
+from accel_trainer.config.dialects.fsdp import WITHOUT_EFFECT, strategy_name
 from accel_trainer.config.readers.yaml_reader import dump_yaml
 from accel_trainer.config.schema import (
     FrozenDict,
@@ -24,8 +29,21 @@ from accel_trainer.config.schema import (
 )
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError
+from accel_trainer.launch.cli import as_subcommand
+from accel_trainer.launch.config_file import write_config
 
-__all__ = ["run_convert_config", "to_deepspeed", "to_fsdp"]
+__all__ = [
+    "convert_config_to_fsdp2",
+    "load_config",
+    "run_convert_config",
+    "run_to_fsdp2",
+    "to_deepspeed",
+    "to_fsdp",
+    "to_fsdp2_command",
+    "to_fsdp2_command_parser",
+]
+
+logger = logging.get_logger(__name__)
 
 _SUFFIXES = (".json", ".yaml", ".yml")
 
@@ -208,3 +226,117 @@ def _lost_options(config: RunConfig, stage: int) -> Iterator[str]:
             yield f"{path}={show(value)} has no counterpart{_OPTION_INSTEAD.get(path, '')}"
         else:
             yield f"{path}={show(value)} is no option of DeepSpeed; set it where the run's other options are"
+
+
+# --- a file of accelerate for FSDP1, as one for FSDP2 -----------------------------------------------------------------
+
+_LEFT_OUT = {
+    **dict.fromkeys(WITHOUT_EFFECT, "FSDP2 leaves no choice"),
+    **dict.fromkeys(
+        ("backward_prefetch", "forward_prefetch"), "files for accelerate's FSDP2 have no such key, ours have 'fsdp'"
+    ),
+}
+_UNSHARDED = "every rank keeps the whole model: write distributed_type: MULTI_GPU, and take fsdp_config out"
+_REPLICATED = (
+    "the number of replicas stands elsewhere: write fsdp_reshard_after_forward: {}, and a parallelism_config with "
+    "parallelism_config_dp_replicate_size, the number of machines, and parallelism_config_dp_shard_size"
+)
+_IN_OTHER_KEYS = {
+    "NO_SHARD": _UNSHARDED,
+    "HYBRID_SHARD": _REPLICATED.format("true"),
+    "HYBRID_SHARD_ZERO2": _REPLICATED.format("false"),
+}
+
+
+class MissingFileError(ConfigError, FileNotFoundError):
+    """A configuration file is not where it was looked for."""
+
+
+class TakenFileError(ConfigError, FileExistsError):
+    """A file that would be written is there already."""
+
+
+def run_to_fsdp2(words: Sequence[str]) -> int:
+    """Run `accel-trainer to-fsdp2` and return its exit code; errors as of `to_fsdp2_command`."""
+    to_fsdp2_command(to_fsdp2_command_parser().parse_args(words))
+    return 0
+
+
+def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of `accel-trainer to-fsdp2`; with `subparsers`, as their command `to-fsdp2`."""
+    description = (
+        "Rewrite a file of accelerate for FSDP1 as one for FSDP2, for accelerate's own use: accel-trainer reads both, "
+        "and runs both with FSDP2."
+    )
+    parser = argparse.ArgumentParser("accel-trainer to-fsdp2", description=description, allow_abbrev=False)
+    parser.add_argument("--config_file", "--config-file", required=True, metavar="IN", help="the file to rewrite")
+    parser.add_argument("--output_file", "--output-file", metavar="OUT", help="YAML file to write; default: IN")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT where it is there already")
+    return as_subcommand(parser, subparsers, "to-fsdp2", to_fsdp2_command)
+
+
+def to_fsdp2_command(args: argparse.Namespace) -> None:
+    """Write the file that arguments of `to_fsdp2_command_parser` ask for, and print its name.
+
+    Raises:
+        ConfigError: the file does not exist, is wrong or not accelerate's, cannot be put into keys of FSDP2, or would
+            replace another. Nothing has been written then.
+    """
+    source, target = Path(args.config_file), Path(args.output_file or args.config_file)
+    if not source.exists():
+        raise MissingFileError(f"{source} does not exist; give a file of `accelerate config`")
+    if not args.overwrite and target.exists():
+        raise TakenFileError(f"{target} exists, and is left as it is; give another --output_file, or --overwrite")
+    content = convert_config_to_fsdp2(load_config(source))
+    write_config(target, dump_yaml(content), is_new=not args.overwrite)
+    print(f"{source} -> {target}")
+
+
+def load_config(config_file: str | Path) -> dict[str, Any]:
+    """Return the keys and values of a file of accelerate, which is checked.
+
+    Raises:
+        ConfigError: something in it is wrong, or it is another kind of file.
+    """
+    read = read_file(str(config_file))
+    if read.dialect is not Dialect.ACCELERATE:
+        raise ConfigError(
+            f"{config_file} is a file of {read.dialect.value}, and not of accelerate; for those of DeepSpeed there is "
+            "`accel-trainer convert-config`"
+        )
+    return dict(read.content)
+
+
+def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a file of accelerate with its `fsdp_config` in keys of FSDP2; what is left out is logged.
+
+    One that is for FSDP2 already, and one without FSDP, are returned as they are.
+
+    Raises:
+        ConfigError: the sharding strategy is unknown, or stands in other keys for FSDP2.
+    """
+    block = config.get("fsdp_config") or {}
+    if not block or str(block.get("fsdp_version", 1)) == "2":
+        logger.warning("nothing to convert: the file is %s", "for FSDP2 already" if block else "without FSDP")
+        return dict(config)
+    converted: dict[str, Any] = {}
+    for key, value in block.items():
+        name = key.removeprefix("fsdp_")
+        if name in _LEFT_OUT:
+            logger.warning("%s=%s is left out: %s", key, show(value), _LEFT_OUT[name])
+        elif name in ("sharding_strategy", "reshard_after_forward"):
+            converted["fsdp_reshard_after_forward"] = _reshards(key, value)
+        else:
+            converted[key] = value
+    return {**config, "fsdp_config": {**converted, "fsdp_version": 2}}
+
+
+def _reshards(key: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    name = strategy_name(value)
+    if name is None or name in _IN_OTHER_KEYS:
+        raise ConfigError(
+            f"{key} is {show(value)}: {_IN_OTHER_KEYS.get(str(name), 'expected FULL_SHARD or SHARD_GRAD_OP')}"
+        )
+    return name == "FULL_SHARD"

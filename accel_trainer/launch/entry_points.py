@@ -11,9 +11,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from accel_trainer.config.dialects import fsdp as fsdp_dialect
 from accel_trainer.launch.checkpoints import export, merge_weights_parser
+from accel_trainer.launch.cli import as_subcommand
 from accel_trainer.launch.config_file import (
     BaseConfig,
     ClusterConfig,
@@ -108,9 +110,12 @@ def _run(command: str, words: Sequence[str]) -> None:
 # --- test, env, merge -------------------------------------------------------------------------------------------------
 
 
-def test_command_parser() -> argparse.ArgumentParser:
+def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # noqa: PT028  # no test
     """Return a parser of the command line of `accel-trainer test`, of the option `--config_file`."""
-    return _config_file_parser("test", "Start a small job as configured, and check it.")
+    description = "Start a small job as configured, and check it."
+    parser = argparse.ArgumentParser("accel-trainer test", description=description, allow_abbrev=False)
+    parser.add_argument("--config_file", "--config-file", metavar="FILE", help="instead of the default one")
+    return as_subcommand(parser, subparsers, "test", test_command)
 
 
 def test_command(args: argparse.Namespace) -> None:
@@ -123,9 +128,9 @@ def test_command(args: argparse.Namespace) -> None:
     print("Test is a success! You are ready for your distributed training!")
 
 
-def env_command_parser() -> argparse.ArgumentParser:
+def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return a parser of the command line of `accel-trainer env`."""
-    return env_parser()
+    return as_subcommand(env_parser(), subparsers, "env", env_command)
 
 
 def env_command(args: argparse.Namespace) -> dict[str, str]:
@@ -134,17 +139,11 @@ def env_command(args: argparse.Namespace) -> dict[str, str]:
     return dict(environment_facts())
 
 
-def merge_command_parser() -> argparse.ArgumentParser:
+def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return a parser of the command line of `accel-trainer merge-weights`."""
-    return merge_weights_parser()
+    return as_subcommand(merge_weights_parser(), subparsers, "merge-weights", merge_command)
 
 
 def merge_command(args: argparse.Namespace) -> None:
     """Write the weights of a checkpoint, sharded or not, as files that `from_pretrained` reads."""
     export(args)
-
-
-def _config_file_parser(command: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(f"accel-trainer {command}", description=description, allow_abbrev=False)
-    parser.add_argument("--config_file", "--config-file", metavar="FILE", help="instead of the default one")
-    return parser

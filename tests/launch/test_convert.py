@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
-from accel_trainer.config import resolve
+from accel_trainer.commands.to_fsdp2 import convert_config_to_fsdp2, to_fsdp2_command, to_fsdp2_command_parser
+from accel_trainer.config import read_file, resolve
+from accel_trainer.errors import ConfigError
 from accel_trainer.launch.cli import main
 
 
@@ -62,3 +65,79 @@ def test_what_cannot_be_written_is_said(
     assert main(["convert-config", "zero3", str(path)]) == 2
     assert capsys.readouterr().err == f"accel-trainer convert-config: {message.format(path=path)}\n"
     assert (tmp_path / "taken.yaml").read_text() == "debug: true\n"
+
+
+# --- to-fsdp2 ---------------------------------------------------------------------------------------------------------
+
+FSDP1 = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_forward_prefetch: false
+  fsdp_offload_params: true
+  fsdp_sharding_strategy: 2
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_use_orig_params: true
+mixed_precision: bf16
+num_processes: 4
+"""
+
+
+def test_a_file_for_fsdp1_becomes_one_for_fsdp2_that_runs_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    old.write_text(FSDP1)
+    assert main(["to-fsdp2", "--config_file", str(old), "--output_file", str(new)]) == 0
+    assert capsys.readouterr().out == f"{old} -> {new}\n"
+    before, after = read_file(old), read_file(new)
+    assert after.content["fsdp_config"] == {
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_offload_params": True,
+        "fsdp_reshard_after_forward": False,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_version": 2,
+    }
+    assert {**after.content, "fsdp_config": {}} == {**before.content, "fsdp_config": {}}
+    assert resolve(file=new).config == resolve(file=old).config
+    assert after.notes == ()
+    left_out = [record.message.partition("=")[0] for record in caplog.records]
+    assert left_out == ["fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_use_orig_params"]
+
+    assert main(["to-fsdp2", "--config_file", str(old), "--overwrite"]) == 0
+    assert read_file(old).content == after.content
+    assert main(["to-fsdp2", "--config_file", str(old), "--overwrite"]) == 0
+    assert "nothing to convert: the file is for FSDP2 already" in caplog.text
+    assert read_file(old).content == after.content
+    assert convert_config_to_fsdp2({"distributed_type": "NO"}) == {"distributed_type": "NO"}
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "message"),
+    [
+        (None, [], "in.yaml does not exist; give a file of `accelerate config`"),
+        (FSDP1, [], "in.yaml exists, and is left as it is; give another --output_file, or --overwrite"),
+        ("strategy: fsdp2", ["--overwrite"], "in.yaml is a file of accel_trainer, and not of accelerate"),
+        (FSDP1.replace("ategy: 2", "ategy: 3"), ["--overwrite"], "fsdp_sharding_strategy is 3: .*MULTI_GPU"),
+        (FSDP1.replace("ategy: 2", "ategy: 4"), ["--overwrite"], "is 4: .*true, .*config_dp_replicate_size"),
+    ],
+)
+def test_what_has_no_form_in_fsdp2_is_refused_and_nothing_is_written(
+    content: str | None, words: list[str], message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "in.yaml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        to_fsdp2_command(to_fsdp2_command_parser().parse_args(["--config_file", str(file), *words]))
+    assert (file.read_text() if file.exists() else None) == content
+
+
+def test_a_program_has_the_command_among_its_own() -> None:
+    parser = argparse.ArgumentParser()
+    to_fsdp2_command_parser(parser.add_subparsers())
+    args = parser.parse_args(["to-fsdp2", "--config_file", "missing.yaml"])
+    with pytest.raises(FileNotFoundError, match=r"missing\.yaml does not exist"):
+        args.func(args)

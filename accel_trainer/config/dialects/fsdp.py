@@ -19,10 +19,12 @@ __all__ = [
     "KNOWN_KEYS",
     "NAMED",
     "SHARDING_STRATEGIES",
+    "WITHOUT_EFFECT",
     "fsdp_options",
     "is_known_key",
     "is_neutral",
     "own_name_hint",
+    "strategy_name",
     "translate_entries",
     "translate_file",
 ]
@@ -62,6 +64,7 @@ NAMED: dict[str, tuple[str, Mapping[str, str | bool]]] = {
 _SHARDING = ("sharding_strategy", "reshard_after_forward")
 _MAPPED_FSDP1 = ("sharding_strategy", "backward_prefetch", "backward_prefetch_policy", "forward_prefetch")
 WITHOUT_EFFECT = ("use_orig_params", "sync_module_states", "limit_all_gathers")
+"""Keys of FSDP1 that FSDP2 has no choice of."""
 _NOT_OFFERED = {
     "activation_checkpointing_offload": "activations are kept on the device or computed again; remove the key",
     "mixed_precision_policy": "set mixed_precision at the top level",
@@ -191,7 +194,7 @@ def _version(entry: Entry | None, layer: Layer, default: int) -> int:
     return default
 
 
-def _strategy_name(value: Any) -> str | None:
+def strategy_name(value: Any) -> str | None:
     """Return FSDP1's name of a sharding strategy given as name or number, or None."""
     word = str(value).strip().upper().removeprefix("SHARDINGSTRATEGY.").lstrip("_")
     if word.isdigit() and 1 <= int(word) <= len(SHARDING_STRATEGIES) and not isinstance(value, bool):
@@ -201,7 +204,7 @@ def _strategy_name(value: Any) -> str | None:
 
 def _put_sharding(key: str, entry: Entry, layer: Layer) -> None:
     """Map one of the two keys for sharded parameters; a strategy's name is honoured under either."""
-    name = _strategy_name(entry.value)
+    name = strategy_name(entry.value)
     if key == "reshard_after_forward" and (isinstance(entry.value, bool) or name is None):
         layer.put("fsdp.reshard_after_forward", entry)
     elif name is None:
@@ -252,7 +255,7 @@ def fsdp_options(options: str | Iterable[str]) -> dict[str, Any]:
     words = options.replace(",", " ").split() if isinstance(options, str) else [str(word) for word in options]
     settings: dict[str, Any] = {"strategy": "fsdp2"}
     for word in words:
-        name = _strategy_name(word)
+        name = strategy_name(word)
         if name == "NO_SHARD":
             settings["strategy"] = "ddp"
         elif name is not None and not word.isdigit():
