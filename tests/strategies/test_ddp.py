@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -293,3 +295,35 @@ def keyword_handler() -> Any:
 
 def test_a_keyword_handler_wins_over_the_file():
     assert results("keyword_handler") == [(True, 3, True, ["python", "python"])] * 2
+
+
+# --- how it ends ---------------------------------------------------------------------------------------------------
+
+
+@SCENARIOS.add
+def end_of_a_group() -> Any:
+    prepare(build())  # the default group
+    found = {}
+    for is_collected in (False, True):
+        ended: list[str] = []
+        group = dist.new_group([0, 1])
+        model: Any = DistributedDataParallel(build(), process_group=group)
+        weakref.finalize(model.reducer, ended.append, "reducer")
+        weakref.finalize(group, ended.append, "group")
+        model.cycle = model if is_collected else None
+        unit = prepare(model)
+        model(own_rows()).backward()
+        dist.destroy_process_group(group)
+        del group, unit, model
+        gc.collect()
+        while_alone = list(ended)
+        prepare(build())
+        found[is_collected] = while_alone, ended
+    return found
+
+
+def test_a_group_outlives_the_reducer_that_would_end_it_under_the_interpreters_lock():
+    # The group's own end gives the lock away: its threads may need it.
+    for found in results("end_of_a_group"):
+        assert set(found) == {False, True}
+        assert all(ends == (["reducer"], ["reducer", "group"]) for ends in found.values()), found
