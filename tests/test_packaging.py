@@ -188,7 +188,7 @@ def test_datasets_and_evaluate_come_with_the_examples():
     assert {"datasets", "evaluate"} <= examples
 
 
-IMPORT_NAMES = {"pyyaml": "yaml"}
+IMPORT_NAMES = {"prompt-toolkit": "prompt_toolkit", "pyyaml": "yaml"}
 LEFT_TO_THE_USER = {"bitsandbytes", "optuna", "peft", "pydantic", "pynvml", "transformer_engine"}
 """Imported only after the user's own code has: a model's adapter or layers, a search; DeepSpeed brings pydantic."""
 

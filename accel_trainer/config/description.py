@@ -91,13 +91,18 @@ def _is_union(annotation: Any) -> bool:
     return typing.get_origin(annotation) in (types.UnionType, typing.Union)
 
 
-def commented_yaml(content: Mapping[str, Any]) -> str:
-    """Return a file of ours as YAML: what each key does behind it, and the line by which editors find the schema."""
+def commented_yaml(content: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
+    """Return a file of ours as YAML: what each key does behind it, and the line by which editors find the schema.
+
+    Args:
+        comments: on keys that the schema does not have, by dotted path.
+    """
     head = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"
-    return head + "".join(f"{line}\n" for line in _commented(dump_yaml(content).splitlines()))
+    texts = {**documentation(), **(comments or {})}
+    return head + "".join(f"{line}\n" for line in _commented(dump_yaml(content).splitlines(), texts))
 
 
-def _commented(lines: list[str]) -> Iterator[str]:
+def _commented(lines: list[str], texts: Mapping[str, str]) -> Iterator[str]:
     section = ""
     for line in lines:
         match = re.match(r"( *)(\w+):", line)
@@ -106,5 +111,5 @@ def _commented(lines: list[str]) -> Iterator[str]:
             section = match[2]
         name = match[2] if match else ""
         path = name if indent == 0 else f"{section}.{name}" if indent == 2 else ""
-        text = documentation().get(ALIASES.get(path, path), "")
+        text = texts.get(ALIASES.get(path, path), "")
         yield f"{line}  # {text}" if text else line

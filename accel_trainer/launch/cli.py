@@ -71,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AccelTrainerError as error:
         print(f"accel-trainer {name}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"\naccel-trainer {name}: stopped by ctrl-C", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         # `accel-trainer explain | head`: the reader has seen enough. Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

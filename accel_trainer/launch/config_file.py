@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from accel_trainer.config import Dialect, FieldSpec, field_specs, read_file, resolve, to_file_dict
+from accel_trainer.config import Dialect, read_file, resolve, to_file_dict
 from accel_trainer.config.description import commented_yaml, json_schema
 from accel_trainer.config.readers.yaml_reader import dump_yaml
-from accel_trainer.config.schema import set_key, thaw
-from accel_trainer.config.validation import WrongValueError, coerce
-from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.errors import ConfigError
 from accel_trainer.launch.default_file import accelerate_config_path, default_config_path, find_default_config
-from accel_trainer.launch.job import count_devices
+from accel_trainer.launch.flags import launch_flags
+from accel_trainer.launch.questionnaire import Interview, ask_configuration, run_interview
 
 __all__ = [
     "BaseConfig",
@@ -55,11 +53,6 @@ launch:
 """
 _MIN_STAGES = {"offload_optimizer_device": 1, "offload_param_device": 3}
 """ZeRO stage that each offload needs."""
-_MIN_PROCESSES = {"fsdp2": 2}
-"""Strategies that need several processes."""
-
-Check = Callable[[Any], str | None]
-"""Returns the expected values, if one does not fit the answers before it."""
 
 
 def run_config(words: Sequence[str]) -> int:
@@ -81,7 +74,7 @@ def run_config(words: Sequence[str]) -> int:
         write_config(path, _default_text(arguments.mixed_precision, arguments), is_new=True)
         print(f"configuration written to {path}")
         return 0
-    text = _HEAD + commented_yaml(_ask_answers(path))
+    text = _text(_ask_answers(path))
     write_config(path, text, is_new=False)
     command = "accel-trainer test" + (f" --config_file {file}" if file else "")
     print(f"\n{text}\nconfiguration written to {path}; try it with: {command}")
@@ -93,13 +86,19 @@ def _check_suffix(path: Path) -> None:
         raise ConfigError(f"{path} would be written as YAML; give it the suffix .yaml")
 
 
+def _text(content: Mapping[str, Any]) -> str:
+    """Return a file of ours with a comment for each option, and for each field of the DeepSpeed block."""
+    block = {f"deepspeed.{flag.key}": flag.help for flag in launch_flags().values() if flag.path == "deepspeed"}
+    return _HEAD + commented_yaml(content, block)
+
+
 def _show_file(file: str | None, *, is_updated: bool) -> int:
     """Print a file as one of ours, which `is_updated` writes in its place, a default of accelerate's beside it."""
     name = file or find_default_config(os.environ)[0]
     if name is None:
         raise ConfigError(f"there is no {default_config_path(os.environ)}; make it with `accel-trainer config`")
     content = to_file_dict(resolve(file=str(name)).config)
-    text = _HEAD + commented_yaml(content)
+    text = _text(content)
     if not is_updated:
         print(f"# {name}\n{text}", end="")
         return 0
@@ -183,21 +182,23 @@ def write_config(path: Path, text: str, *, is_new: bool) -> None:
 
 def _ask_answers(path: Path) -> dict[str, Any]:
     """Ask on the terminal for the configuration to write to `path`, and check it."""
-    try:
-        print(f"Answers go to {path}. An empty answer takes what stands in brackets.")
-        parse = functools.partial(coerce, FieldSpec("answer", bool, False), lenient=True)
-        if path.exists() and not _read("That file exists. Replace it?", False, parse, shown="no"):
+    print(f"Answers go to {path}.")
+    offered = _offered_values(path)
+
+    def questions(interview: Interview) -> dict[str, Any]:
+        if path.exists() and not interview.confirm("replace", "That file exists. Replace it?", "no"):
             raise ConfigError(f"{path} exists and was left as it is; name another file with --config_file")
-        content = _ask_import(path) or _ask_configuration()
-    except (EOFError, KeyboardInterrupt) as error:
-        ended = "was stopped" if isinstance(error, KeyboardInterrupt) else "ended"
-        raise ConfigError(f"the input {ended} before the last answer; nothing was written, start again") from None
+        if offered and interview.confirm("import", "Take these values, and ask nothing?", "yes"):
+            return offered
+        return ask_configuration(interview)
+
+    content: dict[str, Any] = run_interview(questions)
     resolve(file=content)
     return content
 
 
-def _ask_import(path: Path) -> dict[str, Any]:
-    """Offer the values of accelerate's default file; return them as a file of ours has them, or nothing."""
+def _offered_values(path: Path) -> dict[str, Any]:
+    """Print the values of accelerate's default file, and return them as a file of ours has them; or nothing."""
     other = None if path.exists() else accelerate_config_path(os.environ)
     if other is None:
         return {}
@@ -206,153 +207,8 @@ def _ask_import(path: Path) -> dict[str, Any]:
     except ConfigError as error:
         print(f"The configuration of Hugging Face accelerate, {other}, cannot be taken over: {error}")
         return {}
-    parse = functools.partial(coerce, FieldSpec("answer", bool, False), lenient=True)
     print(f"Hugging Face accelerate is configured in {other}:\n{dump_yaml(content)}")
-    return content if _read("Take these values, and ask nothing?", True, parse, shown="yes") else {}
-
-
-def _ask_configuration() -> dict[str, Any]:
-    """Ask on the terminal, and return the answers as a configuration file has them."""
-    content: dict[str, Any] = {}
-    _ask(content, "use_cpu", "Run on the CPU although there may be a GPU?", False)
-    num_machines = _ask(content, "launch.num_machines", "How many machines?", 1)
-    if num_machines > 1:
-        _ask_machines(content, num_machines)
-    strategy = _choose(
-        "How is the model laid out? ddp: whole on each process, fsdp2 and deepspeed: in shards, auto: ddp where there "
-        "are several processes",
-        ("auto", "ddp", "fsdp2", "deepspeed", "single") if num_machines == 1 else ("auto", "ddp", "fsdp2", "deepspeed"),
-        "auto",
-    )
-    content["strategy"] = strategy
-    if strategy != "single":
-        _ask_processes(content, strategy, num_machines)
-    if strategy == "fsdp2":
-        _ask_fsdp(content)
-    elif strategy == "deepspeed":
-        content["deepspeed"] = _ask_deepspeed()
-    # A configuration of DeepSpeed's own may have answered these.
-    answered = resolve(file={name: content[name] for name in ("strategy", "deepspeed") if name in content})
-    if not answered.is_set("mixed_precision"):
-        precisions = ("no", "bf16") if content["use_cpu"] else ("no", "bf16", "fp16")
-        content["mixed_precision"] = _choose("Mixed precision?", precisions, "no")
-    if not answered.is_set("accumulation.num_steps"):
-        _ask(content, "accumulation.num_steps", "Micro-batches for each update (gradient accumulation)?", 1)
     return content
-
-
-def _ask_machines(content: dict[str, Any], num_machines: int) -> None:
-    def is_one_of_them(number: int) -> str | None:
-        return None if 0 <= number < num_machines else f"a number from 0 to {num_machines - 1}"
-
-    _ask(content, "launch.machine_rank", "Which of them is this one? 0 has the main process", 0, is_one_of_them)
-    _ask(content, "launch.main_process_ip", "Address of machine 0, as the others reach it?", None)
-    _ask(content, "launch.main_process_port", "Port on machine 0?", 29500)
-
-
-def _ask_processes(content: dict[str, Any], strategy: str, num_machines: int) -> None:
-    def fits(number: int) -> str | None:
-        fewest = _MIN_PROCESSES.get(strategy, 1)
-        if number < fewest:
-            return f"{fewest} or more for {strategy}"
-        return f"a multiple of the {num_machines} machines" if number % num_machines else None
-
-    devices = count_devices(content["use_cpu"], "all")
-    default = max(_MIN_PROCESSES.get(strategy, 1), devices or (1 if strategy == "auto" else 2)) * num_machines
-    _ask(content, "launch.num_processes", "How many processes, over all machines?", default, fits)
-
-
-def _ask_fsdp(content: dict[str, Any]) -> None:
-    _ask(
-        content,
-        "fsdp.reshard_after_forward",
-        "Free gathered parameters after the forward? Less memory, more communication",
-        True,
-    )
-    _ask(content, "fsdp.wrap_classes", "Class names of the layers to shard, with commas; none: the model's own", ())
-    _ask(content, "fsdp.activation_checkpointing", "Compute activations again in the backward, to save memory?", False)
-    _ask(content, "fsdp.offload_params", "Keep parameters and optimizer state in CPU memory?", False)
-    state = _choose("Optimizer state in the Trainer's checkpoints: one file, or shards?", ("full", "sharded"), "full")
-    content["fsdp"]["state_dict_type"] = state
-
-
-def _ask_deepspeed() -> dict[str, Any]:
-    def parse_file(text: str) -> str:
-        path = os.path.abspath(os.path.expanduser(text))
-        if not os.path.isfile(path):
-            raise WrongValueError("a file that exists")
-        resolve(file={"strategy": "deepspeed", "deepspeed": {"deepspeed_config_file": path}})
-        return path
-
-    file = _read("A configuration file of DeepSpeed's own?", None, parse_file, shown="none")
-    if file is not None:
-        return {"deepspeed_config_file": file}
-    stage = int(
-        _choose("ZeRO stage? 1 shards optimizer state, 2 gradients too, 3 parameters too", ("1", "2", "3"), "2")
-    )
-    block: dict[str, Any] = {"zero_stage": stage}
-    block["offload_optimizer_device"] = _choose("Where is optimizer state kept between uses?", ("none", "cpu"), "none")
-    if stage == 3:
-        block["offload_param_device"] = _choose("Where are parameters kept between uses?", ("none", "cpu"), "none")
-    bound = _read("Bound of the gradient norm?", None, _parse_bound, shown="none")
-    return block if bound is None else {**block, "gradient_clipping": bound}
-
-
-def _parse_bound(text: str) -> float:
-    try:
-        bound = float(text)
-    except ValueError:
-        bound = 0.0
-    if not 0 < bound < float("inf"):
-        raise WrongValueError("a number above 0")
-    return bound
-
-
-def _ask(content: dict[str, Any], path: str, question: str, default: Any, check: Check | None = None) -> Any:
-    """Ask for an option of the configuration, put the answer into `content`, and return it."""
-    spec = field_specs()[path]
-
-    def parse(text: str) -> Any:
-        value = coerce(spec, text, lenient=True)
-        if check is not None and (expected := check(value)) is not None:
-            raise WrongValueError(expected)
-        return value
-
-    value = _read(question, default, parse, shown=_show(default), is_needed=default is None)
-    set_key(content, path, thaw(value))
-    return value
-
-
-def _choose(question: str, choices: Sequence[str], default: str) -> str:
-    def parse(text: str) -> str:
-        if text.lower() not in choices:
-            raise WrongValueError(f"one of {', '.join(choices)}", did_you_mean(text, choices))
-        return text.lower()
-
-    return str(_read(f"{question} ({', '.join(choices)})", default, parse, default))
-
-
-def _read(question: str, default: Any, parse: Callable[[str], Any], shown: str = "", is_needed: bool = False) -> Any:
-    """Ask until the answer fits; an empty one is the default, unless an answer is needed."""
-    while True:
-        text = input(f"{question} [{shown}]: " if shown else f"{question}: ").strip()
-        if not text:
-            if not is_needed:
-                return default
-            print("  this one has no default: please answer")
-            continue
-        try:
-            return parse(text)
-        except WrongValueError as error:
-            print(f"  {text!r} does not fit: expected {error.expected}{error.hint}")
-        except ConfigError as error:
-            print(f"  {text!r} does not fit: {error}")
-
-
-def _show(default: Any) -> str:
-    if isinstance(default, bool):
-        return "yes" if default else "no"
-    return "" if default is None else "none" if default == () else str(default)
 
 
 # --- files with the keys of accelerate, as objects --------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import pytest
 import yaml
 
 from accel_trainer.config import resolve
-from accel_trainer.launch import config_file
+from accel_trainer.launch import questionnaire
 from accel_trainer.launch.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +28,7 @@ PRECISION, STEPS = "Mixed precision?", "Micro-batches for each update"
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setattr(config_file, "count_devices", lambda use_cpu, gpu_ids: 0)
+    monkeypatch.setattr(questionnaire, "count_devices", lambda use_cpu, gpu_ids: 0)
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
@@ -42,8 +43,8 @@ def run(path: Path, monkeypatch: pytest.MonkeyPatch, *answers: str) -> dict[str,
 
 
 def test_piped_answers_make_the_file_that_launch_looks_for(tmp_path: Path):
-    # The CPU, one machine, FSDP, two processes, its five questions, bf16, four micro-batches.
-    answers = "yes\n\nfsdp2\n2\nno\nBertLayer, GPT2Block\nyes\n\nsharded\nbf16\n4\n"
+    # The CPU, one machine, FSDP, two processes, its six questions, bf16, four micro-batches, no compile, nothing more.
+    answers = "yes\n\nfsdp2\n2\nno\n\nBertLayer, GPT2Block\nyes\n\n\nsharded\nbf16\n4\n\n\n"
     command = [sys.executable, "-m", "accel_trainer", "config"]
     environ = {**os.environ, "HF_HOME": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, input=answers, env=environ, capture_output=True, text=True, timeout=60)
@@ -60,13 +61,14 @@ def test_piped_answers_make_the_file_that_launch_looks_for(tmp_path: Path):
 
 
 def test_empty_answers_are_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    content = run(tmp_path / "a.yaml", monkeypatch, *[""] * 6)
+    content = run(tmp_path / "a.yaml", monkeypatch, *[""] * 9)
     assert content == {
         "use_cpu": False,
-        "launch": {"num_machines": 1, "num_processes": 1},
+        "launch": {"num_machines": 1, "num_processes": 1, "gpu_ids": "all"},
         "strategy": "auto",
         "mixed_precision": "no",
         "accumulation": {"num_steps": 1},
+        "compile": {"backend": "no"},
     }
     shown = capsys.readouterr().out
     asked = [shown.index(question) for question in (CPU, MACHINES, STRATEGY, PROCESSES, PRECISION, STEPS)]
@@ -85,16 +87,14 @@ def test_answers_that_do_not_fit_are_asked_again(tmp_path: Path, monkeypatch: py
         "1",
         "two",
         "2",
-        "",
-        "",
-        "",
-        "",
-        "",
+        *[""] * 7,
         "fp16",
         "bf61",
         "bf16",
         "-3",
         "3",
+        "",
+        "",
     ]
     content = run(tmp_path / "a.yaml", monkeypatch, *answers)
     assert (content["strategy"], content["mixed_precision"]) == ("fsdp2", "bf16")
@@ -112,14 +112,27 @@ def test_answers_that_do_not_fit_are_asked_again(tmp_path: Path, monkeypatch: py
         assert refused in shown
 
 
+def test_a_question_is_explained_and_gone_back_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    # Back from the strategy to the machines, whose answer is the default now, and to the beginning of all.
+    answers = ["<", "?", "yes", "2", "<", "", "<", "1", "single", "bf16", "", "", ""]
+    content = run(tmp_path / "a.yaml", monkeypatch, *answers)
+    assert content["use_cpu"] is True
+    assert content["launch"] == {"num_machines": 1}
+    shown = capsys.readouterr().out
+    assert "  Run on the CPU even when the machine has an accelerator.\n" in shown
+    assert re.findall(r"How many machines\? \[(\d)\]", shown) == ["1", "2", "2"]
+
+
 def test_several_machines_are_asked_for_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    answers = ["", "2", "2", "1", "", "10.0.0.1", "", "ddp", "3", "16", "", ""]
+    answers = ["", "2", "ddp", "2", "1", "", "10.0.0.1", "", "c10d", "0,1", "3", "16", *[""] * 4]
     content = run(tmp_path / "a.yaml", monkeypatch, *answers)
     assert content["launch"] == {
         "num_machines": 2,
         "machine_rank": 1,
         "main_process_ip": "10.0.0.1",
         "main_process_port": 29500,
+        "rdzv_backend": "c10d",
+        "gpu_ids": "0,1",
         "num_processes": 16,
     }
     shown = capsys.readouterr().out
@@ -128,21 +141,56 @@ def test_several_machines_are_asked_for_their_place(tmp_path: Path, monkeypatch:
     assert "'3' does not fit: expected a multiple of the 2 machines" in shown
 
 
+def test_every_option_can_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    parts = [
+        ["yes", "", "fsdp2", "8", "", "size", "1000", "", "", "yes", "", "3", "2"],
+        ["", "", "inductor", "yes", "max-autotune", "yes", "true", "none", "yes", "4", "yes", "yes"],
+    ]
+    content = run(tmp_path / "a.yaml", monkeypatch, *itertools.chain(*parts))
+    fsdp = content["fsdp"]
+    assert (fsdp["wrap_policy"], fsdp["min_num_params"], fsdp["replicate_size"]) == ("size", 1000, 2)
+    assert fsdp["cpu_ram_efficient_loading"] is True
+    compiled = {"backend": "inductor", "mode": "max-autotune", "fullgraph": True, "dynamic": True}
+    assert content["compile"] == compiled
+    assert (content["launch"]["num_cpu_threads_per_process"], content["launch"]["enable_cpu_affinity"]) == (4, True)
+    assert content["debug"] is True
+
+
 def test_a_deepspeed_job_has_its_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    answers = ["yes", "", "deepspeed", "2", "", "4", "3", "cpu", "", "-1", "0.5", "", ""]
-    content = run(tmp_path / "a.yaml", monkeypatch, *answers)
-    block = {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "none"}
-    assert content["deepspeed"] == {**block, "gradient_clipping": 0.5}
+    answers = ["yes", "", "deepspeed", "2", "", "4", "3", "nvme", "no", str(tmp_path), "", "", "", "A,B", "-1", "0.5"]
+    content = run(tmp_path / "a.yaml", monkeypatch, *answers, *[""] * 4)
+    assert content["deepspeed"] == {
+        "zero_stage": 3,
+        "offload_optimizer_device": "nvme",
+        "offload_optimizer_nvme_path": str(tmp_path),
+        "offload_param_device": "none",
+        "zero3_init_flag": False,
+        "zero3_save_16bit_model": True,
+        "deepspeed_moe_layer_cls_names": "A,B",
+        "gradient_clipping": 0.5,
+    }
     assert resolve(file=tmp_path / "a.yaml").config.strategy == "deepspeed"
+    assert "zero_stage: 3  # what is sharded" in (tmp_path / "a.yaml").read_text()
     shown = capsys.readouterr().out
     assert "'4' does not fit: expected one of 1, 2, 3" in shown
+    assert "'no' does not fit: expected a folder that exists" in shown
     assert "'-1' does not fit: expected a number above 0" in shown
+
+
+def test_a_deepspeed_job_may_have_a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("one slots=1\ntwo slots=1\n")
+    answers = ["yes", "2", "deepspeed", "pdsh", str(hosts), "", "two:0", *[""] * 8]
+    content = run(tmp_path / "a.yaml", monkeypatch, *answers)
+    block = {"deepspeed_multinode_launcher": "pdsh", "deepspeed_hostfile": str(hosts)}
+    assert content["deepspeed"].items() >= {**block, "deepspeed_exclusion_filter": "two:0"}.items()
+    assert content["launch"] == {"num_machines": 2}
 
 
 def test_a_deepspeed_job_may_have_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     own = tmp_path / "zero.json"
     own.write_text('{"zero_optimization": {"stage": 2}}')
-    answers = ["yes", "", "deepspeed", "2", "none.json", str(own), "", ""]
+    answers = ["yes", "", "deepspeed", "2", "none.json", str(own), *[""] * 4]
     content = run(tmp_path / "a.yaml", monkeypatch, *answers)
     assert content["deepspeed"] == {"deepspeed_config_file": str(own)}
     assert "'none.json' does not fit: expected a file that exists" in capsys.readouterr().out
@@ -151,7 +199,7 @@ def test_a_deepspeed_job_may_have_a_file_of_its_own(tmp_path: Path, monkeypatch:
 def test_what_a_file_of_deepspeeds_own_says_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     own = tmp_path / "zero.json"
     own.write_text('{"bf16": {"enabled": true}, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 2}}')
-    content = run(tmp_path / "a.yaml", monkeypatch, "yes", "", "deepspeed", "2", str(own))
+    content = run(tmp_path / "a.yaml", monkeypatch, "yes", "", "deepspeed", "2", str(own), "", "")
     assert not {"mixed_precision", "accumulation"} & content.keys()
     config = resolve(file=tmp_path / "a.yaml").config
     assert (config.mixed_precision, config.accumulation.num_steps) == ("bf16", 4)
@@ -174,7 +222,7 @@ def test_a_file_is_replaced_only_when_that_is_said(tmp_path: Path, monkeypatch: 
     assert errors[2] == (
         "accel-trainer config: the input ended before the last answer; nothing was written, start again"
     )
-    assert "debug" not in run(path, monkeypatch, "yes", *[""] * 6)
+    assert "debug" not in run(path, monkeypatch, "yes", *[""] * 9)
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -183,14 +231,14 @@ def test_an_interrupt_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise KeyboardInterrupt
 
     monkeypatch.setattr("builtins.input", interrupt)
-    assert main(["config", "--config_file", str(tmp_path / "a.yaml")]) == 2
-    assert "the input was stopped before the last answer; nothing was written" in capsys.readouterr().err
+    assert main(["config", "--config_file", str(tmp_path / "a.yaml")]) == 130
+    assert capsys.readouterr().err == "\naccel-trainer config: stopped by ctrl-C\n"
     assert not list(tmp_path.iterdir())
 
 
 def test_where_it_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     (tmp_path / "file").touch()
-    answer(monkeypatch, *[""] * 6)
+    answer(monkeypatch, *[""] * 9)
     assert main(["config", "--config_file", str(tmp_path / "file" / "a.yaml")]) == 2
     assert "a.yaml cannot be written: " in capsys.readouterr().err
     assert main(["config", "--config_file", str(tmp_path / "a.json")]) == 2

@@ -97,7 +97,7 @@ def test_config_takes_accelerates_values_over(
 
 
 def test_a_no_asks_everything(home: Path, accelerates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("no\nyes\n\n\n\n\n\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("no\nyes" + "\n" * 9))
     assert main(["config"]) == 0
     config = resolve(file=str(home / "accel_trainer" / "default_config.yaml")).config
     assert (config.use_cpu, config.mixed_precision) == (True, "no")
@@ -107,6 +107,6 @@ def test_a_file_that_cannot_be_taken_over_is_said_so(
     accelerates: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     accelerates.write_text(ACCELERATE.replace("bf16", "fp9"))
-    monkeypatch.setattr(sys, "stdin", io.StringIO("yes\n\n\n\n\n\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("yes" + "\n" * 9))
     assert main(["config"]) == 0
     assert f"{accelerates}, cannot be taken over: mixed_precision" in capsys.readouterr().out
