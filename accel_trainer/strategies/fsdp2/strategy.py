@@ -54,12 +54,14 @@ from accel_trainer.tree import leaves
 __all__ = [
     "CheckpointedForward",
     "FSDP2Strategy",
+    "OuterUnits",
     "apply_activation_checkpointing",
     "build_mesh_shape",
     "choose_regions",
     "drop_tied_blocks",
     "find_blocks",
     "find_ignored_modules",
+    "find_outer_units",
     "init_mesh",
     "warn_of_one_unit",
 ]
@@ -67,11 +69,25 @@ __all__ = [
 logger = logging.get_logger(__name__)
 
 
+_MIN_OUTER_NUMEL = 10_000_000
+"""Parameters from which an embedding or a head is a unit: 20 MB in bf16. Less is not worth a collective of its own."""
+
+
+class OuterUnits(NamedTuple):
+    """The units of a language model before and behind its layers."""
+
+    embedding: nn.Embedding | None = None
+    head: nn.Linear | None = None
+    body: nn.Module | None = None
+    """The module that holds all layers, and whose output the head, or a loss that fuses it, takes."""
+
+
 class _Selection(NamedTuple):
     """The modules and parameters of a model that sharding treats in their own way."""
 
     layers: Sequence[nn.Module] = ()
-    """Units of sharding below the root."""
+    """Units of sharding below the root, but the outer ones."""
+    outer: OuterUnits = OuterUnits()
     ignored: Sequence[nn.Module] = ()
     unsharded: frozenset[nn.Parameter] = frozenset()
 
@@ -135,7 +151,7 @@ def choose_regions(model: nn.Module, config: CompileConfig, layers: Sequence[nn.
 def _reshard_after_inference(module: nn.Module, args: Any, output: Any) -> None:
     """Give memory back after a forward without backward: FSDP2 leaves parameters gathered, waiting for one.
 
-    The root's always, a block's with `reshard_after_forward=False`.
+    Those of the root and of the head always, a block's with `reshard_after_forward=False`.
     """
     if not torch.is_grad_enabled():
         module.reshard()  # type: ignore[operator]
@@ -207,7 +223,6 @@ class FSDP2Strategy(BaseStrategy):
             return with_optimizers(NativeUnit(model, model, job.loss_scale), job)
         if job.wrap_policy is None:
             warn_of_one_unit(model, selection.layers, job.resolved)
-        blocks = drop_tied_blocks(model, selection.layers)
         tied = _tied_names(model)
         # Weak: an optimizer that is bound later keeps alive the parameters it holds, and no others are needed.
         originals = [(name, weakref.ref(p)) for name, p in model.named_parameters() if p not in selection.unsharded]
@@ -224,7 +239,7 @@ class FSDP2Strategy(BaseStrategy):
             model.forward = AutocastForward(model, replace(precision, compute=None))
         regions = choose_regions(model, job.config.compile, selection.layers)
         apply_compile(model, regions, job.compile_options)
-        root = self._shard(job, blocks, selection.unsharded, precision, process)
+        root = self._shard(job, selection, precision, process)
         shard_device = torch.device("cpu") if config.offload_params else process.device
         fill_sharded_model(model, values, awaited, process.device, shard_device)
         _check_tied(model, tied)
@@ -233,18 +248,14 @@ class FSDP2Strategy(BaseStrategy):
         return with_optimizers(FSDP2Unit(root, originals, job.loss_scale), job)
 
     def _shard(
-        self,
-        job: TrainJob,
-        blocks: Sequence[nn.Module],
-        unsharded: Set[nn.Parameter],
-        precision: PrecisionPolicy,
-        process: ProcessContext,
+        self, job: TrainJob, selection: _Selection, precision: PrecisionPolicy, process: ProcessContext
     ) -> FSDPModule:
-        """Make units of sharding of the blocks and the model, with their hooks. Collective for a new mesh."""
-        model, config = job.model, job.config.fsdp
+        """Make units of sharding of what was selected and the model, with their hooks. Collective for a new mesh."""
+        model, config, outer = job.model, job.config.fsdp, selection.outer
+        blocks = _units_below_root(model, selection.layers, outer)
         options: dict[str, Any] = {
             "mesh": self._mesh(process, job),
-            "ignored_params": set(unsharded) or None,
+            "ignored_params": set(selection.unsharded) or None,
             "mp_policy": MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce),
         }
         if config.offload_params:
@@ -252,13 +263,16 @@ class FSDP2Strategy(BaseStrategy):
         # Before the optimizer is bound: fully_shard replaces every Parameter object, and an optimizer built earlier
         # would keep updating the unsharded tensors without any error.
         for block in reversed(blocks):
-            fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
+            # The head's backward comes right behind its forward.
+            reshard = config.reshard_after_forward and block is not outer.head
+            fully_shard(block, reshard_after_forward=reshard, **options)
         setattr(model, USERS_CLASS, type(model))
         root = fully_shard(model, **options)
         keep_scales(model)
         _set_prefetch(model, blocks, config)
         for unit in [model] if config.reshard_after_forward else [model, *blocks]:
             unit.register_forward_hook(_reshard_after_inference)
+        _gather_outer_units(model, outer)
         model.register_forward_hook(_check_output_is_seen)
         model._is_fsdp_managed_module = True  # type: ignore[assignment]  # read by transformers' generate()
         _gather_in_generate(model)
@@ -296,10 +310,12 @@ def _select_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessC
     unsharded.update(p for module in ignored for p in module.parameters())
     _check_combination(job, layers, unsharded)
     refuse_8bit_shards(model)
+    own_choice = job.wrap_policy is not None or job.config.fsdp.wrap_policy != WrapPolicy.TRANSFORMER
+    outer = OuterUnits() if own_choice else find_outer_units(model, layers, unsharded)
     if precision.compute is None:  # else they are upcast
-        _check_trained_dtypes(model, drop_tied_blocks(model, layers), unsharded)
+        _check_trained_dtypes(model, _units_below_root(model, layers, outer), unsharded)
     build_mesh_shape(process.world_size, _count_replicas(job.config.fsdp, process))
-    return _Selection(layers, ignored, frozenset(unsharded))
+    return _Selection(layers, outer, ignored, frozenset(unsharded))
 
 
 def _warn_of_unused_options(job: TrainJob, precision: PrecisionPolicy) -> None:
@@ -519,6 +535,59 @@ def drop_tied_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.M
                 "%s shares a parameter with another module and is sharded with its parent", type(block).__name__
             )
     return kept
+
+
+def find_outer_units(model: nn.Module, layers: Sequence[nn.Module], unsharded: Set[nn.Parameter]) -> OuterUnits:
+    """Return the embedding and the head of a language model that save memory as units of their own; often none.
+
+    In the root's unit they are gathered from the first to the last moment of a step, and so are their gradients. They
+    stay there where they are tied, small, in a layer, or of a kind that need not be called to be used.
+    """
+    try:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):  # no model of transformers, or one without tokens
+        return OuterUnits()
+    names = {id(module): name for name, module in model.named_modules()}
+    for layer in layers:
+        for module in layer.modules():
+            names.pop(id(module), None)
+
+    def pays(module: nn.Embedding | nn.Linear) -> bool:
+        is_own = id(module) in names and module.weight not in unsharded and bool(drop_tied_blocks(model, [module]))
+        return is_own and module.weight.numel() >= _MIN_OUTER_NUMEL
+
+    # Without a head, a model of somebody else may multiply by the embedding's weight.
+    is_called = head is not None or type(model).__module__.startswith("transformers.")
+    if not (is_called and type(embedding) is nn.Embedding and embedding.max_norm is None and pays(embedding)):
+        embedding = None
+    # With a bias torch returns a view, on which FSDP2's hooks are lost by an operation in place.
+    is_plain = type(head) is nn.Linear and head.bias is None
+    body = _body(model, names[id(head)], layers[-1]) if layers and is_plain and pays(head) else None
+    return OuterUnits(embedding, head if body else None, body)
+
+
+def _body(model: nn.Module, head: str, layer: nn.Module) -> nn.Module | None:
+    """Return the largest module that holds `layer` and not the head."""
+    outside = [module for name, module in model.named_modules() if name and not f"{head}.".startswith(f"{name}.")]
+    return next((module for module in outside if any(inner is layer for inner in module.modules())), None)
+
+
+def _units_below_root(model: nn.Module, layers: Sequence[nn.Module], outer: OuterUnits) -> list[nn.Module]:
+    """Return all units but the root, in the order of `model.modules()`."""
+    chosen = {id(module) for module in (*drop_tied_blocks(model, layers), outer.embedding, outer.head)}
+    return [module for module in model.modules() if id(module) in chosen]
+
+
+def _gather_outer_units(model: nn.Module, outer: OuterUnits) -> None:
+    """Gather the embedding for its forward only, and the head as soon as there is something to multiply with it."""
+    head: Any = outer.head
+    if outer.embedding is not None:
+        outer.embedding.set_unshard_in_backward(False)  # type: ignore[operator]  # it reads indices there, no weights
+    if outer.body is not None:
+        # A loss that fuses the head reads its weight and does not call it. One unit of norm and head would be gathered
+        # by the norm; torch 2.11 gathers one no second time that was left before its last module.
+        outer.body.register_forward_hook(lambda module, args, output: head.unshard())
+        model.register_forward_hook(lambda module, args, output: _reshard_after_inference(head, args, output))
 
 
 def warn_of_one_unit(model: nn.Module, blocks: Sequence[nn.Module], resolved: Resolved) -> None:
