@@ -29,6 +29,8 @@ from accel_trainer.accelerator.trackers import AcceleratorTracking, TrackerChoic
 from accel_trainer.accelerator.unwrapping import extract_model_from_parallel
 from accel_trainer.checkpoint.checkpointer import Checkpointer
 from accel_trainer.config import MixedPrecision, Resolved
+from accel_trainer.config.parallel import axis_sizes
+from accel_trainer.config.schema import ParallelConfig
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin, DeepSpeedPlugins
 from accel_trainer.plugins.fsdp_plugin import FSDPDescription, FullyShardedDataParallelPlugin
 from accel_trainer.plugins.kwargs import (
@@ -107,7 +109,7 @@ class Accelerator(
             log_with: trackers for `init_trackers` to open: names ("tensorboard", "wandb", "mlflow", "trackio"), "all"
                 for those that are installed, or objects of one's own.
             strategy: "auto", "single", "ddp", "fsdp2" or another registered name.
-            parallelism_config: sizes of the data-parallel axes, where they are to be checked against the job.
+            parallelism_config: sizes of the axes of the mesh, whose product is the number of processes.
             config: a configuration file (YAML or JSON), the name of a packaged one, a dict, or a resolved one.
 
         Raises:
@@ -148,12 +150,9 @@ class Accelerator(
         self.project_configuration.set_directories(project_dir)
         self._trackers = Trackers(log_with, self.project_configuration, self.process)
         facts = self.strategy.capabilities
-        if parallelism_config is not None:
-            parallelism_config.check(
-                self.process.world_size,
-                is_sharded=facts.shards_parameters,
-                strategy=self.resolved.describe("strategy"),
-            )
+        asked = self.config.parallel
+        if parallelism_config is None and asked != ParallelConfig():
+            parallelism_config = ParallelismConfig.of(asked)
         self.state = AcceleratorState(
             process=self.process,
             distributed_type=DistributedType.of(facts.distributed_type, self.process.device),
@@ -165,7 +164,7 @@ class Accelerator(
         )
         self.gradient_state = GradientState(self._options.plugin_kwargs, self.config.accumulation.num_steps)
         self._pass_start = PassStart(
-            self.process, self.gradient_state, check_rng_types(rng_types or (), self.process.device)
+            self.process, self.readers, self.gradient_state, check_rng_types(rng_types or (), self.process.device)
         )
         self._prepared = Prepared()
         self._checkpointer = Checkpointer(self.process, SAVED_STATES)
@@ -202,6 +201,10 @@ class Accelerator(
         plugins.resolve(self.resolved, self.strategy.capabilities, resolve_with)
         self._engine_plugins = plugins
         self._use_plugin(next(iter(plugins.plugins), None))
+        self._axis_sizes = axis_sizes(
+            self.config, self.resolved.describe, self.process.world_size, self.process.num_nodes
+        )
+        self.readers = self.strategy.readers(self.resolved, self.process)
 
     def _use_plugin(self, name: str | None) -> None:
         """Start the strategy as a plugin says, or as the configuration does, and prepare models by that from now on."""

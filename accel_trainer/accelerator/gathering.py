@@ -55,7 +55,7 @@ class AcceleratorGathering(AcceleratorSettings):
             ProcessGroupError: with `debug`, or where ranks hold unequally many samples of a step, the ranks' shapes do
                 not fit together and neither is given.
         """
-        rows = self.gradient_state.rows_over(self.process.world_size)
+        rows = self.gradient_state.rows_over(self.readers.world_size)
         is_uneven = rows is not None and (not rows.is_even or self.gradient_state.loaders[-1].yields_items)
         if is_uneven and pad_index is None and not as_samples:
             # A value that a rank computed from its batch has as many rows as that batch.
@@ -95,11 +95,11 @@ class AcceleratorGathering(AcceleratorSettings):
         fault_point("eval.gather")
         loader = self.gradient_state.active_dataloader
         if loader is not None and not use_gather_object:
-            input_data = loader.one_for_each(input_data, self.process.rank)
+            input_data = loader.one_for_each(input_data, self.readers.rank)
         return trim_gathered(
             input_data,
             loader.rows if loader is not None else None,
-            self.process,
+            self.readers,
             use_objects=use_gather_object,
             debug=self.config.debug,
             pad_index=pad_index,

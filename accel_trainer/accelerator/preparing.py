@@ -164,7 +164,7 @@ class AcceleratorPreparing(AcceleratorSettings):
     def _build_loader(self, data_loader: DataLoader, place: bool) -> PreparedDataLoader:
         loader = prepare_data_loader(
             data_loader,
-            process=self.process,
+            process=self.readers,
             config=self._data_config,
             device=self.process.device if place else None,
             seed=self._shuffle_seed(),
@@ -259,7 +259,7 @@ class AcceleratorPreparing(AcceleratorSettings):
     def _micro_batch_size(self, loaders: Sequence[DataLoader]) -> int | None:
         """Return the rows that one rank takes at a time, the fewest of several loaders; None without any."""
         sizes = [loader.batch_size for loader in loaders if loader.batch_size is not None]
-        ranks = self.process.world_size if self._data_config.split_batches else 1
+        ranks = self.readers.world_size if self._data_config.split_batches else 1
         return max(1, min(sizes) // ranks) if sizes else None
 
     def _build_job(self, model: nn.Module, optimizers: list[Optimizer], request: _Request) -> TrainJob:
@@ -295,7 +295,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         hook_forward_faults(unit.model)
         unit.model._is_accelerate_prepared = True  # type: ignore[assignment]  # scripts ask for it
         # From here on: all ranks build a model from one seed, and drop out different activations afterwards.
-        seed_own_streams(self.process)
+        seed_own_streams(self.readers)
         return unit.model
 
 

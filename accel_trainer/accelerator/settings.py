@@ -19,6 +19,7 @@ from accel_trainer.accelerator.prepared import Prepared
 from accel_trainer.accelerator.shared_state import AcceleratorState, GradientState, ProcessView
 from accel_trainer.checkpoint.checkpointer import Checkpointer
 from accel_trainer.config import Resolved, RunConfig
+from accel_trainer.config.parallel import AxisSizes
 from accel_trainer.config.schema import DataConfig
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugins
@@ -41,6 +42,7 @@ class PassStart:
     """
 
     process: ProcessContext
+    readers: ProcessContext
     gradient_state: GradientState
     rng_types: tuple[str, ...]
     has_loaded_state: bool = False
@@ -48,7 +50,7 @@ class PassStart:
 
     def begin(self, loader: PreparedDataLoader) -> None:
         """Begin a pass over a loader. Collective with `rng_types`."""
-        seed_own_streams(self.process)
+        seed_own_streams(self.readers)
         # A run that goes on within an epoch has its streams from the state; they were set to rank 0's when it began.
         if self.rng_types and not (self.has_loaded_state and loader.begins_within_epoch):
             synchronize_rng(self.rng_types, self.process)
@@ -64,6 +66,8 @@ class AcceleratorSettings(ProcessView):
     resolved: Resolved
     config: RunConfig
     strategy: Strategy
+    readers: ProcessContext
+    """This process among the ranks that read different data: all of them, but where ranks compute a batch together."""
     precision: PrecisionPolicy
     _loss_scale: LossScale | None
     """Of fp16; one for all units, since one loss may reach several models."""
@@ -74,6 +78,7 @@ class AcceleratorSettings(ProcessView):
     project_configuration: ProjectConfiguration
     state: AcceleratorState
     gradient_state: GradientState
+    _axis_sizes: AxisSizes
     _options: AcceleratorOptions
     _engine_plugins: DeepSpeedPlugins
     _pass_start: PassStart
@@ -88,6 +93,10 @@ class AcceleratorSettings(ProcessView):
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         self._loss_scale = None if scaler is None else LossScale(scaler)
+
+    @property
+    def _reader(self) -> ProcessContext:
+        return self.readers
 
     @property
     def rng_types(self) -> tuple[str, ...]:
@@ -132,20 +141,18 @@ class AcceleratorSettings(ProcessView):
 
     @property
     def data_parallel_rank(self) -> int:
-        """This rank among those that read different data: all do."""
-        return self.process.rank
+        """This rank among those that read different data."""
+        return self.readers.rank
 
     @property
     def data_parallel_shard_rank(self) -> int:
         """This rank among those that share the shards of one model; 0 where nothing is sharded."""
-        if not self.strategy.capabilities.shards_parameters:
-            return 0
-        return self.process.rank % (self.process.world_size // self.config.fsdp.replicate_size)
+        return self.readers.rank % self._axis_sizes.dp_shard if self.strategy.capabilities.shards_parameters else 0
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """0: there is no tensor parallelism."""
-        return 0
+        """This rank among those that share the matrices of a layer; 0 without tensor parallelism."""
+        return self.process.rank % self._axis_sizes.tp
 
     @property
     def pipeline_parallel_rank(self) -> int:
@@ -182,7 +189,7 @@ class AcceleratorSettings(ProcessView):
 
     @property
     def parallelism_config(self) -> Any:
-        """Always None: tensor, context and pipeline parallelism are not offered. Libraries ask for it."""
+        """The sizes of the mesh's axes; None where none was asked for. Libraries read it."""
         return self.state.parallelism_config
 
     @property

@@ -89,6 +89,11 @@ class ProcessView:
         return self.process.backend
 
     @property
+    def _reader(self) -> ProcessContext:
+        """This process among those that take different inputs."""
+        return self.process
+
+    @property
     def num_processes(self) -> int:
         """World size."""
         return self.process.world_size
@@ -141,7 +146,8 @@ class ProcessView:
         Raises:
             ConfigError: `inputs` cannot be split, or the values of a dict differ in length.
         """
-        yield split_evenly(inputs, self.num_processes, self.process_index, apply_padding=apply_padding)
+        own = self._reader
+        yield split_evenly(inputs, own.world_size, own.rank, apply_padding=apply_padding)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once per node."""

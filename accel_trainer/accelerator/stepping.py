@@ -219,8 +219,8 @@ class AcceleratorStepping(AcceleratorSettings):
             return self._backward_alone(loss, **kwargs)
         leading, in_window = units[0], bool(self._prepared.current)
         if leading.tokens is None or not leading.tokens.is_weighed:
-            if self.process.world_size > 1:
-                weight = self.gradient_state.loss_weight(self.process)
+            if self.readers.world_size > 1:
+                weight = self.gradient_state.loss_weight(self.readers)
                 loss = loss if weight == 1.0 else loss * weight
             divisor = leading.window.divisor if in_window else leading.window.num_steps
             if divisor != 1:
@@ -271,19 +271,19 @@ class AcceleratorStepping(AcceleratorSettings):
                 f"{len(units)} prepared model(s); it takes a sum (reduction='sum') and an integer, after prepare()"
             )
         count = count.detach().reshape(()).to(torch.int64)
-        rows = self.gradient_state.rows_over(self.process.world_size)
-        if rows is not None and rows.rows[self.process.rank] == 0:
+        rows = self.gradient_state.rows_over(self.readers.world_size)
+        if rows is not None and rows.rows[self.readers.rank] == 0:
             # The one row of this batch is a filler, so that this rank takes part in the collectives.
             loss_sum, count = loss_sum * 0, count * 0
         windows = []
         for prepared in units:
-            prepared.tokens = prepared.tokens or TokenWindow(self.process)
+            prepared.tokens = prepared.tokens or TokenWindow(self.readers)
             windows.append(prepared.tokens)
         divisor = windows[0].provisional_divisor(count, units[0].window.num_steps)
         for window in windows:
             window.add(count, divisor)
-        # Strategies average gradients over the ranks, hence the factor world_size.
-        return loss_sum.reshape(()) * (self.process.world_size / divisor)
+        # Strategies average gradients over the ranks that read, hence their number as a factor.
+        return loss_sum.reshape(()) * (self.readers.world_size / divisor)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Context for computations outside of the model, a loss for instance, in the configured precision.

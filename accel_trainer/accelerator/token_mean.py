@@ -128,7 +128,7 @@ class TokenWindow:
     def _over_ranks(self, num_tokens: Tensor) -> Tensor:
         total = num_tokens.clone()
         if self._process.is_distributed:
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self._process.group)
         return total
 
 

@@ -13,6 +13,7 @@ from accel_trainer.config.deepspeed.keys import KNOWN_KEYS
 from accel_trainer.config.deepspeed.levels import put_block, put_document_block
 from accel_trainer.config.dialects import accelerate, fsdp
 from accel_trainer.config.layer import Layer, Setting, SourceKind
+from accel_trainer.config.parallel import NOT_OFFERED
 from accel_trainer.config.readers.config_source import ConfigSource, FileProblemsError, load_document
 from accel_trainer.config.readers.document import Document, Entry, Key, Node
 from accel_trainer.config.schema import RunConfig, field_specs, get_value, section_names, set_key, thaw
@@ -171,6 +172,9 @@ def _translate_section(document: Document, section: Key, node: Node, layer: Laye
     for key, item in node.value.items():
         if key.name in names:
             layer.put(prefix + key.name, document.entry(key, item, section.name))
+        elif section.name == "parallel" and key.name in NOT_OFFERED:
+            if item.value != 1:
+                layer.refuse(document.entry(key, item, section.name), NOT_OFFERED[key.name])
         else:
             renamed = fsdp.own_name_hint(key.name) if section.name == "fsdp" else ""
             hint = renamed or did_you_mean(key.name, names)

@@ -15,6 +15,7 @@ from accel_trainer.config.deepspeed.levels import KEY_PREFIX, block_sources, mer
 from accel_trainer.config.dialects.environment import read_environment_layers, read_launch_variable
 from accel_trainer.config.files import FileConfig, read_file
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
+from accel_trainer.config.parallel import size_for_shards
 from accel_trainer.config.readers.config_source import ConfigSource, FileProblemsError, problem_report
 from accel_trainer.config.readers.document import Entry
 from accel_trainer.config.schema import RunConfig, field_specs, get_value, section_names, set_key
@@ -24,7 +25,8 @@ from accel_trainer.errors import ConfigError, did_you_mean
 __all__ = ["Resolved", "build_config", "flag_name", "resolve"]
 
 _RENAMED = {"use_cpu": "cpu", "accumulation.num_steps": "gradient_accumulation_steps"}
-_ACCELERATOR_KEYWORDS = {**_RENAMED, "data.split_batches": "split_batches"}
+_SIZES = {path: path.replace("parallel.", "parallelism_config.") for path in field_specs() if "parallel." in path}
+_ACCELERATOR_KEYWORDS = {**_RENAMED, **_SIZES, "data.split_batches": "split_batches"}
 _FLAGS = {**_RENAMED, "launch.monitor_interval_seconds": "monitor_interval"}
 """Flags whose names do not follow from the path."""
 
@@ -137,6 +139,9 @@ def resolve(
     ]
     settings = _merge(layers, problems)
     config = build_config({path: setting.value for path, setting in settings.items()})
+    if config.strategy == "auto" and (path := size_for_shards(config)) is not None:
+        settings["strategy"] = Setting("fsdp2", settings[path].source)  # no other one has this axis
+        config = dataclasses.replace(config, strategy="fsdp2")
     resolved = Resolved(config, _sources_of(settings))
     problems.extend(cross_problems(resolved.config, resolved.describe))
     if problems:

@@ -25,6 +25,7 @@ __all__ = [
     "LaunchConfig",
     "MixedPrecision",
     "OutputDtype",
+    "ParallelConfig",
     "RunConfig",
     "StateDictType",
     "WrapPolicy",
@@ -206,6 +207,18 @@ class FSDPConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """Ranks along each axis of the mesh; the product of the sizes is the number of processes."""
+
+    dp_replicate_size: int | None = None
+    """Replicas of the model, each for other data; None: every rank under ddp, and what `fsdp` says under fsdp2."""
+    dp_shard_size: int | None = None
+    """Ranks that share the shards of a replica, each for other data; None takes the ranks that no size names."""
+    tp_size: int = 1
+    """Ranks that share the matrices of a layer and read the same data: tensor parallelism."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
     """How processes are started; read by the launcher, and compared with the running job."""
 
@@ -271,6 +284,8 @@ class RunConfig:
     """DistributedDataParallel."""
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     """Fully sharded data parallel."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Sizes of the axes of the mesh."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     """Starting processes."""
     deepspeed: Mapping[str, Any] = field(default_factory=FrozenDict)
@@ -308,7 +323,7 @@ def field_specs() -> Mapping[str, FieldSpec]:
 
 @functools.cache
 def section_names() -> tuple[str, ...]:
-    """Return the names of the nested sections: data, accumulation, compile, ddp, fsdp, launch."""
+    """Return the names of the nested sections: data, accumulation, compile, ddp, fsdp, parallel, launch."""
     return tuple(dict.fromkeys(path.partition(".")[0] for path in field_specs() if "." in path))
 
 

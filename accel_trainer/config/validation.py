@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
 from typing import Any
 
+from accel_trainer.config.parallel import axis_problems
 from accel_trainer.config.schema import FieldSpec, FrozenDict, RunConfig, WrapPolicy, field_specs, get_value, thaw
 from accel_trainer.errors import did_you_mean
 
@@ -74,6 +75,9 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "fsdp.min_num_params": _at_least(1),
     "fsdp.replicate_size": _at_least(1),
     "fsdp.ignored_modules": (_is_regex_list, "a list of valid regular expressions for module names"),
+    "parallel.dp_replicate_size": _at_least(1),
+    "parallel.dp_shard_size": _at_least(1),
+    "parallel.tp_size": _at_least(1),
     "launch.num_processes": _at_least(1),
     "launch.num_machines": _at_least(1),
     "launch.machine_rank": _at_least(0),
@@ -229,7 +233,7 @@ def _mapping(value: Any, lenient: bool) -> FrozenDict:
 
 def cross_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
     """Return the contradictions between options; `describe` gives `path=value (from where)` for a dotted path."""
-    problems = []
+    problems = axis_problems(config, describe)
     launch = config.launch
     if config.fsdp.replicate_per_node and config.fsdp.replicate_size > 1:
         problems.append(

@@ -78,6 +78,7 @@ _SECTION_TITLES = {
     "data": "data loaders",
     "compile": "torch.compile",
     "ddp": "DistributedDataParallel",
+    "parallel": "ranks along the axes of the mesh",
     "fsdp": "FSDP2 (also the spellings of accelerate, such as --fsdp_transformer_layer_cls_to_wrap)",
     "deepspeed": "DeepSpeed",
     _PARALLELISM: "ranks as accelerate's ParallelismConfig divides them",
@@ -259,8 +260,7 @@ def parse_options(argv: Sequence[str], command: str) -> Options:
     if position < len(argv) and argv[position] == "--":
         position += 1
     layer = _fsdp_layer(entries)
-    # The strategy may stand in a file; options without effect are refused once that has been read.
-    put_parallelism(sizes, layer, is_fsdp=options.flags.get("strategy", "fsdp2") == "fsdp2")
+    put_parallelism(sizes, layer)
     if layer.problems:
         raise ConfigError("; ".join(layer.problems))
     for path, setting in layer.settings.items():

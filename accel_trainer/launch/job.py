@@ -19,6 +19,7 @@ from typing import Any
 
 from accel_trainer.config import LaunchConfig, Resolved, Source, SourceKind, read_file, resolve
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
+from accel_trainer.config.parallel import axis_sizes
 from accel_trainer.config.validation import UNUSED_UNDER, show_plain
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.default_file import find_default_config
@@ -385,6 +386,7 @@ def _check_strategy(resolved: Resolved, num_processes: int, options: Options, ar
             f"{resolved.describe('strategy')} is one process, and {num_processes} were asked for ({source}); "
             "set strategy to auto, ddp or fsdp2, or num_processes to 1"
         )
+    axis_sizes(resolved.config, resolved.describe, num_processes, resolved.config.launch.num_machines)
     if strategy in _WITHOUT_GROUP:
         return
     loaded = load_strategy(strategy)

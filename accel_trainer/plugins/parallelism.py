@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
-from accel_trainer.errors import ConfigError
+from accel_trainer.config.parallel import AXES, NOT_OFFERED
+from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.plugins.kwargs import OptionObject
 from accel_trainer.runtime.process import read_environment
 from accel_trainer.runtime.torch_private import flatten_mesh
@@ -96,8 +98,8 @@ _HANDLERS: dict[str, Callable[[], Any]] = {
 class ParallelismConfig(OptionObject):
     """Sizes of the axes over which a job is laid out; their product is the number of processes.
 
-    A size that is None comes from `PARALLELISM_CONFIG_...`, and is 1 without that. An Accelerator takes the sizes of
-    data parallelism: `dp_replicate_size` for DDP, `dp_shard_size` for FSDP, both for hybrid sharding.
+    A size that is None comes from `PARALLELISM_CONFIG_...`, and is 1 without that. `dp_replicate_size` alone is DDP,
+    `dp_shard_size` is FSDP2, both are hybrid sharding.
 
     Raises:
         ConfigError: a size is below 1, or two axes exclude each other.
@@ -144,10 +146,10 @@ class ParallelismConfig(OptionObject):
                 "Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive: cp_size="
                 f"{self.cp_size} and sp_size={self.sp_size}; set one of them to 1"
             )
-        if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and not self.dp_shard_enabled:
+        if self.cp_enabled and self.dp_replicate_enabled and not self.dp_shard_enabled:
             raise ConfigError(
-                f"tp_size={self.tp_size} and cp_size={self.cp_size} do not go with replicas alone (dp_replicate_size="
-                f"{self.dp_replicate_size}, dp_shard_size=1); set dp_shard_size above 1, or dp_replicate_size to 1"
+                f"cp_size={self.cp_size} does not go with replicas alone (dp_replicate_size={self.dp_replicate_size}, "
+                "dp_shard_size=1); set dp_shard_size above 1, or dp_replicate_size to 1"
             )
 
     def _size(self, axis: str) -> int:
@@ -270,36 +272,41 @@ class ParallelismConfig(OptionObject):
         return {name: dict(vars(value)) if hasattr(value, "__dict__") else value for name, value in plain.items()}
 
     def explicit(self) -> dict[str, Any]:
-        """Return the size of hybrid sharding, by its path.
+        """Return the sizes by their paths; none where all are 1.
 
         Raises:
-            ConfigError: an axis other than those of data parallelism is above 1.
+            ConfigError: one is above 1 whose axis is not offered.
         """
-        if self.non_dp_dim_names:
-            sizes = ", ".join(f"{axis}_size={self._size(axis)}" for axis in self.non_dp_dim_names)
-            raise ConfigError(
-                f"parallelism_config has {sizes}, which this version does not offer in an Accelerator; set it to 1, "
-                "and shard with dp_shard_size where the model does not fit"
-            )
-        is_hybrid = self.dp_replicate_enabled and self.dp_shard_enabled
-        return {"fsdp.replicate_size": self.dp_replicate_size} if is_hybrid else {}
+        for axis in ("cp", "sp"):
+            if self._size(axis) > 1:
+                raise ConfigError(
+                    f"parallelism_config has {axis}_size={self._size(axis)}: {NOT_OFFERED[f'{axis}_size']}"
+                )
+        return {f"parallel.{axis}_size": self._size(axis) for axis in AXES} if self.total_size > 1 else {}
 
-    def check(self, world_size: int, *, is_sharded: bool, strategy: str) -> None:
-        """Refuse sizes that do not make this job.
-
-        Args:
-            strategy: how the strategy was chosen, for the message.
+    @classmethod
+    def of(cls, given: Any) -> ParallelismConfig:
+        """Return the sizes that a mapping, its JSON text, or another library's object, has under these names.
 
         Raises:
-            ConfigError: their product is not the number of processes, or they and the strategy contradict each other.
+            ConfigError: it has none of them, or a mapping has others.
         """
-        if self.total_size not in (1, world_size):
+        if isinstance(given, cls):
+            return given
+        names = [f"{axis}_size" for axis in _AXES]
+        if isinstance(given, str) and given.lstrip().startswith("{"):
+            given = json.loads(given)
+        if isinstance(given, Mapping):
+            known = {item.name for item in fields(cls) if item.init}
+            if unknown := sorted(given.keys() - known):
+                raise ConfigError(
+                    f"parallelism_config has the unknown key {unknown[0]!r}{did_you_mean(unknown[0], known)}"
+                )
+            return cls(**given)
+        sizes = {name: getattr(given, name) for name in names if hasattr(given, name)}
+        if not sizes:
             raise ConfigError(
-                f"ParallelismConfig total_size ({self.total_size}) does not match num_processes ({world_size}); adjust "
-                "dp_replicate_size and dp_shard_size"
+                f"parallelism_config is a {type(given).__name__}; pass a ParallelismConfig, or a mapping with some of "
+                f"{', '.join(names)}"
             )
-        if self.total_size > 1 and self.dp_shard_enabled != is_sharded:
-            wanted = "dp_shard_size above 1" if is_sharded else "dp_shard_size=1, or an FSDP plugin"
-            raise ConfigError(
-                f"parallelism_config has dp_shard_size={self.dp_shard_size}, and {strategy}; expected {wanted}"
-            )
+        return cls(**sizes)

@@ -39,7 +39,7 @@ def check_same_call(
     if not process.is_distributed:
         return [value]
     everyone: list[Any] = [None] * process.world_size
-    dist.all_gather_object(everyone, ([name, *entries], value))
+    dist.all_gather_object(everyone, ([name, *entries], value), group=process.group)
     calls = [words for words, _ in everyone]
     for rank, words in enumerate(calls):
         for index, (first, other) in enumerate(zip_longest(calls[0], words, fillvalue="nothing")):

@@ -105,7 +105,7 @@ def gather_object(data: Any, process: ProcessContext) -> list[Any]:
     objects = [data]
     if process.is_distributed:
         objects = [None] * process.world_size
-        dist.all_gather_object(objects, data)
+        dist.all_gather_object(objects, data, group=process.group)
     if all(type(item) in (list, tuple) for item in objects):
         return [entry for item in objects for entry in item]
     return objects
@@ -165,7 +165,7 @@ def broadcast(data: Any, process: ProcessContext, from_process: int = 0, *, debu
         if not process.is_distributed:
             return tensor
         wire = to_sendable(tensor, process).clone(memory_format=torch.contiguous_format)
-        dist.broadcast(as_sendable_dtype(wire), src=from_process)
+        dist.broadcast(as_sendable_dtype(wire), group=process.group, group_src=from_process)
         return wire.to(tensor.device)
 
     return map_tensors("broadcast", apply, data)
@@ -177,7 +177,7 @@ def broadcast_object_list(objects: list[Any], process: ProcessContext, from_proc
     Collective: every rank calls it, with lists of the same length.
     """
     if process.is_distributed:
-        dist.broadcast_object_list(objects, src=from_process)
+        dist.broadcast_object_list(objects, group=process.group, group_src=from_process)
     return objects
 
 
@@ -195,7 +195,8 @@ def scatter_objects(objects: Sequence[Any] | None, process: ProcessContext, from
         assert objects is not None
         return objects[0]
     mine: list[Any] = [None]
-    dist.scatter_object_list(mine, list(objects) if objects is not None else None, src=from_process)
+    given = list(objects) if objects is not None else None
+    dist.scatter_object_list(mine, given, group=process.group, group_src=from_process)
     return mine[0]
 
 
@@ -208,7 +209,7 @@ def all_gather_integers(values: Sequence[int], process: ProcessContext) -> Calla
         return lambda: [list(values)]
     mine = torch.tensor(values, dtype=torch.int64, device=None if backend_takes_cpu() else process.device)
     everyone = mine.new_empty((process.world_size * len(values),))
-    work = all_gather(everyone, mine, async_op=True)
+    work = all_gather(everyone, mine, group=process.group, async_op=True)
 
     def wait() -> list[list[int]]:
         work.wait()
@@ -258,7 +259,7 @@ def pad_across_processes(
         return data
     sizes = torch.tensor([tensor.shape[dim] if _has_dim(tensor, dim) else 0 for tensor in tensors])
     largest = to_sendable(sizes, process).clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=process.group)
     targets = iter(largest.tolist())
     return map_tensors("pad_across_processes", lambda t: _pad(t, dim, next(targets), pad_index, pad_first), data)
 
@@ -283,7 +284,7 @@ def _reduce_tensor(tensor: Tensor, process: ProcessContext, op: ReduceOp) -> Ten
         if not (tensor.is_complex() or dtype in SENDABLE_DTYPES - {torch.bool}):
             carried = torch.float32 if is_float else torch.int64
         wire = to_sendable(reduced.to(carried), process).clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(wire, op=_TORCH_OPS[op])
+        dist.all_reduce(wire, op=_TORCH_OPS[op], group=process.group)
         reduced = wire.to(tensor.device)
     if op is ReduceOp.MEAN:
         mean = reduced / process.world_size

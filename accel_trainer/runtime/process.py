@@ -45,6 +45,8 @@ __all__ = [
 _current: ProcessContext | None = None
 _DEFAULT_TIMEOUT_SECONDS = 1800.0  # torch's default for gloo; for nccl that is 10 minutes
 _LAST_TURN_SECONDS = 0.02
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+"""The groups of contexts of some of the job's ranks."""
 _CPU_WAYS = "--cpu to the launcher, Accelerator(cpu=True), TrainingArguments(use_cpu=True)"
 
 
@@ -59,6 +61,19 @@ class ProcessContext:
     device: torch.device
     backend: str | None
     """The backend that carries tensors of the device, e.g. "nccl"; None when the job is one process without a group."""
+    ranks: tuple[int, ...] | None = None
+    """The job's ranks of which this is number `rank`, where it is a context of some of them; None: of all."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group of `ranks`; None where those are all."""
+        return None if self.ranks is None else _groups[self.ranks]
+
+    def among(self, group: dist.ProcessGroup) -> ProcessContext:
+        """Return this process among the ranks of a group, which collectives are then over."""
+        ranks = tuple(dist.get_process_group_ranks(group))
+        _groups[ranks] = group
+        return replace(self, rank=ranks.index(self.rank), world_size=len(ranks), ranks=ranks)
 
     @property
     def is_main(self) -> bool:
@@ -74,6 +89,12 @@ class ProcessContext:
     def is_distributed(self) -> bool:
         """Whether the job has more than one rank."""
         return self.world_size > 1
+
+    @property
+    def num_nodes(self) -> int | None:
+        """Number of nodes; None where they have unequally many ranks."""
+        nodes, remainder = divmod(self.world_size, self.local_world_size)
+        return None if remainder else nodes
 
 
 def read_environment() -> dict[str, str]:
@@ -338,4 +359,5 @@ def destroy_process_group() -> None:
     _current = None
     if dist.is_available() and dist.is_initialized():
         forget_default_groups()
+        _groups.clear()
         dist.destroy_process_group()

@@ -96,7 +96,8 @@ def gather_tensors(tensors: Sequence[Tensor], process: ProcessContext) -> list[T
     for tensor in tensors:
         wire = to_sendable(tensor, process)
         out = wire.new_empty((process.world_size * wire.shape[0], *wire.shape[1:]))
-        under_way.append((out, wire, all_gather(as_sendable_dtype(out), as_sendable_dtype(wire), async_op=True)))
+        work = all_gather(as_sendable_dtype(out), as_sendable_dtype(wire), group=process.group, async_op=True)
+        under_way.append((out, wire, work))
     for _, _, work in under_way:
         work.wait()
     return [

@@ -408,6 +408,16 @@ class Strategy(Protocol):
             ConfigError: the two contradict each other, or the engine cannot run here.
         """
 
+    def readers(self, resolved: Resolved, process: ProcessContext) -> ProcessContext:
+        """Return this process among the ranks that read different data. Collective: called once on every rank.
+
+        Data, random streams, weights of losses, counts of tokens and gathered metrics are counted over these. All other
+        ranks compute one of them together with this one, and read the same as it.
+
+        Raises:
+            ConfigError: the sizes of the mesh do not make this job.
+        """
+
     def building(self, in_pieces: bool) -> AbstractContextManager[None]:
         """Return the context in which models are built in pieces or in full, where the strategy builds them in pieces.
 
@@ -440,6 +450,10 @@ class BaseStrategy:
     def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
         """Return the configuration as it is."""
         return resolved
+
+    def readers(self, resolved: Resolved, process: ProcessContext) -> ProcessContext:
+        """Return the process: every rank reads data of its own."""
+        return process
 
     def building(self, in_pieces: bool) -> AbstractContextManager[None]:
         """Return an empty context: models are built in full."""

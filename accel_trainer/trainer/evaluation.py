@@ -26,7 +26,9 @@ from transformers.utils import logging
 
 from accel_trainer.accelerator.accelerator import Accelerator
 from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.collectives import gather, gather_object
 from accel_trainer.runtime.fault_injection import fault_point
+from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.trainer.loss_normalization import counts_by_rows
 from accel_trainer.trainer.running_trainer import EvaluatingTrainer
 from accel_trainer.tree import leaves, map_leaves
@@ -309,9 +311,7 @@ class _Pass:
     def collect(self, results: _Results) -> Any:
         """Return all ranks' results of one kind in sample order as numpy arrays, or None. Collective."""
         accelerator = self.trainer.accelerator
-        num_steps = len(results.steps)
-        if accelerator.num_processes > 1:
-            num_steps = max(accelerator.gather_object([num_steps]))
+        num_steps = max(gather_object([len(results.steps)], accelerator.readers))
         if not num_steps:
             return None
         if self.args.eval_do_concat_batches:
@@ -320,8 +320,7 @@ class _Pass:
 
     def count_samples(self) -> int:
         """Return the number of samples over all ranks. Collective."""
-        accelerator = self.trainer.accelerator
-        return sum(accelerator.gather_object([self.num_samples])) if accelerator.num_processes > 1 else self.num_samples
+        return sum(gather_object([self.num_samples], self.trainer.accelerator.readers))
 
 
 def _hears_steps(callback: TrainerCallback) -> bool:
@@ -353,8 +352,8 @@ def run_evaluation(
     evaluation, handler = _Pass(trainer, description, ignore_keys), trainer.callback_handler
     hears_steps = any(map(_hears_steps, handler.callbacks))
     with _local_counts(args):
-        process = trainer.accelerator.process
-        for step, batch in enumerate(_batches(dataloader, process.rank, process.world_size), start=1):
+        readers = trainer.accelerator.readers
+        for step, batch in enumerate(_batches(dataloader, readers.rank, readers.world_size), start=1):
             evaluation.step(model, batch, loss_only, ignore_keys)
             if hears_steps:
                 trainer.control = handler.on_prediction_step(args, trainer.state, trainer.control)
@@ -581,14 +580,15 @@ def gather_steps(steps: Sequence[Any], accelerator: Accelerator, device: torch.d
             of tensors is meant as a column, perhaps.
     """
     fault_point("eval.gather")
-    if accelerator.num_processes == 1:
+    readers = accelerator.readers
+    if not readers.is_distributed:
         return concat_steps(steps, device)
     by_step = list(map(_leaves, steps))
     misfit = _find_misfit(steps, by_step)
     own = list(zip(*by_step, strict=True)) if misfit is None else []
     own_specs = [None if isinstance(values[0], _Column) else _spec_of(values) for values in own]
     structure = map_leaves(lambda leaf: None, steps[0], is_leaf=_is_leaf) if steps else None
-    offers = accelerator.gather_object([(bool(steps), structure, own_specs, misfit)])
+    offers = gather_object([(bool(steps), structure, own_specs, misfit)], readers)
     _refuse(offer[3] for offer in offers)
     _refuse([_compare([[len(spec.tail) + 1 if spec else 0 for spec in offer[2]] for offer in offers if offer[0]])])
     _, structure, known, _ = next((offer for offer in offers if offer[0]), offers[0])
@@ -596,33 +596,33 @@ def gather_steps(steps: Sequence[Any], accelerator: Accelerator, device: torch.d
     for index, example in enumerate(known):
         values = own[index] if own else []
         if example is None:
-            gathered.append(_gather_columns(values, accelerator))
+            gathered.append(_gather_columns(values, readers))
         else:
             by_rank = [specs[index] if has_steps else _LeafSpec(example.dtype, ()) for has_steps, _, specs, _ in offers]
-            gathered.append(_gather_rows(values, by_rank, accelerator, device))
+            gathered.append(_gather_rows(values, by_rank, readers, device))
     return _rebuild(structure, gathered)
 
 
-def _gather_columns(own: Sequence[_Column], accelerator: Accelerator) -> list[Any]:
+def _gather_columns(own: Sequence[_Column], readers: ProcessContext) -> list[Any]:
     """Return one column's entries of every rank. Collective."""
-    by_rank = accelerator.gather_object([_to_cpu(list(own))])
+    by_rank = gather_object([_to_cpu(list(own))], readers)
     return [entry for step in zip_longest(*by_rank, fillvalue=()) for column in step for entry in column]
 
 
 def _gather_rows(
-    steps: Sequence[Tensor], by_rank: Sequence[_LeafSpec], accelerator: Accelerator, device: torch.device | str
+    steps: Sequence[Tensor], by_rank: Sequence[_LeafSpec], readers: ProcessContext, device: torch.device | str
 ) -> Tensor:
     """Return one tensor's rows of every rank. Collective."""
     merged = _merge(by_rank)
-    own = _join(steps, by_rank[accelerator.process_index], "cpu") if steps else _new_full(0, merged, "cpu")
+    own = _join(steps, by_rank[readers.rank], "cpu") if steps else _new_full(0, merged, "cpu")
     positions = _positions([spec.rows for spec in by_rank])
     result = _new_full(sum(merged.rows), merged, device)
     piece = max(1, _PIECE_BYTES // max(1, math.prod(merged.tail) * result.element_size()))
     for start in range(0, max(merged.rows), piece):
         stop = min(start + piece, max(merged.rows))
-        sent = _new_full(stop - start, merged, accelerator.device)
+        sent = _new_full(stop - start, merged, readers.device)
         _write(sent, 0, own[start:stop])
-        received = accelerator.gather(sent).view(len(positions), stop - start, *merged.tail)
+        received = gather(sent, readers).view(len(positions), stop - start, *merged.tail)
         for rows, of_rank in zip(received, positions, strict=True):
             wanted = torch.from_numpy(of_rank[start:stop]).to(result.device)
             if len(wanted):

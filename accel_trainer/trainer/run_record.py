@@ -156,7 +156,9 @@ class RunRecord:
         own = {"peak": peak_memory(self._device), "tokens": self.num_tokens}
         everyone = collectives.gather_object(own, trainer.accelerator.process)
         peaks = [each["peak"] for each in everyone if each["peak"] is not None]
-        return self.to_plain(trainer, peaks, sum(each["tokens"] for each in everyone))
+        accelerator = trainer.accelerator
+        copies = accelerator.process.world_size // accelerator.readers.world_size
+        return self.to_plain(trainer, peaks, sum(each["tokens"] for each in everyone) // copies)
 
     def tell_end(self, trainer: RecordedTrainer, record: Mapping[str, Any], directory: Path) -> None:
         """Log the block of the end on the main process, and write the page that `report_html` asks for."""

@@ -156,7 +156,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _describe_batch(trainer: RecordedTrainer, lengths: RunLengths) -> str:
-    accumulation, ranks = trainer.args.gradient_accumulation_steps, trainer.accelerator.num_processes
+    accumulation, ranks = trainer.args.gradient_accumulation_steps, trainer.accelerator.readers.world_size
     micro = trainer._train_batch_size
     text = _count(lengths.update_batch, "sample")
     if micro * accumulation * ranks != lengths.update_batch:

@@ -350,7 +350,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         self._loss_normalization.begin_epoch(self)
         self._step_plan = StepPlan(self, model)
         clock = self.run_record.clock
-        reader = WindowReader(batches, self.accelerator.process, clock)
+        reader = WindowReader(batches, self.accelerator.readers, clock)
         run = EpochRun(
             trainer=self,
             reader=reader,
@@ -420,7 +420,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         if is_scaled is not None:
             kind = LossKind.BY_ITEMS if is_scaled else LossKind.ROW_MEAN
         elif normalization.is_multiplied:
-            loss = loss / self.args.world_size
+            loss = loss / self.accelerator.readers.world_size
         if self._reader is None:
             return loss if kind is LossKind.BY_ITEMS else loss / self.current_gradient_accumulation_steps
         return self._reader.weigh(
@@ -434,7 +434,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         """
         if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
             return None
-        args, reader, process = self.args, self._reader, self.accelerator.process
+        args, reader, readers = self.args, self._reader, self.accelerator.readers
         batches = batch_samples if reader is None else [reader.without_filler(batch) for batch in batch_samples]
         counts = [count_labels(batch, self._loss_shifts_labels) for batch in batches]
         known = [count for count in counts if count is not None]
@@ -444,7 +444,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         # model's inputs, and bf16 cannot tell 4,097 from 4,096.
         num_items = functools.reduce(operator.add, known).to(device)
         if args.average_tokens_across_devices:
-            return collectives.reduce(num_items, process) if process.world_size > 1 else num_items
+            return collectives.reduce(num_items, readers) if readers.world_size > 1 else num_items
         # A rank without samples: its loss weighs nothing, and would be divided by 0.
         return num_items if reader is None else num_items.clamp(min=1)
 

@@ -231,6 +231,7 @@ class _Resolver:
         self._unknown()
         self._sections()
         self._zero()
+        self._shared_batches()
         self._batch()
         self._clipping()
         self._precision()
@@ -338,6 +339,14 @@ class _Resolver:
             )
         elif not has_path:
             section.pop("nvme_path", None)
+
+    def _shared_batches(self) -> None:
+        """Refuse ranks that share a batch: DeepSpeed takes it for granted that they read the same, and here none do."""
+        for path in ("tensor_parallel.autotp_size", "sequence_parallel_size"):
+            if get_key(self.data, path) not in (None, 0, 1, AUTO):
+                self._wrong(
+                    path, "1: ranks read different data under DeepSpeed; tp_size of strategy 'fsdp2' cuts layers"
+                )
 
     def _count(self, path: str, fact: Fact | None) -> int | None:
         """Return a number of the block, or the run's; None when neither is known."""

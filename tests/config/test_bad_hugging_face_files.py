@@ -85,35 +85,17 @@ BAD_FILES = [
         "script with mpirun itself, the ranks are detected; remove the block",
     ),
     (
-        "accelerate-tp",
+        "accelerate-cp",
         "acc.yaml",
         "distributed_type: FSDP\n"
         "parallelism_config:\n"
-        "  parallelism_config_tp_size: 2\n"
+        "  parallelism_config_cp_size: 2\n"
         "  parallelism_config_dp_shard_siz: 2\n",
         "2 problems in acc.yaml:\n"
-        "  - parallelism_config.parallelism_config_tp_size at acc.yaml:3 is 2, which is not offered: set "
-        "it to 1, and shard with FSDP instead\n"
+        "  - parallelism_config.parallelism_config_cp_size at acc.yaml:3 is 2, which is not offered: there is no "
+        "context parallelism; set it to 1, and shard with dp_shard_size\n"
         "  - unknown key 'parallelism_config_dp_shard_siz' in 'parallelism_config' at acc.yaml:4; did you "
         "mean 'parallelism_config_dp_shard_size'?",
-    ),
-    (
-        "accelerate-shard-wo-fsdp",
-        "acc.yaml",
-        "distributed_type: MULTI_GPU\nparallelism_config:\n  parallelism_config_dp_shard_size: 2\n",
-        "parallelism_config.parallelism_config_dp_shard_size at acc.yaml:3 is 2, which needs "
-        "FSDP (distributed_type: FSDP, --use_fsdp); set that, or a size of 1",
-    ),
-    (
-        "accelerate-product",
-        "acc.yaml",
-        "distributed_type: FSDP\n"
-        "num_processes: 8\n"
-        "parallelism_config:\n"
-        "  parallelism_config_dp_replicate_size: 2\n"
-        "  parallelism_config_dp_shard_size: 2\n",
-        "parallelism_config.parallelism_config_dp_shard_size at acc.yaml:5 x dp_replicate_size makes 4 "
-        "processes, num_processes is 8; the product of the sizes is the number of processes",
     ),
     (
         "accelerate-strat",

@@ -87,6 +87,9 @@ FLAGS = [
     "offload_param_device",
     "offload_param_nvme_path",
     "output_dtype",
+    "parallel_dp_replicate_size",
+    "parallel_dp_shard_size",
+    "parallel_tp_size",
     "parallelism_config_cp_size",
     "parallelism_config_dp_replicate_size",
     "parallelism_config_dp_shard_size",
@@ -268,9 +271,8 @@ def test_a_flag_of_accelerates_launcher_is_taken_or_refused_with_the_way_out(nam
         ("--env X=1", "it is for pods of TPUs, and there is no TPU strategy; leave it out"),
         ("--aws_access_key_id K", "jobs are not started on SageMaker"),
         ("--parallelism_config_cp_backend torch", "context and sequence parallelism are not here"),
-        ("--parallelism_config_tp_size 2", "--parallelism_config_tp_size is 2, which is not offered: set it to 1"),
+        ("--parallelism_config_cp_size 2", "--parallelism_config_cp_size is 2, which is not offered: there is no con"),
         ("--parallelism_config_tp_size two", "--parallelism_config_tp_size is 'two'; expected a whole number"),
-        ("--multi_gpu --parallelism_config_dp_shard_size 2", "which needs FSDP .distributed_type: FSDP, --use_fsdp."),
     ],
 )
 def test_what_is_not_offered_says_why(words: str, message: str) -> None:
@@ -284,4 +286,4 @@ def test_sizes_of_a_mesh_are_those_of_fsdp() -> None:
         *words.split(), "--parallelism_config_dp_shard_size", "4", "--parallelism_config_tp_size", "1", "x.py"
     )
     config = resolve(flags=options.flags).config
-    assert (config.strategy, config.fsdp.replicate_size, options.rest) == ("fsdp2", 2, ("x.py",))
+    assert (config.strategy, config.parallel.dp_replicate_size, options.rest) == ("fsdp2", 2, ("x.py",))

@@ -67,7 +67,7 @@ def test_sizes_that_are_not_given_come_from_the_environment():
         ({"tp_size": 0}, "tp_size must be at least 1, but got 0"),
         ({"cp_backend": "ring"}, "cp_backend must be 'torch', but got 'ring'"),
         ({"cp_size": 2, "sp_size": 2}, "mutually exclusive: cp_size=2 and sp_size=2; set one of them to 1"),
-        ({"tp_size": 2, "dp_replicate_size": 2}, "tp_size=2 and cp_size=1 do not go with replicas alone"),
+        ({"cp_size": 2, "dp_replicate_size": 2}, "cp_size=2 does not go with replicas alone"),
         ({"cp_handler": 3}, "cp_handler is a int; expected TorchContextParallelConfig"),
     ],
 )
@@ -109,15 +109,23 @@ def in_accelerators() -> Any:
     shards = ParallelismConfig(dp_shard_size=2)
     assert Accelerator(cpu=True, parallelism_config=replicas).parallelism_config is replicas
     assert Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=shards).state.parallelism_config is shards
+    assert Accelerator(cpu=True, parallelism_config=shards).resolved.describe("strategy") == (
+        "strategy=fsdp2 (from Accelerator(parallelism_config.dp_shard_size=...))"
+    )
     assert Accelerator(cpu=True, parallelism_config=ParallelismConfig()).num_processes == 2
+    named = Accelerator(cpu=True, config={"parallel": {"dp_replicate_size": 2}})
+    assert named.parallelism_config.total_size == 2
     for options, message in (
         (
             {"parallelism_config": ParallelismConfig(dp_replicate_size=3)},
-            r"total_size \(3\) does not match",
+            r"dp_replicate_size=3 \(from .*\) makes 3 process\(es\), and this job has 2; the product of the sizes",
         ),
-        ({"parallelism_config": shards}, "has dp_shard_size=2, and .*expected dp_shard_size=1, or an FSDP plugin"),
-        ({"parallelism_config": replicas, "fsdp_plugin": plugin}, "expected dp_shard_size above 1"),
-        ({"parallelism_config": ParallelismConfig(tp_size=2)}, "has tp_size=2, which this version does not offer"),
+        ({"parallelism_config": shards, "strategy": "ddp"}, "dp_shard_size=2 .* does not go with strategy=ddp"),
+        ({"parallelism_config": replicas, "fsdp_plugin": plugin}, "leaves nothing to shard on 2 processes"),
+        (
+            {"parallelism_config": ParallelismConfig(cp_size=2)},
+            "has cp_size=2: there is no context parallelism; set it to 1",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             Accelerator(cpu=True, **options)
@@ -130,8 +138,8 @@ def test_an_accelerator_checks_sizes_against_its_job():
 def hybrid() -> Any:
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(), parallelism_config=config)
-    return accelerator.config.fsdp.replicate_size
+    return accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank
 
 
 def test_replicas_of_shards_are_hybrid_sharding():
-    assert run_ranks(hybrid, 4) == [2] * 4
+    assert run_ranks(hybrid, 4) == [(0, 0), (1, 1), (2, 0), (3, 1)]

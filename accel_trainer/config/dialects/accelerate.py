@@ -12,6 +12,7 @@ from accel_trainer.config.deepspeed.keys import KNOWN_KEYS as DEEPSPEED_KEYS
 from accel_trainer.config.deepspeed.levels import put_document_block
 from accel_trainer.config.dialects.fsdp import entries_of, is_neutral, translate_entries
 from accel_trainer.config.layer import Layer
+from accel_trainer.config.parallel import NOT_OFFERED
 from accel_trainer.config.readers.document import Document, Entry, Key, Node
 from accel_trainer.config.schema import field_specs, section_names
 from accel_trainer.errors import did_you_mean
@@ -107,8 +108,8 @@ class _Reader:
         kind = self.distributed_type()
         self.fsdp(kind)
         self.deepspeed(kind)
+        self.parallelism()
         self.strategy(kind)
-        self.parallelism(kind)
 
     def key(self, name: str, entry: Entry) -> None:
         """Translate a key that depends on no other, and check the others."""
@@ -212,11 +213,15 @@ class _Reader:
         num_processes = self.layer.settings.get("launch.num_processes")
         if name == "ddp" and num_processes is not None and num_processes.value == 1:
             name = "auto"
+        tp_size = self.layer.settings.get("parallel.tp_size")
+        if name == "ddp" and tp_size is not None and tp_size.value > 1:
+            name = "fsdp2"
+            self.layer.notes.append(f"{entry.subject} is {kind}, and tp_size is {tp_size.value}: strategy 'fsdp2' runs")
         self.layer.put("strategy", entry, name)
         if kind == "MULTI_CPU" and "use_cpu" not in self.layer.settings:
             self.layer.put("use_cpu", entry, True)
 
-    def parallelism(self, kind: str | None) -> None:
+    def parallelism(self) -> None:
         sizes: dict[str, Entry] = {}
         for key, node in self.blocks["parallelism_config"].items():
             bare = key.name.removeprefix("parallelism_config_")
@@ -225,38 +230,20 @@ class _Reader:
             elif bare not in PARALLEL_DETAILS:
                 known = [f"parallelism_config_{name}" for name in PARALLEL_SIZES + PARALLEL_DETAILS]
                 self.unknown(key, "parallelism_config", known)
-        put_parallelism(sizes, self.layer, is_fsdp=kind == "FSDP")
+        put_parallelism(sizes, self.layer)
 
 
-def put_parallelism(entries: Mapping[str, Entry], layer: Layer, *, is_fsdp: bool) -> None:
-    """Map the sizes of accelerate's ParallelismConfig, by name; null is a size of 1."""
+def put_parallelism(entries: Mapping[str, Entry], layer: Layer) -> None:
+    """Map the sizes of accelerate's ParallelismConfig, by name; null is a size of 1, and all of 1 ask for nothing."""
     sizes: dict[str, int] = {}
     for name, entry in entries.items():
         size = 1 if entry.value is None else entry.value
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             layer.wrong(entry, "a whole number of at least 1")
-            continue
-        sizes[name] = size
-        if size > 1:
-            _put_size(name, entry, layer, is_fsdp=is_fsdp)
-    num_processes = layer.settings.get("launch.num_processes")
-    if is_fsdp and num_processes is not None and {"dp_replicate_size", "dp_shard_size"} <= sizes.keys():
-        product = sizes["dp_replicate_size"] * sizes["dp_shard_size"]
-        if product != num_processes.value:
-            layer.problems.append(
-                f"{entries['dp_shard_size'].subject} x dp_replicate_size makes {product} processes, num_processes is "
-                f"{num_processes.value}; the product of the sizes is the number of processes"
-            )
-
-
-def _put_size(name: str, entry: Entry, layer: Layer, *, is_fsdp: bool) -> None:
-    if name == "dp_replicate_size":
-        if is_fsdp:
-            layer.put("fsdp.replicate_size", entry)
-    elif name != "dp_shard_size":
-        layer.refuse(entry, "set it to 1, and shard with FSDP instead")
-    elif not is_fsdp:
-        layer.problems.append(
-            f"{entry.subject} is {entry.value}, which needs FSDP (distributed_type: FSDP, --use_fsdp); set "
-            "that, or a size of 1"
-        )
+        elif size > 1 and name in NOT_OFFERED:
+            layer.refuse(entry, NOT_OFFERED[name])
+        elif name not in NOT_OFFERED:
+            sizes[name] = size
+    if any(size > 1 for size in sizes.values()):
+        for name, size in sizes.items():
+            layer.put(f"parallel.{name}", entries[name], size)

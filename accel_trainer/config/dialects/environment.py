@@ -101,7 +101,7 @@ def _read_accelerate(given: Mapping[str, str]) -> Layer:
         if "strategy" not in layer.settings:
             layer.put("strategy", _variable(name, _ENGINES[name]))
     if _is_true(given, "ACCELERATE_USE_PARALLELISM_CONFIG", layer):
-        _read_parallelism(given, layer, is_fsdp="ACCELERATE_USE_FSDP" in engines)
+        _read_parallelism(given, layer)
     return layer
 
 
@@ -167,13 +167,14 @@ def _drop_launcher_defaults(entries: dict[str, Entry]) -> None:
         del entries["forward_prefetch"]
 
 
-def _read_parallelism(given: Mapping[str, str], layer: Layer, *, is_fsdp: bool) -> None:
+def _read_parallelism(given: Mapping[str, str], layer: Layer) -> None:
     sizes = {}
     for size in PARALLEL_SIZES:
         name = f"PARALLELISM_CONFIG_{size.upper()}"
-        value = given.get(name, "1").strip()
-        sizes[size] = _variable(name, int(value) if value.isdecimal() and int(value) else value)
-    put_parallelism(sizes, layer, is_fsdp=is_fsdp)
+        if name in given:
+            value = given[name].strip()
+            sizes[size] = _variable(name, int(value) if value.isdecimal() and int(value) else value)
+    put_parallelism(sizes, layer)
 
 
 def read_launch_variable(

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from accel_trainer import logging
 from accel_trainer.checkpoint.weights.writing import USERS_CLASS
 from accel_trainer.config import CompileConfig, FSDPConfig, Resolved, WrapPolicy
+from accel_trainer.config.parallel import AxisSizes, axis_sizes
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.precision import AutocastForward, PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.process import ProcessContext
@@ -56,7 +57,6 @@ __all__ = [
     "FSDP2Strategy",
     "OuterUnits",
     "apply_activation_checkpointing",
-    "build_mesh_shape",
     "choose_regions",
     "drop_tied_blocks",
     "find_blocks",
@@ -280,7 +280,8 @@ class FSDP2Strategy(BaseStrategy):
 
     def _mesh(self, process: ProcessContext, job: TrainJob) -> DeviceMesh:
         """Return the mesh of all models of this shape: one optimizer may hold the parameters of several. Collective."""
-        shape = build_mesh_shape(process.world_size, _count_replicas(job.config.fsdp, process))
+        sizes = _sizes_of(job, process)
+        shape = (sizes.dp_shard,) if sizes.dp_replicate == 1 else (sizes.dp_replicate, sizes.dp_shard)
         known = self._meshes.get(shape)
         return known or self._meshes.setdefault(shape, init_mesh(process, shape))
 
@@ -314,7 +315,7 @@ def _select_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessC
     outer = OuterUnits() if own_choice else find_outer_units(model, layers, unsharded)
     if precision.compute is None:  # else they are upcast
         _check_trained_dtypes(model, _units_below_root(model, layers, outer), unsharded)
-    build_mesh_shape(process.world_size, _count_replicas(job.config.fsdp, process))
+    _sizes_of(job, process)
     return _Selection(layers, outer, ignored, frozenset(unsharded))
 
 
@@ -395,32 +396,8 @@ def _check_trained_dtypes(model: nn.Module, blocks: Sequence[nn.Module], unshard
 # --- mesh -------------------------------------------------------------------------------------------------------------
 
 
-def _count_replicas(config: FSDPConfig, process: ProcessContext) -> int:
-    """Return the number of replicas of the sharded model."""
-    if not config.replicate_per_node:
-        return config.replicate_size
-    if process.world_size % process.local_world_size:
-        raise ConfigError(
-            f"fsdp.replicate_per_node: this node has {process.local_world_size} of the job's {process.world_size} "
-            "processes, so that nodes hold different numbers of them; start as many on each, or set fsdp.replicate_size"
-        )
-    return process.world_size // process.local_world_size
-
-
-def build_mesh_shape(world_size: int, replicate_size: int) -> tuple[int, ...]:
-    """Return `(world_size,)`, or `(replicas, shards)` when the job keeps several replicas of the sharded model.
-
-    Raises:
-        ConfigError: the world size is not a multiple of the number of replicas.
-    """
-    if replicate_size == 1:
-        return (world_size,)
-    if world_size % replicate_size or replicate_size == world_size:
-        raise ConfigError(
-            f"fsdp.replicate_size={replicate_size} does not fit {world_size} processes: it must divide the world size "
-            "and leave at least 2 shards per replica; use 1 for one sharded copy, or strategy 'ddp' for replicas only"
-        )
-    return (replicate_size, world_size // replicate_size)
+def _sizes_of(job: TrainJob, process: ProcessContext) -> AxisSizes:
+    return axis_sizes(job.config, job.resolved.describe, process.world_size, process.num_nodes)
 
 
 def init_mesh(process: ProcessContext, shape: tuple[int, ...]) -> DeviceMesh:

@@ -23,8 +23,10 @@ from accel_trainer.accelerator.options import check_num_processes
 from accel_trainer.accelerator.shared_state import AcceleratorState, PartialState, is_initialized, stated_timeout
 from accel_trainer.checkpoint.commit.retry import SavePolicy
 from accel_trainer.checkpoint.reader import check_verify
-from accel_trainer.config import Resolved
+from accel_trainer.config import Resolved, field_specs
+from accel_trainer.config.parallel import axis_sizes
 from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.plugins.parallelism import ParallelismConfig
 from accel_trainer.runtime.process import find_process, hidden_variable, init_process, read_environment
 from accel_trainer.trainer.accelerate_states import share_process
 from accel_trainer.trainer.arguments.deepspeed_arguments import deepspeed_options, start_engine, unsharded_models
@@ -58,6 +60,7 @@ _ARGUMENT_NAMES = {
     "accumulation.sync_each_batch": "accelerator_config.gradient_accumulation_kwargs.sync_each_batch",
     "compile.backend": "torch_compile_backend",
     "compile.mode": "torch_compile_mode",
+    **{path: path.replace("parallel.", "parallelism_config.") for path in field_specs() if "parallel." in path},
     "strategy": "deepspeed",  # where `fsdp` does not
 }
 """Argument that gives an option, by dotted path, where that depends on nothing else."""
@@ -86,6 +89,7 @@ class TrainingArguments(transformers.TrainingArguments):
         deepspeed: Any = None
         fsdp: Any = None
         fsdp_config: Any = None
+        parallelism_config: Any = None
         max_grad_norm: float = 1.0
         gradient_accumulation_steps: int = 1
         torch_compile_backend: str | None = None
@@ -165,10 +169,7 @@ class TrainingArguments(transformers.TrainingArguments):
         if self.eval_loss_weighting not in ("token", "batch"):
             raise ConfigError(f"eval_loss_weighting={self.eval_loss_weighting!r} is neither 'token' nor 'batch'")
         if getattr(self, "parallelism_config", None) is not None:
-            raise ConfigError(
-                "parallelism_config asks for tensor, context or pipeline parallelism, which this version does not "
-                "offer; leave it out, and shard with fsdp or deepspeed where the model does not fit"
-            )
+            self.parallelism_config = ParallelismConfig.of(self.parallelism_config)
         self.save_policy  # noqa: B018  it checks its two arguments
         check_action(self.on_nonfinite)
         check_verify(self.verify)
@@ -196,6 +197,8 @@ class TrainingArguments(transformers.TrainingArguments):
         self.mixed_precision = str(self.resolved.config.mixed_precision)
         self._apply_tf32_default()
         check_num_processes(self.resolved, self.world_size)
+        if (process := find_process()) is not None:
+            axis_sizes(self.resolved.config, self.resolved.describe, process.world_size, process.num_nodes)
         self._derived = {name: getattr(self, name) for name in untouched}
 
     @property
@@ -231,6 +234,8 @@ class TrainingArguments(transformers.TrainingArguments):
     def _explicit_options(self) -> dict[str, Any]:
         """Return the options that were given in Python, by dotted path."""
         options = deepspeed_options(self)
+        if self.parallelism_config is not None:
+            options |= self.parallelism_config.explicit()
         for item in fields(self):
             if item.name in _OPTIONS and getattr(self, item.name) != item.default:
                 options[_OPTIONS[item.name]] = getattr(self, item.name)

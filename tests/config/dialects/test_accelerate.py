@@ -6,6 +6,7 @@ import pytest
 
 from accel_trainer.config import Dialect, SourceKind, StateDictType, WrapPolicy, field_specs, read_file, resolve
 from accel_trainer.config.dialects.accelerate import KNOWN_KEYS
+from accel_trainer.errors import ConfigError
 
 ISSUE_YAML = """\
 compute_environment: LOCAL_MACHINE
@@ -259,14 +260,31 @@ def test_replicas_of_the_parallelism_block_are_hybrid_sharding():
 
     got = values(distributed_type="FSDP", num_processes=8, parallelism_config=block)
 
-    assert got["fsdp.replicate_size"] == 2
+    assert (got["parallel.dp_replicate_size"], got["parallel.dp_shard_size"]) == (2, 4)
 
 
 def test_replicas_without_fsdp_are_what_ddp_does():
     got = values(distributed_type="MULTI_GPU", num_processes=2, parallelism_config={"dp_replicate_size": 2})
 
-    assert got["strategy"] == "ddp"
-    assert "fsdp.replicate_size" not in got
+    assert (got["strategy"], got["parallel.dp_replicate_size"]) == ("ddp", 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_processes", "sizes", "message"),
+    [
+        ("MULTI_GPU", 4, {"dp_replicate_size": 3}, r"dp_replicate_size=3 .* makes 3 process\(es\), and this job has 4"),
+        (
+            "MULTI_GPU",
+            2,
+            {"dp_shard_size": 2},
+            "dp_shard_size=2 .* does not go with strategy=ddp .*, which has no such",
+        ),
+        ("FSDP", 8, {"dp_replicate_size": 2, "dp_shard_size": 2}, r"makes 4 process\(es\), and this job has 8"),
+    ],
+)
+def test_sizes_that_are_no_job_are_refused(kind, num_processes, sizes, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(file={"distributed_type": kind, "num_processes": num_processes, "parallelism_config": sizes})
 
 
 def test_an_unquoted_no_is_the_distributed_type_no(tmp_path):

@@ -357,6 +357,12 @@ def test_the_width_of_a_real_configuration_is_found():
 AT = {"zero_optimization.stage": "ds.json:7", "gradient_accumulation_steps": "ds.json:3"}
 CONFLICT = 'DeepSpeed would go by {}: give both the same value, or write "auto"'
 BAD = {
+    "ranks that share a batch": (
+        {"tensor_parallel": {"autotp_size": 2}},
+        NATIVE,
+        "tensor_parallel.autotp_size is 2; expected 1: ranks read different data under DeepSpeed; tp_size of strategy "
+        "'fsdp2' cuts layers",
+    ),
     "misspelled": (
         {"gradient_cliping": 1.0},
         NATIVE,

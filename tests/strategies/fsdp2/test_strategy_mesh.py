@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from accel_trainer.config import build_config
+from accel_trainer.config.parallel import axis_sizes
+from accel_trainer.config.schema import get_value
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext, init_process
-from accel_trainer.strategies.fsdp2.strategy import build_mesh_shape, init_mesh
+from accel_trainer.strategies.fsdp2.strategy import init_mesh
 
 
 @pytest.fixture
@@ -22,19 +26,42 @@ def job_of_64() -> Iterator[ProcessContext]:
     dist.destroy_process_group()
 
 
+def sizes_of(world_size: int, num_nodes: int | None = 1, **options: Any) -> tuple[int, ...]:
+    config = build_config({"strategy": "fsdp2", **{name.replace("__", "."): value for name, value in options.items()}})
+    return axis_sizes(config, lambda path: f"{path}={get_value(config, path)}", world_size, num_nodes)
+
+
 @pytest.mark.parametrize(
-    ("world_size", "replicas", "shape"),
-    [(1, 1, (1,)), (64, 1, (64,)), (64, 2, (2, 32)), (64, 8, (8, 8)), (64, 32, (32, 2)), (6, 3, (3, 2))],
+    ("world_size", "options", "sizes"),
+    [
+        (1, {}, (1, 1, 1)),
+        (64, {}, (1, 64, 1)),
+        (64, {"fsdp__replicate_size": 8}, (8, 8, 1)),
+        (6, {"parallel__dp_replicate_size": 3}, (3, 2, 1)),
+        (64, {"fsdp__replicate_per_node": True, "num_nodes": 4}, (4, 16, 1)),
+        (64, {"parallel__dp_replicate_size": 2, "parallel__dp_shard_size": 32}, (2, 32, 1)),
+        (4, {"strategy": "ddp"}, (4, 1, 1)),
+        (4, {"strategy": "deepspeed", "parallel__dp_shard_size": 4}, (1, 4, 1)),
+    ],
 )
-def test_replicas_times_shards_are_the_world(world_size: int, replicas: int, shape: tuple[int, ...]):
-    assert build_mesh_shape(world_size, replicas) == shape
+def test_a_size_that_is_not_given_takes_the_rest(world_size: int, options: dict[str, Any], sizes: tuple[int, ...]):
+    assert sizes_of(world_size, **options) == sizes
 
 
-@pytest.mark.parametrize(("world_size", "replicas"), [(64, 3), (64, 64), (64, 128), (2, 2)])
-def test_replicas_that_leave_nothing_to_shard_are_refused(world_size: int, replicas: int):
-    message = rf"fsdp.replicate_size={replicas} does not fit {world_size} processes: .* at least 2 shards.*'ddp'"
+@pytest.mark.parametrize(
+    ("world_size", "options", "message"),
+    [
+        (64, {"fsdp__replicate_size": 3}, r"^fsdp.replicate_size=3 makes 3 process\(es\), and this job has 64;"),
+        (64, {"fsdp__replicate_size": 64}, "leaves nothing to shard on 64 processes; use fewer replicas, or .* 'ddp'"),
+        (2, {"parallel__dp_replicate_size": 2}, "^parallel.dp_replicate_size=2 leaves nothing to shard on 2"),
+        (8, {"parallel__dp_shard_size": 2}, r"dp_shard_size=2 x fsdp.replicate_size=1 makes 2 process\(es\), .* has 8"),
+        (8, {"strategy": "ddp", "parallel__dp_replicate_size": 4}, r"makes 4 process\(es\), and this job has 8"),
+        (6, {"fsdp__replicate_per_node": True, "num_nodes": None}, "nodes hold different numbers of the job's 6"),
+    ],
+)
+def test_sizes_that_do_not_make_the_job_are_refused(world_size: int, options: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
-        build_mesh_shape(world_size, replicas)
+        sizes_of(world_size, **options)
 
 
 def test_one_axis_holds_every_rank(job_of_64: ProcessContext):
@@ -45,7 +72,7 @@ def test_one_axis_holds_every_rank(job_of_64: ProcessContext):
 
 def test_shards_of_a_replica_are_neighbours(job_of_64: ProcessContext):
     # 8 replicas of 8 shards on nodes of 8: parameters are gathered inside of a node, only gradients leave it.
-    mesh = init_mesh(job_of_64, build_mesh_shape(64, 8))
+    mesh = init_mesh(job_of_64, (8, 8))
     assert mesh.mesh_dim_names == ("replicate", "shard")
     assert dist.get_process_group_ranks(mesh.get_group("shard")) == list(range(16, 24))
     assert dist.get_process_group_ranks(mesh.get_group("replicate")) == list(range(5, 64, 8))

@@ -113,6 +113,7 @@ PROVEN: dict[str, str] = {
     "optim_args": f"{NAMES}::test_every_name_of_transformers_is_in_the_table",
     "optim_target_modules": f"{NAMES}::test_every_name_of_transformers_is_in_the_table",
     "output_dir": f"{EFFECTS}::test_the_files_of_a_run_are_where_they_were_asked_for",
+    "parallelism_config": f"{ARGS}::test_bad_options",
     "per_device_eval_batch_size": SECOND_TRAIN,
     "per_device_train_batch_size": SECOND_TRAIN,
     "prediction_loss_only": f"{EFFECTS}::test_the_loss_alone_is_kept_where_it_is_all_that_was_asked_for",
@@ -143,7 +144,6 @@ PROVEN: dict[str, str] = {
 REFUSED: dict[str, str] = {
     "fp16": "tests/trainer/test_errors.py::test_fp16_on_the_cpu",
     "liger_kernel_config": LACKING,
-    "parallelism_config": f"{ARGS}::test_bad_options",
     "tf32": LACKING,
     "use_liger_kernel": LACKING,
 }

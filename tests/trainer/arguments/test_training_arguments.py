@@ -143,7 +143,13 @@ def test_hybrid_sharding_reads_back(tmp_path):
         ({"eval_loss_weighting": "samples"}, "eval_loss_weighting='samples' is neither 'token' nor 'batch'"),
         ({"verify": "no"}, "verify='no'; expected 'full' .contents., 'size' .lengths. or 'off'"),
         ({"on_save_error": "wait"}, "on_save_error='wait'; expected one of raise, warn, pause"),
-        ({"parallelism_config": object()}, "parallelism_config asks for tensor.*leave it out, and shard with fsdp"),
+        ({"parallelism_config": object()}, "parallelism_config is a object; pass a ParallelismConfig, or a mapping"),
+        ({"parallelism_config": {"tp_sise": 2}}, "parallelism_config has the unknown key 'tp_sise'.*'tp_size'"),
+        (
+            {"parallelism_config": {"dp_replicate_size": 2}},
+            r"dp_replicate_size=2 .*makes 2 process\(es\), and .* has 1",
+        ),
+        ({"parallelism_config": '{"cp_size": 2}'}, "parallelism_config has cp_size=2: there is no context"),
         ({"accelerator_config": "{"}, "accelerator_config is not valid JSON"),
         ({"accelerator_config": {"even_batchs": True}}, "accelerator_config.*even_batchs.*did you mean 'even_batches'"),
         (

@@ -1,0 +1,117 @@
+"""The axes of a job's mesh: how many ranks each of them has, by what was asked for and what the strategy lays out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import NamedTuple
+
+from accel_trainer.config.schema import RunConfig, get_value
+from accel_trainer.errors import ConfigError
+
+__all__ = ["AXES", "NOT_OFFERED", "AxisSizes", "axis_problems", "axis_sizes", "size_for_shards"]
+
+AXES = ("dp_replicate", "dp_shard", "tp")
+"""Every axis, the outermost first: the ranks of the last one are neighbours."""
+NOT_OFFERED = {
+    "cp_size": "there is no context parallelism; set it to 1, and shard with dp_shard_size",
+    "sp_size": "there is no sequence parallelism; set it to 1, and shard with dp_shard_size",
+    "ep_size": "there is no expert parallelism; set it to 1, and shard with dp_shard_size",
+    "pp_size": "there are no pipelines; set it to 1, and shard with dp_shard_size",
+}
+"""Sizes of axes that are not here, each with what to do."""
+_AXES_OF: Mapping[str, tuple[str, ...]] = {
+    "auto": ("dp_replicate",),
+    "single": ("dp_replicate",),
+    "ddp": ("dp_replicate",),
+    "fsdp2": ("dp_replicate", "dp_shard"),
+    "deepspeed": ("dp_shard",),
+}
+"""The axes under each of our strategies, the last of the dp ones takes the ranks that no size names; a registered
+strategy may have any."""
+
+
+class AxisSizes(NamedTuple):
+    """Ranks along each axis of a mesh; their product is the number of processes."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+
+    @property
+    def num_readers(self) -> int:
+        """Number of ranks, or groups of ranks, that read different data."""
+        return self.dp_replicate * self.dp_shard
+
+
+def size_for_shards(config: RunConfig) -> str | None:
+    """Return the path of a size that replicas of the model do not have, where one was asked for."""
+    paths = (f"parallel.{axis}_size" for axis in AXES if axis != "dp_replicate")
+    return next((path for path in paths if (get_value(config, path) or 1) > 1), None)
+
+
+def axis_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
+    """Return what is wrong with the sizes on any number of ranks, and on the number that the launcher was given."""
+    problems = []
+    axes = _AXES_OF.get(config.strategy, AXES)
+    for axis in AXES:
+        path = f"parallel.{axis}_size"
+        if axis not in axes and (get_value(config, path) or 1) > 1:
+            problems.append(
+                f"{describe(path)} does not go with {describe('strategy')}, which has no such axis; use strategy "
+                "'fsdp2' (distributed_type: FSDP, --use_fsdp), or a size of 1"
+            )
+    asked, fsdp = config.parallel.dp_replicate_size, config.fsdp
+    for path, is_other in (
+        ("fsdp.replicate_size", fsdp.replicate_size not in (1, asked)),
+        ("fsdp.replicate_per_node", fsdp.replicate_per_node),
+    ):
+        if asked is not None and is_other:
+            problems.append(f"{describe('parallel.dp_replicate_size')} contradicts {describe(path)}: keep one of them")
+    if config.launch.num_processes is not None and not problems and config.parallel != type(config.parallel)():
+        try:
+            axis_sizes(config, describe, config.launch.num_processes, config.launch.num_machines)
+        except ConfigError as error:
+            problems.append(str(error))
+    return problems
+
+
+def axis_sizes(config: RunConfig, describe: Callable[[str], str], world_size: int, num_nodes: int | None) -> AxisSizes:
+    """Return the sizes of a job of `world_size` processes. Not collective.
+
+    Args:
+        describe: gives `path=value (from where)` for a dotted path.
+        num_nodes: None where they have unequally many processes.
+
+    Raises:
+        ConfigError: they do not make this number of processes, or leave nothing to shard.
+    """
+    axes = _AXES_OF.get(config.strategy, AXES)
+    sizes = {axis: get_value(config, f"parallel.{axis}_size") for axis in AXES}
+    paths = [f"parallel.{axis}_size" for axis, size in sizes.items() if size is not None and (size, axis) != (1, "tp")]
+    if "dp_shard" in axes and sizes["dp_replicate"] is None:
+        per_node = config.fsdp.replicate_per_node
+        if per_node and num_nodes is None:
+            raise ConfigError(
+                f"{describe('fsdp.replicate_per_node')}: nodes hold different numbers of the job's {world_size} "
+                "processes; start as many on each, or set fsdp.replicate_size"
+            )
+        sizes["dp_replicate"] = num_nodes if per_node else config.fsdp.replicate_size
+        paths.append("fsdp.replicate_per_node" if per_node else "fsdp.replicate_size")
+    rest_axis = "dp_shard" if "dp_shard" in axes else "dp_replicate"
+    product = prod(size for size in sizes.values() if size is not None)
+    rest, remainder = divmod(world_size, product)
+    named = " x ".join(map(describe, paths))
+    if remainder or (sizes[rest_axis] is not None and rest > 1):
+        raise ConfigError(
+            f"{named} makes {product} process(es), and this job has {world_size}; the product of the sizes is the "
+            "number of processes, and a dp size that is not given takes the rest"
+        )
+    found = {axis: 1 if size is None else size for axis, size in sizes.items()}
+    found[rest_axis] *= rest if sizes[rest_axis] is None else 1
+    if "dp_shard" in axes and world_size > 1 and world_size == found["dp_replicate"]:
+        raise ConfigError(
+            f"{named} leaves nothing to shard on {world_size} processes; use fewer replicas, or strategy 'ddp' for "
+            "replicas only"
+        )
+    return AxisSizes(**found)
