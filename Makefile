@@ -22,6 +22,8 @@ ECOSYSTEM := peft==0.21.2 bitsandbytes==0.50.2 $(ACCELERATE) psutil
 ECOSYSTEM += trl==1.16.0 sentence-transformers==6.2.0 setfit==1.2.0
 ECOSYSTEM += apollo-torch==1.0.3 galore-torch==1.0 grokadamw==0.1.2 schedulefree==1.4.1 torch-optimi==0.3.3 torchao==0.18.0
 ECOSYSTEM += optuna==5.0.0 alembic==1.20.1 colorlog==6.12.0 mako==1.4.3 sqlalchemy==2.1.9
+# Zensical is the maintained successor of mkdocs-material (which ends in May 2027) and reads its files; ruff sets signatures.
+DOCS := zensical==0.0.73 mkdocstrings==1.0.8 mkdocstrings-python==2.0.11 ruff
 # Releases of transformers that the Trainer is tested on besides the pinned one, each with what only that release needs.
 TRANSFORMERS := 5.17.0 5.20.0
 NEEDS_5.17.0 := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
@@ -82,6 +84,10 @@ $(TRANSFORMERS:%=test-transformers-%): test-transformers-%: $(VENV)/.installed .
 		'import transformers; assert transformers.__version__ == "$*", transformers.__version__'
 	$(call with_path,transformers-$*) $(PYTEST) $(MATRIX_TESTS)
 
+.PHONY: docs
+docs: $(VENV)/.installed .compat/docs/.installed ## build the documentation into site/, strictly, and open pages in a browser
+	$(BIN)/python -m tests.documents.site .compat/docs/bin/zensical
+
 .PHONY: release-check
 release-check: $(VENV)/.installed ## install wheel and sdist into an empty environment, and use them
 	$(BIN)/python tests/release/check.py
@@ -112,7 +118,7 @@ names: $(VENV)/.installed ## write docs/accelerate_names.md, the table of accele
 
 .PHONY: clean
 clean: ## remove everything that these targets created
-	rm -rf $(VENV) .compat build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .compat build dist site docs/reference *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # Each step leaves a stamp, so that a step runs again only when what it depends on has changed.
 
@@ -140,6 +146,12 @@ $(VENV)/.dev: $(VENV)/.installed
 .compat/accelerate/.installed: $(VENV)/.torch
 	rm -rf $(@D)
 	$(INSTALL) --no-deps --target $(@D) $(ACCELERATE) psutil
+	@touch $@
+
+.compat/docs/.installed: Makefile | $(VENV)/.created
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --constraint constraints.txt $(DOCS)
 	@touch $@
 
 .compat/ecosystem/.installed: Makefile | $(VENV)/.torch

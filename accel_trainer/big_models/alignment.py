@@ -396,7 +396,8 @@ def attach_align_device_hook_on_blocks(
     Args:
         execution_device: of each block, by its name; or one device for the whole module.
         offload: whether the block's weights have memory during forward only; likewise.
-        weights_map, module_name, preload_module_classes: as of `attach_align_device_hook`.
+
+    The other arguments are as of `attach_align_device_hook`.
     """
     offloading = partial(
         attach_align_device_hook,

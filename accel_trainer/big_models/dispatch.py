@@ -102,8 +102,7 @@ def disk_offload(
     taken from the folder.
 
     Args:
-        offload_dir: one file for each weight, and their index.
-        execution_device, offload_buffers, preload_module_classes: as of `cpu_offload`.
+        offload_dir: one file for each weight, and their index. The other arguments are as of `cpu_offload`.
 
     Raises:
         IncompatibleCheckpointError: a weight has no values, neither in the model nor in the folder.
@@ -332,15 +331,17 @@ def load_checkpoint_and_dispatch(
     Blocks on `"disk"` compute with the mapped safetensors files of the checkpoint: nothing is written, and of torch's
     own files one copy.
 
+    `skip_keys`, `preload_module_classes` and `force_hooks` are as of `dispatch_model`; arguments not named below are as of
+    `load_checkpoint_in_model`.
+
     Args:
-        checkpoint: as of `load_checkpoint_in_model`, like the arguments that are not named here.
+        checkpoint: as of `load_checkpoint_in_model`.
         device_map: devices by the names of modules; "auto" or "balanced" to fill accelerators alike,
             "balanced_low_0" to leave the first one free, "sequential" to fill one after the other; or one device. None
             loads the weights, and leaves the model where it is.
         max_memory: bounds for the words, as of `get_max_memory`.
         no_split_module_classes: names of classes whose modules stay on one device.
         offload_folder: for copies of weights that go to disk and are in no safetensors file.
-        skip_keys, preload_module_classes, force_hooks: as of `dispatch_model`.
 
     Raises:
         ConfigError: `device_map` is none of these, or leaves tensors out.

@@ -1,0 +1,112 @@
+"""`make docs`: builds the site strictly, and looks whether it is whole.
+
+A warning of the builder is an error: a link or an anchor that leads nowhere, an argument in a docstring that the
+function has not. Then every public name has an entry, no page loads anything from another host, and five pages open in
+a browser, where there is one, without an error of their scripts and in the colours that are asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import zlib
+from pathlib import Path
+
+from tests.documents.reference import public_names, write_pages
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = ROOT / "site"
+OPENED = {
+    "": "accel-trainer",
+    "quickstart/": "Quickstart",
+    "compatibility/": "What works where",
+    "configuration/": "Configuration",
+    "reference/accelerator/": "Accelerator",
+}
+"""Pages that a browser opens, with their titles."""
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def build(builder: str) -> None:
+    """Build the site anew."""
+    write_pages()
+    shutil.rmtree(SITE, ignore_errors=True)
+    finished = subprocess.run(
+        [builder, "build", "--clean", "--strict"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    output = finished.stdout + finished.stderr
+    if finished.returncode != 0 or "griffe:" in output or "Warning" in output:
+        sys.exit(f"{output}\nThe site has the faults above (exit code {finished.returncode}).")
+
+
+def missing_names() -> list[str]:
+    """Return the public names without an entry in the site's inventory, that of Sphinx's format."""
+    packed = (SITE / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    entries = {line.split(" ", 1)[0] for line in zlib.decompress(packed).decode().splitlines()}
+    return [path for names in public_names().values() for _, path in names if path not in entries]
+
+
+def foreign_resources() -> list[str]:
+    """Return what pages load from other hosts; links that a reader follows are none."""
+    loads = re.compile(r"<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=\"?(https?://[^\"\s>]+)")
+    return [
+        f"{page.relative_to(SITE)}: {url}" for page in SITE.rglob("*.html") for url in loads.findall(page.read_text())
+    ]
+
+
+def open_page(url: str, title: str, browser: str) -> str:
+    """Open a page and return what is wrong with it, or an empty string."""
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    command += ["--virtual-time-budget=3000", "--dump-dom", url]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    errors = [line for line in finished.stderr.splitlines() if "CONSOLE" in line]
+    heading = re.search(r"<h1[^>]*>(.*?)<", finished.stdout, re.DOTALL)
+    if finished.returncode != 0 or errors:
+        return f"{url}: exit code {finished.returncode}, {errors}"
+    if heading is None or heading[1].strip() != title:
+        return f"{url}: its heading is {heading and heading[1]!r}, not {title!r}"
+    if (
+        not re.search(r'<html[^>]* class="[^"]*\bjs\b', finished.stdout)
+        or "data-md-color-scheme" not in finished.stdout
+    ):
+        return f"{url}: its scripts did not run"
+    return ""
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_arguments: object) -> None:
+        """Say nothing."""
+
+
+def browse(browser: str) -> list[str]:
+    """Serve the site to a browser, and return what is wrong."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(SITE)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        found = [open_page(f"http://127.0.0.1:{server.server_port}/{path}", OPENED[path], browser) for path in OPENED]
+    finally:
+        server.shutdown()
+        server.server_close()
+    return [each for each in found if each]
+
+
+def main() -> None:
+    """Build, check, and say what stands."""
+    build(sys.argv[1])
+    problems = [f"no entry of {path}" for path in missing_names()]
+    problems += [f"loaded from elsewhere: {each}" for each in foreign_resources()]
+    problems += browse(CHROMIUM) if CHROMIUM else []
+    if problems:
+        sys.exit("\n".join(problems))
+    names = sum(map(len, public_names().values()))
+    opened = f"{len(OPENED)} opened in a browser" if CHROMIUM else "no browser was found to open them"
+    print(f"site/: {len(list(SITE.rglob('index.html')))} pages, {names} public names; {opened}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""What the site of `make docs` is made of: its navigation, its reference, its picture and its table of the tests."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import accel_trainer
+from accel_trainer.config import field_specs
+from accel_trainer.config.readers.config_source import packaged_names
+from accel_trainer.registry import strategy_names
+from tests.documents import compatibility, reference
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+
+def test_the_navigation_has_every_page_once():
+    listed = re.findall(r"^\s+- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = [path.name for path in DOCS.glob("*.md")] + [f"reference/{page}.md" for page in reference.PAGES]
+    assert sorted(listed) == sorted(pages)
+
+
+def test_every_public_module_is_in_the_reference():
+    listed = {module for _, modules in reference.PAGES.values() for module in modules}
+    at_the_root = {path.stem for path in Path(accel_trainer.__file__).parent.glob("*.py") if path.stem[0] != "_"}
+    not_for_users = {"moved", "tree", "unsupported"}
+    assert (at_the_root | set(accel_trainer._MODULES)) - listed == not_for_users
+
+
+def test_every_public_name_has_one_entry():
+    entries = [path for names in reference.public_names().values() for _, path in names]
+    assert len(entries) == len(set(entries))
+    names = {name for names in reference.public_names().values() for name, _ in names}
+    assert {*accel_trainer.__all__, *accel_trainer.utils.__all__} - names == set()
+
+
+def test_the_picture_names_strategies_and_options_that_exist():
+    text = " ".join(ElementTree.parse(DOCS / "layouts.svg").getroot().itertext())
+    assert set(re.findall(r"strategy: (\w+)", text)) == set(strategy_names()) | {"deepspeed"}
+    options = re.findall(r"fsdp\.\w+", text)
+    assert len(options) == 3
+    assert set(options) <= set(field_specs())
+
+
+def test_the_files_of_the_front_page_are_packaged():
+    table = (DOCS / "index.md").read_text().split("## Choose your layout")[1].split("The names are")[0]
+    names = re.findall(r"`(\w+)`", table)
+    assert len(names) == 6
+    assert set(names) <= set(packaged_names())
+
+
+def test_the_table_of_what_works_is_that_of_the_tests():
+    text = compatibility.PAGE.read_text()
+    assert compatibility.replace_tables(text) == text, "run `python -m tests.documents.compatibility`"
+    assert text.count("✓") > 100
