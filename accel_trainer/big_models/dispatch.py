@@ -331,8 +331,8 @@ def load_checkpoint_and_dispatch(
     Blocks on `"disk"` compute with the mapped safetensors files of the checkpoint: nothing is written, and of torch's
     own files one copy.
 
-    `skip_keys`, `preload_module_classes` and `force_hooks` are as of `dispatch_model`; arguments not named below are as of
-    `load_checkpoint_in_model`.
+    `skip_keys`, `preload_module_classes` and `force_hooks` are as of `dispatch_model`; others that are not named here
+    are as of `load_checkpoint_in_model`.
 
     Args:
         checkpoint: as of `load_checkpoint_in_model`.

@@ -47,31 +47,32 @@ def _identity(module: ModuleType, name: str) -> tuple[str, str]:
     return module.__name__, name
 
 
-def public_names() -> dict[str, list[tuple[str, str]]]:
-    """Return, for each page, the public names on it with the path at which each is defined."""
-    seen: set[tuple[str, str]] = set()
-    constants: set[str] = set()
-    pages: dict[str, list[tuple[str, str]]] = {}
+def public_names() -> dict[str, dict[str, list[str]]]:
+    """Return, for each page, the path at which each name on it is defined, with the names that users know it by."""
+    entries: dict[tuple[str, str], list[str]] = {}
+    pages: dict[str, dict[str, list[str]]] = {}
     for page, (_, modules) in PAGES.items():
-        pages[page] = []
+        pages[page] = {}
         for imported in map(_import, modules):
             for name in imported.__all__:
                 defined = _identity(imported, name)
-                is_constant = defined == (imported.__name__, name) and name in constants
-                if defined not in seen and not is_constant:
-                    seen.add(defined)
-                    constants.add(name)
-                    pages[page].append((name, ".".join(defined)))
+                if defined == (imported.__name__, name) and any(name in names for names in entries.values()):
+                    continue  # a constant that several modules list
+                if defined not in entries:
+                    pages[page][".".join(defined)] = entries[defined] = [name]
+                elif name not in entries[defined]:
+                    entries[defined].append(name)
     return pages
 
 
 def write_pages() -> None:
     """Write the pages below docs/reference/, each name as a directive of mkdocstrings."""
     FOLDER.mkdir(exist_ok=True)
-    for page, names in public_names().items():
+    for page, entries in public_names().items():
         title, modules = PAGES[page]
         paths = ", ".join(f"`{f'accel_trainer.{module}'.rstrip('.')}`" for module in modules)
-        entries = "\n".join(
-            f"::: {path}\n    options:\n      heading: {name}\n      toc_label: {name}\n" for name, path in names
+        directives = "\n".join(
+            f"::: {path}\n    options:\n      heading: '{', '.join(names)}'\n      toc_label: '{names[0]}'\n"
+            for path, names in entries.items()
         )
-        (FOLDER / f"{page}.md").write_text(f"# {title}\n\nNames of {paths}.\n\n{entries}")
+        (FOLDER / f"{page}.md").write_text(f"# {title}\n\nNames of {paths}.\n\n{directives}")

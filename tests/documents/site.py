@@ -48,7 +48,7 @@ def missing_names() -> list[str]:
     """Return the public names without an entry in the site's inventory, that of Sphinx's format."""
     packed = (SITE / "objects.inv").read_bytes().split(b"\n", 4)[4]
     entries = {line.split(" ", 1)[0] for line in zlib.decompress(packed).decode().splitlines()}
-    return [path for names in public_names().values() for _, path in names if path not in entries]
+    return [path for named in public_names().values() for path in named if path not in entries]
 
 
 def foreign_resources() -> list[str]:
