@@ -69,6 +69,7 @@ _REFUSED = {
     ),
 }
 """Flags of accelerate's launcher that are not offered, or how their names begin, and what to do instead."""
+_FOR_SCHEDULERS = ("slurm", "kubernetes", "submit", "image")
 _WITHOUT_EFFECT = ("quiet", f"use_{_PARALLELISM}")
 _BOOLEANS = {"true": True, "false": False}
 _SECTION_TITLES = {
@@ -116,11 +117,17 @@ class Options:
     is_module: bool = False
     no_python: bool = False
     dry_run: bool = False
+    slurm: bool = False
+    kubernetes: bool = False
+    submit: bool = False
+    image: str | None = None
     flags: dict[str, Any] = field(default_factory=dict)
     """Values by dotted path, as they were written."""
     spelled: dict[str, str] = field(default_factory=dict)
     """The flag that was given, by dotted path, where it is not the option's own: `--use_fsdp` for `strategy`."""
     notes: tuple[str, ...] = ()
+    words: tuple[str, ...] = field(default=(), compare=False)
+    """Those before the script, but for the options for schedulers."""
     rest: tuple[str, ...] = ()
     """The script and everything after it."""
 
@@ -130,6 +137,10 @@ _OWN = (
     Flag("module", is_switch=True, help="the script is the name of a module, as in python -m"),
     Flag("quiet", is_switch=True, help="taken, and without effect; only the failing rank's traceback is shown"),
     Flag("dry_run", is_switch=True, help="print the command, its variables and the options, and start nothing"),
+    Flag("slurm", is_switch=True, help="print the job as a script for SLURM's sbatch, and start nothing"),
+    Flag("kubernetes", is_switch=True, help="print the job as a PyTorchJob for Kubernetes, and start nothing"),
+    Flag("submit", is_switch=True, help="hand what --slurm or --kubernetes prints to sbatch or kubectl"),
+    Flag("image", help="of the containers, with --kubernetes", metavar="IMAGE"),
     Flag("no_python", is_switch=True, help="the script is a program of its own: start it without python"),
     *(
         Flag(name, "strategy", is_switch=True, preset=strategy, help=f"the same as --strategy {strategy}")
@@ -250,6 +261,8 @@ def parse_options(argv: Sequence[str], command: str) -> Options:
     while position < len(argv) and argv[position].startswith("-") and argv[position] not in ("-", "--"):
         token = argv[position]
         flag, value, used = _read_flag(argv, position, command)
+        if flag.name not in _FOR_SCHEDULERS:
+            options.words += tuple(argv[position : position + used])
         position += used
         if flag.path == _PARALLELISM:
             sizes[str(flag.key)] = Entry(flag.name, _parse_size(value), token.partition("=")[0], f"--{flag.name}")
@@ -326,8 +339,8 @@ def _apply(options: Options, flag: Flag, value: Any, token: str) -> None:
     if flag.path is None:
         if flag.name in _WITHOUT_EFFECT:
             return
-        if flag.name == "config_file":
-            options.config_file = value
+        if flag.metavar is not None:
+            setattr(options, flag.name, value)
         else:
             attribute = {"module": "is_module"}.get(flag.name, flag.name)
             setattr(options, attribute, str(value).lower() != "false")

@@ -27,6 +27,7 @@ from accel_trainer.launch.flags import Options, parse_options, print_help
 from accel_trainer.launch.hosts import HostJob, agent_options, plan_hosts, run_on_hosts
 from accel_trainer.launch.network import find_interface
 from accel_trainer.launch.outer_job import OuterJob, find_outer_job, refuse_nesting
+from accel_trainer.launch.schedulers import job_text, submit
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.cores import usable_cores
 from accel_trainer.tracking import mask_secrets
@@ -83,10 +84,27 @@ def run_launch(words: Sequence[str]) -> int:
         return 0
     options = read_options(words, command, os.environ)
     _print_notes(options, command)
+    if options.slurm or options.kubernetes:
+        return _run_scheduled(options, words)
+    if options.submit or options.image is not None:
+        raise ConfigError("--submit and --image are for a job of --slurm or --kubernetes; add one of them")
     if options.dry_run:
         _print_job(plan_job(options, os.environ, words))
         return 0
     return run_job(plan_job(options, os.environ, words))
+
+
+def _run_scheduled(options: Options, words: Sequence[str]) -> int:
+    """Print a job for a scheduler, or hand it over; what it needs of other machines is not looked for on this one."""
+    if options.slurm:  # the script may be in the image of a container only
+        _command(options, os.environ)
+    resolved, _ = resolve_options(options, os.environ, None)
+    text = job_text(options, resolved)
+    check_job(resolved, None, options, words)
+    if options.submit and not options.dry_run:
+        return submit(options, text)
+    print(text, end="")
+    return 0
 
 
 def run_test(words: Sequence[str]) -> int:
