@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from accel_trainer.checkpoint.weights.writing import make_tensors, save_weights
 from accel_trainer.data.loader import LoaderCheckpoint
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.model_wrappers import model_has_dtensor, unwrap_module
+from accel_trainer.runtime.preemption import PREEMPTED_EXIT_CODE, PreemptedExit, StopPoint, StopSignals
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 from accel_trainer.strategies.parameter_state.matching import uncompiled_name
@@ -90,6 +92,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
     """Saving and resuming of training states, and saving of weights and single objects."""
 
     _registered: RegisteredState
+    _stop_point: StopPoint | None = None
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
         """Have `save_state` and `load_state` handle objects of your own; each is found again by its name.
@@ -264,6 +267,50 @@ class AcceleratorCheckpointing(AcceleratorSettings):
     def wait_for_checkpoint(self) -> None:
         """Wait until a background save is complete; raise its error, a ProcessGroupError on other ranks. Collective."""
         self._checkpointer.wait()
+
+    # --- ending at a signal ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def preemptible(self) -> Iterator[None]:
+        """Context of a loop that a signal may end; every rank enters it.
+
+        Within it SIGTERM, SIGUSR1 and SIGINT (`preemption.signals`) have `should_stop` become true. Where it did, the
+        end of the block waits for a background save and ends the process with exit code 85, which schedulers take for
+        a request to start it again. A second signal of the same name, 3 s later or more, acts as ever.
+
+        Raises:
+            PreemptedExit: a SystemExit, at the end of the block.
+        """
+        with StopSignals(self.config.preemption.signals) as signals:
+            point, is_failed = StopPoint(signals, self.process), True
+            self._stop_point = point
+            try:
+                yield
+                is_failed = False
+            finally:
+                self._stop_point = None
+                point.close(is_failed=is_failed)
+        if point.has_stopped:
+            self.wait_for_checkpoint()
+            logger.warning("%s came: the process ends with exit code %d", signals.name, PREEMPTED_EXIT_CODE)
+            raise PreemptedExit
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether to save and leave the loop, for a signal to any rank: the same on all, and true from then on.
+
+        Every rank asks equally often, where the loop can be left: after an update as a rule. Nothing is exchanged but
+        for the one time when the ranks stop, and so nothing waits.
+
+        Raises:
+            ConfigError: it is asked outside of `preemptible()`.
+        """
+        if self._stop_point is None:
+            raise ConfigError(
+                "should_stop was asked outside of preemptible(), where signals end the process as ever; put the loop "
+                "into `with accelerator.preemptible():`"
+            )
+        return self._stop_point.is_reached()
 
     def _state_bytes(self) -> int:
         """About how many bytes this rank writes of the models and their optimizers."""

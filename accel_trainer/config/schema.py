@@ -26,6 +26,7 @@ __all__ = [
     "MixedPrecision",
     "OutputDtype",
     "ParallelConfig",
+    "PreemptionConfig",
     "RunConfig",
     "StateDictType",
     "WrapPolicy",
@@ -219,6 +220,16 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PreemptionConfig:
+    """How a run ends that is asked to: by a scheduler that takes its machine, or by Ctrl-C."""
+
+    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGINT")
+    """Signals at which a run saves and ends with exit code 85, where all ranks can next; empty for none."""
+    grace_seconds: float | None = None
+    """Seconds from the signal to the end of the machine: a save that will not fit is left out. None always saves."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
     """How processes are started; read by the launcher, and compared with the running job."""
 
@@ -286,6 +297,8 @@ class RunConfig:
     """Fully sharded data parallel."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Sizes of the axes of the mesh."""
+    preemption: PreemptionConfig = field(default_factory=PreemptionConfig)
+    """Ending at a signal."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     """Starting processes."""
     deepspeed: Mapping[str, Any] = field(default_factory=FrozenDict)
@@ -323,7 +336,7 @@ def field_specs() -> Mapping[str, FieldSpec]:
 
 @functools.cache
 def section_names() -> tuple[str, ...]:
-    """Return the names of the nested sections: data, accumulation, compile, ddp, fsdp, parallel, launch."""
+    """Return the names of the nested sections: data, accumulation, compile, ddp, fsdp, parallel, preemption, launch."""
     return tuple(dict.fromkeys(path.partition(".")[0] for path in field_specs() if "." in path))
 
 

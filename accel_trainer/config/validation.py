@@ -7,6 +7,7 @@ import math
 import operator
 import os
 import re
+import signal
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -60,6 +61,10 @@ def _is_regex_list(patterns: tuple[str, ...]) -> bool:
         return False
 
 
+def _are_signals(names: tuple[str, ...]) -> bool:
+    return set(names) <= {item.name for item in signal.Signals} - {"SIGKILL", "SIGSTOP"}
+
+
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "strategy": (lambda name: bool(name.strip()), "the name of a strategy such as auto, single, ddp or fsdp2"),
     # torch counts nanoseconds in 64 bits, and waits not at all beyond 292 years.
@@ -78,6 +83,8 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "parallel.dp_replicate_size": _at_least(1),
     "parallel.dp_shard_size": _at_least(1),
     "parallel.tp_size": _at_least(1),
+    "preemption.signals": (_are_signals, "names of signals that a process can take, such as SIGTERM and SIGUSR1"),
+    "preemption.grace_seconds": (lambda seconds: seconds > 0, "a positive number of seconds"),
     "launch.num_processes": _at_least(1),
     "launch.num_machines": _at_least(1),
     "launch.machine_rank": _at_least(0),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -28,6 +29,7 @@ from accel_trainer.data.position import Position, Progress
 from accel_trainer.data.sampler import Clock
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.collectives import all_gather_integers, broadcast_object
+from accel_trainer.runtime.preemption import outlive_signals
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import stream_index
 from accel_trainer.runtime.torch_private import LOADER_AT_REST
@@ -105,9 +107,16 @@ def _reader(loader: DataLoader[Any], stream: SlicedStream | ShardedStream, *, in
         drop_last=False,
         collate_fn=StepCollate(loader.collate_fn, stream.rule.shard is None, loader.batch_size is None, stream),
         in_order=in_order,
+        worker_init_fn=partial(_init_worker, loader.worker_init_fn),
         **LOADER_AT_REST,
     )
     return reader
+
+
+def _init_worker(init: Callable[[int], Any] | None, worker_id: int) -> None:
+    outlive_signals()
+    if init is not None:
+        init(worker_id)
 
 
 class _StreamSource:

@@ -18,6 +18,7 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch.utils.data import get_worker_info
 
 from accel_trainer.data.plan import mix_seed
+from accel_trainer.runtime.preemption import outlive_signals
 
 __all__ = [
     "CollateInTurn",
@@ -201,5 +202,6 @@ class WorkerInit:
         """Initialise a worker, which calls it once."""
         info: Any = get_worker_info()
         object.__setattr__(info, "dataset", info.dataset.dataset)  # frozen
+        outlive_signals()
         if self._init is not None:
             self._init(worker_id)

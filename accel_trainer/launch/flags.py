@@ -81,6 +81,7 @@ _SECTION_TITLES = {
     "ddp": "DistributedDataParallel",
     "parallel": "ranks along the axes of the mesh",
     "fsdp": "FSDP2 (also the spellings of accelerate, such as --fsdp_transformer_layer_cls_to_wrap)",
+    "preemption": "ending at a signal",
     "deepspeed": "DeepSpeed",
     _PARALLELISM: "ranks as accelerate's ParallelismConfig divides them",
 }

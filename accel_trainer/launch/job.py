@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import importlib.util
 import json
+import math
 import os
 import shlex
 import shutil
@@ -453,6 +454,9 @@ def worker_environment(
     elif num_local > 1:
         # N ranks with a full thread pool each run slower than one.
         variables.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // num_local)))
+    grace = resolved.config.preemption.grace_seconds
+    if grace is not None:
+        variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(grace)))
     if interface is not None:
         variables.setdefault("GLOO_SOCKET_IFNAME", interface)
         if launch.num_machines > 1:

@@ -43,6 +43,8 @@ __all__ = [
 # The workers may need this long to save after a signal; torch's agent kills after 30 s, in the middle of a large
 # checkpoint.
 _GRACE_SECONDS = 120
+_FINAL_CODES = (76, 85, 93)
+"""Workers that end so are not started again here: NaN would come again, the machine is asked for, do not requeue."""
 AGENT_LOGGERS = [
     logging.getLogger(f"torch.distributed.elastic.{name}") for name in ("agent.server.api", "multiprocessing.api")
 ]
@@ -174,6 +176,9 @@ class _Agent(LocalElasticAgent):
             self._launchers = Launchers(handler.connect(), handler.machine_rank, handler.num_machines)
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
+        if any(exit_.code in _FINAL_CODES for exit_ in self.exits):
+            self._remaining_restarts = 0
+            self._let_end()  # torch would end the others at once
         result = super()._monitor_workers(worker_group)
         failure = self.failure_elsewhere()
         if failure is None or result.state != WorkerState.HEALTHY:
@@ -254,6 +259,9 @@ class _Agent(LocalElasticAgent):
             file=sys.stderr,
         )
         self._send(number)
+        self._let_end()
+
+    def _let_end(self) -> None:
         deadline = time.monotonic() + self._grace
         for watcher in self._watchers:
             watcher.join(max(0.0, deadline - time.monotonic()))

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-import threading
 from collections.abc import Iterable
 from functools import reduce
 from numbers import Real
 from operator import or_
 from typing import Any
 
-import torch.distributed as dist
 from transformers.trainer_callback import DefaultFlowCallback, TrainerControl
 
 from accel_trainer import logging
-from accel_trainer.errors import ConfigError, ProcessGroupError
+from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.collectives import all_gather_integers, gather_object
+from accel_trainer.runtime.meeting import Meeting
+from accel_trainer.runtime.preemption import StopSignals
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.torch_private import default_store, group_timeout
 from accel_trainer.trainer.running_trainer import RunningTrainer
 
-__all__ = ["Decisions", "Meeting", "flags_of", "share_metrics"]
+__all__ = ["Decisions", "flags_of", "share_metrics"]
 
 logger = logging.get_logger(__name__)
 
@@ -31,14 +29,6 @@ _ALL, _STOPS, _SAVE, _LOG = 0b11111, 0b00011, 0b00100, 0b10000
 """Flags as bits, the first one the lowest."""
 _OF_TIME = re.compile(r".*_(runtime|(samples|steps)_per_second|model_preparation_time|mem_.*)")
 """Metrics of each rank's own clock and memory."""
-_POLL_SECONDS = 0.05
-_POLL_SECONDS_PER_RANK = 0.0005
-"""With very many ranks they look more seldom: the store serves about 2,000 questions a second of all of them."""
-_LEFT = "left"
-_JOIN_SECONDS = 10.0
-"""For a question on its way to a store whose machine is gone."""
-
-_meetings = itertools.count()
 
 
 class Decisions:
@@ -57,15 +47,24 @@ class Decisions:
 
     After an evaluation or a save, and at the end of an epoch, the ranks have waited for each other anyway: there they
     exchange their flags, and act on what any has set at once.
+
+    A signal to save and end is one more wish, of which all ranks know as soon as they have met: also between the
+    batches of an evaluation.
+
+    Attributes:
+        is_preempted: whether the ranks have agreed to save and end here.
     """
 
-    def __init__(self, trainer: RunningTrainer) -> None:
+    is_preempted = False
+
+    def __init__(self, trainer: RunningTrainer, signals: StopSignals) -> None:
         """Begin with the updates of a run on several ranks. Collective.
 
         Raises:
             ConfigError: ranks are to log, evaluate, save or stop at different updates.
         """
         self._process = trainer.accelerator.process
+        self._signals = signals
         _check_same_flow(trainer, self._process)
         callbacks = trainer.callback_handler.callbacks
         self._flow = next((DefaultFlowCallback() for each in callbacks if type(each) is DefaultFlowCallback), None)
@@ -102,6 +101,12 @@ class Decisions:
         if self._flow is not None:
             self._flow.on_step_end(trainer.args, trainer.state, expected)
         self._decide(trainer.control, flags_of(expected), _ALL)
+
+    def end_evaluation_batch(self) -> None:
+        """Decide whether to end in the middle of an evaluation. Collective if a rank is to end, or has a wish."""
+        if self._meets(0, 0):
+            owns, wishes = self._exchange(0)
+            self._due |= _union(owns) | wishes
 
     def end_log(self, control: TrainerControl, before: int) -> None:
         """Decide on the flags after `on_log`. Collective if a rank has a wish, and at the end of an epoch.
@@ -164,7 +169,7 @@ class Decisions:
         """Pass the next position, unless the ranks meet there."""
         self._position = position = self._position + 1
         meeting = self._meeting
-        if own != expected:
+        if own != expected or self._signals.is_requested and not self.is_preempted:
             meeting.call(position)
         else:
             meeting.passed = position
@@ -182,137 +187,11 @@ class Decisions:
 
     def _gather(self, own: int) -> tuple[list[int], int, bool]:
         """Return the flags of each rank, the wishes of all, and whether they have been called. Collective."""
-        mine = [own, self._wishes, int(self._meeting.is_called)]
-        owns, wishes, called = zip(*all_gather_integers(mine, self._process)(), strict=True)
+        mine = [own, self._wishes, int(self._meeting.is_called), int(self._signals.is_requested)]
+        owns, wishes, called, signalled = zip(*all_gather_integers(mine, self._process)(), strict=True)
         self._wishes = 0
+        self.is_preempted |= any(signalled)
         return list(owns), _union(wishes), any(called)
-
-
-class Meeting:
-    """The position at which all ranks meet, once one of them has called for that.
-
-    Ranks pass the same numbered positions, 1, 2, 3, ..., each at its own pace: they wait for each other in collectives
-    between, or hardly ever where a device runs behind. A rank that calls a meeting may not wait for the others where it
-    is: one of them may have passed there, and wait for this rank in a collective. So a thread of each rank looks into
-    the job's key-value store, and answers a call with the next position that its rank has not passed; the ranks meet at
-    the largest answer. A rank that has answered passes no position from its answer on before it knows all of them. It
-    waits for threads alone, which wait for nobody, so that no meeting hangs; and since none has passed its own answer,
-    all come to the largest.
-
-    A loop does at each position::
-
-        meeting.passed = position  # or meeting.call(position), to have a meeting here or as soon as all can be there
-        if meeting.is_called and meeting.is_at(position):
-            ...  # a collective: all ranks are here
-            meeting.adjourn(position)
-
-    Attributes:
-        passed: the last position that this rank has passed; set by the loop, in this order.
-        is_called: whether this rank knows of a call. At a position that was called by this rank it is true.
-    """
-
-    def __init__(self, process: ProcessContext) -> None:
-        """Begin to answer calls. Every rank makes one, as the same one of its process."""
-        self.passed = 0
-        self.is_called = False
-        self._process = process
-        self._name = f"accel_trainer/meeting {next(_meetings)}"
-        # A connection of its own: a rank that waits in the store, for the beginning of a group for instance, holds the
-        # other one.
-        self._store: dist.Store = default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
-        self._round = 0
-        self._answer: int | None = None
-        """Of this rank, to the call of this round."""
-        self._place: int | None = None
-        self._lock = threading.Lock()
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._answer_calls, name="rank-meeting", daemon=True)
-        self._thread.start()
-
-    def call(self, position: int) -> None:
-        """Call a meeting at a position, which this rank has not passed, or at a later one. Returns at once."""
-        with self._lock:
-            if self._answer is None:
-                self._give_answer(position)
-                self._store.set(f"{self._name}/{self._round}/call", "")
-
-    def is_at(self, position: int) -> bool:
-        """Whether the ranks meet at a position, where this rank is; waits for the answers of the others.
-
-        Raises:
-            ProcessGroupError: a rank has left with an error, or does not answer.
-        """
-        with self._lock:  # the thread may be about to answer
-            answer = self._answer
-        if self._place is None and (answer is None or position < answer):
-            return False
-        if self._place is None:
-            self._place = max(self._collect_answers())
-        return position == self._place
-
-    def adjourn(self, position: int) -> None:
-        """End the meeting at a position, after a collective of all ranks there. The next call is another's."""
-        with self._lock:
-            self._store.delete_key(self._key(self._process.rank))
-            if self._process.is_main:
-                self._store.delete_key(f"{self._name}/{self._round}/call")
-            self.passed = position
-            self._round += 1
-            self._answer, self._place, self.is_called = None, None, False
-
-    def close(self, *, is_failed: bool) -> None:
-        """Answer no more calls.
-
-        Args:
-            is_failed: this rank leaves before the others do, who would otherwise wait for its answer.
-        """
-        self._is_over.set()
-        self._thread.join(_JOIN_SECONDS)
-        if is_failed and self._answer is None:
-            try:
-                self._store.set(self._key(self._process.rank), _LEFT)
-            except RuntimeError:  # the store is gone, and with it those that ask
-                return
-
-    def _key(self, rank: int) -> str:
-        return f"{self._name}/{self._round}/{rank}"
-
-    def _answer_calls(self) -> None:
-        interval_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_RANK * self._process.world_size)
-        try:
-            while not self._is_over.wait(interval_seconds):
-                number = self._round
-                if not self.is_called and self._store.check([f"{self._name}/{number}/call"]):
-                    with self._lock:
-                        if number == self._round and self._answer is None:
-                            # Said before `passed` is read: a loop that has set it since then will see the call.
-                            self.is_called = True
-                            self._give_answer(self.passed + 1)
-        except RuntimeError:  # the store is gone: whoever needs it says so
-            return
-
-    def _give_answer(self, position: int) -> None:
-        self.is_called = True
-        self._answer = position
-        self._store.set(self._key(self._process.rank), str(position))
-
-    def _collect_answers(self) -> list[int]:
-        keys = [self._key(rank) for rank in range(self._process.world_size)]
-        timeout = group_timeout()
-        try:
-            self._store.wait(keys, timeout)
-        except RuntimeError as error:
-            raise ProcessGroupError(
-                f"not every rank answered within {timeout.total_seconds():g} s when rank {self._process.rank} had "
-                "something to decide with them; one hangs or is gone. Look into the output of the others"
-            ) from error
-        answers = [self._store.get(key).decode() for key in keys]
-        if _LEFT in answers:
-            raise ProcessGroupError(
-                f"rank {answers.index(_LEFT)} left the training with an error, and rank {self._process.rank} had "
-                "something to decide with it; see the output of that rank"
-            )
-        return [int(answer) for answer in answers]
 
 
 def flags_of(control: TrainerControl) -> int:

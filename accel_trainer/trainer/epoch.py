@@ -199,6 +199,8 @@ class EpochRun:
     learning_rate: float | None = None
     window_loss: Tensor | None = None
     """Sum of the losses of the present update on this rank, for the guard."""
+    counts: tuple[int, float] = (0, 0.0)
+    """Tokens and operations before the present update."""
     sync: bool | None = None
     """Last value of `set_gradient_sync`, which walks through all modules of a sharded model."""
 
@@ -259,6 +261,7 @@ class EpochRun:
             self.sync = sync
         trainer.accelerator.gradient_state.sync_gradients = is_last
         if is_first:
+            self.counts = trainer.state.num_input_tokens_seen, trainer.current_flos
             trainer.control = handler.on_step_begin(trainer.args, trainer.state, trainer.control)
         begin = perf_counter()
         loss = trainer.training_step(self.model, inputs, num_items)
@@ -276,6 +279,10 @@ class EpochRun:
                 trainer.control = handler.on_substep_end(trainer.args, trainer.state, trainer.control)
             if trainer.decisions is not None:
                 trainer.decisions.end_micro_batch(trainer.control)
+            if trainer.is_preempted:
+                # The run that resumes begins the update again.
+                trainer.state.num_input_tokens_seen, trainer.current_flos = self.counts
+                trainer.save_and_end(self.model, self.trial)
 
     def _add_loss(self, loss: Tensor) -> None:
         """Add to the running loss; a NaN or infinite one counts as the mean since the last log. Waits for no device."""
@@ -335,6 +342,7 @@ class EpochRun:
         self._log_save_evaluate()
 
     def _log_save_evaluate(self) -> None:
+        """Log, evaluate and save where that is due; where a signal ends the run, save and end. Collective."""
         trainer = self.trainer
         trainer._maybe_log_save_evaluate(
             trainer._tr_loss,
@@ -346,6 +354,8 @@ class EpochRun:
             self.start_time,
             learning_rate=self.learning_rate,
         )
+        if trainer.is_preempted:
+            trainer.save_and_end(self.model, self.trial)
 
     def end(self) -> None:
         """Call back at the end of the epoch, then log, save and evaluate where that is due. Collective."""

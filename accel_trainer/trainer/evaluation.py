@@ -33,10 +33,14 @@ from accel_trainer.trainer.loss_normalization import counts_by_rows
 from accel_trainer.trainer.running_trainer import EvaluatingTrainer
 from accel_trainer.tree import leaves, map_leaves
 
-__all__ = ["PAD_INDEX", "concat_steps", "gather_steps", "run_evaluation", "to_numpy"]
+__all__ = ["PAD_INDEX", "EvaluationPreempted", "concat_steps", "gather_steps", "run_evaluation", "to_numpy"]
 
 # Upstream's name: users set the verbosity of these lines through transformers' own switch.
 logger = logging.get_logger("transformers.trainer")
+
+
+class EvaluationPreempted(BaseException):
+    """A signal ends the run in the middle of an evaluation, on all ranks after the same batch."""
 
 
 @dataclass(slots=True)
@@ -357,6 +361,8 @@ def run_evaluation(
             evaluation.step(model, batch, loss_only, ignore_keys)
             if hears_steps:
                 trainer.control = handler.on_prediction_step(args, trainer.state, trainer.control)
+            if trainer.ends_evaluations and trainer.is_preempted_in_evaluation(dataloader):
+                raise EvaluationPreempted
             if args.eval_accumulation_steps is not None and step % args.eval_accumulation_steps == 0:
                 evaluation.offload()
     trainer.gather_function = trainer.accelerator.gather_for_metrics

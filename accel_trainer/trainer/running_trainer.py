@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
@@ -43,6 +44,9 @@ class SharedDecisions(Protocol):
     def end_epoch(self, control: TrainerControl) -> None:
         """After each epoch."""
 
+    def end_evaluation_batch(self) -> None:
+        """After each batch of an evaluation that belongs to the training."""
+
 
 class RunningTrainer(Protocol):
     """A Trainer while it trains or evaluates."""
@@ -74,6 +78,13 @@ class SteppingTrainer(RunningTrainer, Protocol):
     """Whether the model's loss is divided by the number of items."""
     run_checkpoints: RunCheckpoints
     """Ours: of the present train()."""
+
+    @property
+    def is_preempted(self) -> bool:
+        """Ours: whether the ranks have agreed to save and end here, for a signal to one of them."""
+
+    save_and_end: Callable[[nn.Module, Any], NoReturn]
+    """Ours: save, and end this process with exit code 85. Collective."""
 
     @property
     def decisions(self) -> SharedDecisions | None:
@@ -145,6 +156,10 @@ class TrialTrainer(RunningTrainer, Protocol):
 class EvaluatingTrainer(RunningTrainer, Protocol):
     """A Trainer whose evaluation or prediction runs."""
 
+    ends_evaluations: bool
+    """Ours: whether a signal ends the evaluation that runs, which belongs to the training."""
+    is_preempted_in_evaluation: Callable[[DataLoader], bool]
+    """Ours: whether a signal ends it after this batch. Collective if one has come."""
     compute_metrics: Any
     preprocess_logits_for_metrics: Any
     gather_function: Any

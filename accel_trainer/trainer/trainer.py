@@ -33,11 +33,12 @@ from transformers.trainer_utils import (
 )
 
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
-from accel_trainer.data.loader import keeping_epoch
+from accel_trainer.data.loader import PreparedDataLoader, keeping_epoch
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.memory import clear_device_cache, is_out_of_memory
+from accel_trainer.runtime.preemption import StopSignals
 from accel_trainer.runtime.rng import KeptStreams
 from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
 from accel_trainer.trainer.batch_size_search import BatchSizeSearch
@@ -45,14 +46,13 @@ from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.best_model import keeping_best
 from accel_trainer.trainer.checkpoint.methods import (
     CheckpointMethods,
-    SaveSkippedError,
     begin_pass,
     loading_by_override,
 )
 from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
-from accel_trainer.trainer.decisions import Decisions, flags_of, share_metrics
+from accel_trainer.trainer.decisions import flags_of, share_metrics
 from accel_trainer.trainer.epoch import EpochRun, WindowReader
-from accel_trainer.trainer.evaluation import run_evaluation
+from accel_trainer.trainer.evaluation import EvaluationPreempted, run_evaluation
 from accel_trainer.trainer.inputs import (
     ColumnFilter,
     build_smoother,
@@ -118,7 +118,6 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         accelerator: Accelerator
 
     arguments_class: type[TrainingArguments] = TrainingArguments
-    decisions: Decisions | None = None
     neftune_hook_handle: Any = None
     _reader: WindowReader | None = None
     _step_plan: StepPlan | None = None
@@ -172,7 +171,10 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             _check_arguments(args)
             self._loss_normalization = LossNormalization()
             self._preparation = ModelPreparation()
+            # Upstream's callback (5.23, trainer_jit_checkpoint.py) acts on a rank's own signal, and hangs the others.
+            jit, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False
             super().__init__(load_model(model, args), args, *rest, **kwargs)
+            args.enable_jit_checkpoint = jit
             self.run_checkpoints = RunCheckpoints(self.accelerator.process)
             self.run_record = RunRecord(self.accelerator.process)
             self._taken_arguments = TakenArguments(self.args)
@@ -245,8 +247,9 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         self.args.auto_find_batch_size = False
         self.run_record = RunRecord(self.accelerator.process)
         is_failed = True
+        self.stop_signals = StopSignals(self._signals_to_note())
         try:
-            with self._resuming(resume_from_checkpoint) as checkpoint:
+            with self.stop_signals, self._resuming(resume_from_checkpoint) as checkpoint:
                 run = functools.partial(super().train, checkpoint, trial, ignore_keys_for_eval)
                 output = self._search_batch_size(run, checkpoint) if searches else run()
                 is_failed = False
@@ -339,14 +342,15 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         if self.run_checkpoints.metrics.begun_at is None:
             self.run_checkpoints.metrics.begun_at = self.state.global_step
             self.run_record.begin_updates(self)
-        if self.decisions is None and self.accelerator.num_processes > 1:
-            self.decisions = Decisions(self)
+        self.begin_decisions()
         is_resumed = epoch == epochs_trained and resume_from_checkpoint is not None
         trained = steps_trained_in_current_epoch if is_resumed and not self.args.ignore_data_skip else 0
         if hasattr(train_dataloader, "set_epoch"):
             train_dataloader.set_epoch(epoch)
         checkpoint = resume_from_checkpoint if is_resumed else None
         batches, restore_rng_from = begin_pass(self, train_dataloader, trained, checkpoint)
+        saves = isinstance(train_dataloader, PreparedDataLoader) and restore_rng_from is None
+        self._finish_boundary(model, trial, ignore_keys_for_eval, start_time, saves=saves)
         self._loss_normalization.begin_epoch(self)
         self._step_plan = StepPlan(self, model)
         clock = self.run_record.clock
@@ -490,22 +494,31 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             self._log_update(tr_loss, grad_norm, learning_rate, start_time)
             if decisions is not None:
                 decisions.end_log(self.control, flags)
-        if self.control.should_evaluate:
-            metrics = self._evaluate(trial, ignore_keys_for_eval)
+        if self.control.should_evaluate and not self.is_preempted:
+            metrics = self._evaluate_unless_preempted(trial, ignore_keys_for_eval)
+            if metrics is None:
+                return
             is_new_best = self._determine_best_metric(metrics=metrics, trial=trial)
             if self.args.save_strategy == SaveStrategy.BEST:
                 self.control.should_save = is_new_best
             if decisions is not None:
                 decisions.end_evaluation(self.control)
-        if self.control.should_save:
-            try:
-                self._save_checkpoint(model, trial)
-            except SaveSkippedError:
-                self.control.should_save = False  # and no on_save, whose callbacks look for the checkpoint
-            else:
-                self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        if self.control.should_save and not self.is_preempted:
+            self.save_and_call_back(model, trial)
             if decisions is not None:
                 decisions.end_save(self.control)
+
+    def _evaluate_unless_preempted(self, trial: Any, ignore_keys: Any) -> dict[str, float] | None:
+        """Evaluate; None where a signal ends the run meanwhile, and nothing of the evaluation is kept. Collective."""
+        num_logs, self.ends_evaluations = len(self.state.log_history), True
+        try:
+            return self._evaluate(trial, ignore_keys)
+        except EvaluationPreempted:
+            del self.state.log_history[num_logs:]
+            self.control.should_evaluate = True
+            return None
+        finally:
+            self.ends_evaluations = False
 
     def _log_update(
         self, tr_loss: Tensor, grad_norm: Tensor | float | None, learning_rate: float | None, start_time: float
@@ -523,6 +536,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         self.log(logs, start_time)
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
+        self._finish_boundary(self.model_wrapped, trial, None, start_time, saves=True)
         # Losses since the last log are this rank's own; transformers 5.23 (trainer.py:1998) takes them for the job's.
         self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
         record = self.run_record.finish(self)

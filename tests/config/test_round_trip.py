@@ -32,6 +32,7 @@ SPECIAL = {
     "parallel.dp_replicate_size": st.none(),
     "parallel.dp_shard_size": st.none(),
     "parallel.tp_size": st.just(1),
+    "preemption.signals": st.lists(st.sampled_from(["SIGTERM", "SIGUSR1", "SIGUSR2"]), unique=True).map(tuple),
     "launch.gpu_ids": st.sampled_from(["all", "0", "0,1", "3,1"]),
     "launch.main_process_port": st.integers(0, 65535),
     "launch.machine_rank": st.just(0),

@@ -19,8 +19,10 @@ _BLOCK = re.compile(r"(<!-- options: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 def _as_yaml(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, (tuple, dict)):
-        return "{}" if isinstance(value, dict) else "[]"
+    if isinstance(value, dict):
+        return "{}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(value)}]"
     if isinstance(value, StrEnum) or not isinstance(value, str):
         return str(value)
     return value or "''"

@@ -97,6 +97,8 @@ FLAGS = [
     "parallelism_config_dp_shard_size",
     "parallelism_config_sp_size",
     "parallelism_config_tp_size",
+    "preemption_grace_seconds",
+    "preemption_signals",
     "q",
     "quiet",
     "rdzv_backend",

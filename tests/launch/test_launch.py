@@ -270,6 +270,27 @@ def test_workers_get_the_signal_and_time_to_save_and_their_code_is_the_job_s(
     assert (tmp_path / "saved1").exists()
 
 
+PREEMPTED = """
+import os, signal, sys, time
+from accel_trainer import Accelerator
+accelerator = Accelerator(cpu=True)
+with accelerator.preemptible():
+    for step in range(1000):
+        time.sleep(0.02)
+        if step == 10 and accelerator.process_index == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if accelerator.should_stop:
+            break
+"""
+
+
+def test_r9_workers_that_were_asked_to_end_are_not_started_again(tmp_path: Path) -> None:
+    code, output = launch(tmp_path, *TWO, "--max_restarts", "1", write(tmp_path, PREEMPTED))
+    assert code == 85, output
+    assert output.count("the process ends with exit code 85") == 1  # rank 0 alone logs
+    assert "starting the workers again" not in output
+
+
 def test_workers_without_a_handler_die_of_the_signal(tmp_path: Path, background: Background) -> None:
     background.start(*TWO, write(tmp_path, SIGNALS), "default")
     wait_for(*ready(tmp_path))

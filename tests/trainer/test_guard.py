@@ -39,7 +39,11 @@ EXCUSED = {
     "Seq2SeqTrainingArguments": {},
 }
 
-OWN_METHODS = {"arguments_class", "_resuming"}
+OWN_METHODS = {
+    "arguments_class", "_resuming",
+    "begin_decisions", "is_preempted_in_evaluation", "save_and_call_back", "save_and_end", "_finish_boundary",
+    "_signals_to_note",
+}  # fmt: skip
 
 PAIRS = [
     (Trainer, transformers.Trainer),

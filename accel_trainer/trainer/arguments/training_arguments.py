@@ -45,6 +45,8 @@ _OPTIONS = {
     "ddp_find_unused_parameters": "ddp.find_unused_parameters",
     "ddp_static_graph": "ddp.static_graph",
     "ddp_timeout": "timeout_seconds",
+    "preempt_grace_s": "preemption.grace_seconds",
+    "preempt_signals": "preemption.signals",
     "use_cpu": "use_cpu",
 }
 MIRRORED_FIELDS: frozenset[str] = frozenset(_OPTIONS) | {
@@ -119,6 +121,21 @@ class TrainingArguments(transformers.TrainingArguments):
             "help": "What to do where an update's gradients are NaN or infinite: 'raise' ends the run with exit code "
             "76 before anything of it is saved, 'skip_step' leaves the update out (and waits for the device in each), "
             "'warn' trains on. With fp16 the loss scale skips such updates."
+        },
+    )
+    preempt_signals: str = field(
+        default="SIGTERM,SIGUSR1,SIGINT",
+        metadata={
+            "help": "Signals at which a run that saves checkpoints saves one and ends with exit code 85, at the next "
+            "micro-batch, update or evaluation batch, the same on all ranks; a second one of the same name, 3 s later "
+            "or more, acts as ever. '' leaves all signals alone."
+        },
+    )
+    preempt_grace_s: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds between such a signal and the end of the machine: a save that will not fit, by the time "
+            "of the last one, is left out. None always saves."
         },
     )
     logging_nan_inf_filter: bool = field(

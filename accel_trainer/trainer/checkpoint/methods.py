@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging as transformers_logging
@@ -33,16 +33,19 @@ from accel_trainer.checkpoint.weights.writing import users_class
 from accel_trainer.data.loader import PreparedDataLoader, skip_first_batches
 from accel_trainer.errors import AccelTrainerError
 from accel_trainer.report.recorded_run import RECORD_KEY
+from accel_trainer.runtime.collectives import gather_object
+from accel_trainer.runtime.preemption import PREEMPTED_EXIT_CODE, PreemptedExit, StopSignals
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.best_model import verify_best
 from accel_trainer.trainer.checkpoint.resuming import PREFIX, TRAINER_STATE_NAME, pass_streams_name, rest_of_pass
 from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
+from accel_trainer.trainer.decisions import Decisions
 from accel_trainer.trainer.run_record import RunRecord
 from accel_trainer.trainer.run_setup import RunLengths
 from accel_trainer.trainer.running_trainer import CheckpointingTrainer
 
-__all__ = ["CheckpointMethods", "SaveSkippedError", "begin_pass", "loading_by_override"]
+__all__ = ["CheckpointMethods", "begin_pass", "loading_by_override"]
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Upstream
@@ -78,11 +81,101 @@ class CheckpointMethods(_Upstream):
     run_record: RunRecord
     """Of the same."""
 
+    stop_signals = StopSignals(())
+    """Signals that end the present train() with a checkpoint."""
+    decisions: Decisions | None = None
+    ends_evaluations = False
+
+    # --- ending at a signal ----------------------------------------------------------------------------------------
+
+    def _signals_to_note(self) -> tuple[str, ...]:
+        """Return the names of the signals that the run saves and ends at; none where it saves nothing."""
+        saves = self.args.save_strategy != SaveStrategy.NO or self.args.enable_jit_checkpoint
+        return self.args.resolved.config.preemption.signals if saves else ()
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether the ranks have agreed to save and end here, for a signal to one of them."""
+        if self.decisions is None:
+            return self.stop_signals.is_requested and self.accelerator.num_processes == 1
+        return self.decisions.is_preempted
+
+    def begin_decisions(self) -> None:
+        """Begin with what the ranks of a run on several decide together, unless that has begun. Collective."""
+        if self.decisions is None and self.accelerator.num_processes > 1:
+            self.decisions = Decisions(self, self.stop_signals)
+
+    def is_preempted_in_evaluation(self, loader: DataLoader) -> bool:
+        """Whether a signal ends the evaluation after this batch. Collective if one has come."""
+        if self.decisions is not None:
+            rows = getattr(loader, "rows", None)
+            if rows is None or len(rows.rows) != self.accelerator.readers.world_size:
+                return False  # ranks may differ in how many batches they have
+            self.decisions.end_evaluation_batch()
+        return self.is_preempted
+
+    def save_and_end(self, model: nn.Module, trial: Any) -> NoReturn:
+        """Save where training stands, unless that has been done or there is no time, and end with code 85. Collective.
+
+        Raises:
+            PreemptedExit: always.
+        """
+        step, signals = self.state.global_step, self.stop_signals
+        grace, seconds = self.args.resolved.config.preemption.grace_seconds, signals.seconds_since
+        last = self.run_checkpoints.metrics.values.get("ckpt/duration_s", 0.0)
+        has_time = grace is None or seconds + last < grace
+        # Of one mind: the ranks got the signal at different times, and some of them perhaps none.
+        if not all(gather_object(has_time, self.accelerator.process)):
+            done = f"no checkpoint is saved: the last one took {last:.1f} s, and {seconds:.1f} s of {grace:g} are over"
+        elif self.run_checkpoints.last_saved == step:
+            done = f"checkpoint-{step} has been saved before"
+        else:
+            done = f"checkpoint-{step} " + ("is saved" if self.save_and_call_back(model, trial) else "was not written")
+        logger.warning(
+            "%s came: training ends after update %d, and %s. The process ends with exit code %d; start it again with "
+            "resume_from_checkpoint=True", signals.name, step, done, PREEMPTED_EXIT_CODE,
+        )  # fmt: skip
+        raise PreemptedExit
+
+    def save_and_call_back(self, model: nn.Module, trial: Any) -> bool:
+        """Save a checkpoint, and call back; return whether it was written. Collective."""
+        try:
+            self._save_checkpoint(model, trial)
+        except SaveSkippedError:
+            self.control.should_save = False  # and no on_save, whose callbacks look for the checkpoint
+            return False
+        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        return True
+
+    def _finish_boundary(
+        self, model: nn.Module, trial: Any, ignore_keys: Any, start_time: float, *, saves: bool
+    ) -> None:
+        """Do the evaluation, and the save after it, that a signal to the run that this one resumes has cut. Collective.
+
+        Args:
+            saves: the random streams and the loader are where a checkpoint has to have them.
+        """
+        resumption = self.run_checkpoints.resumption
+        if resumption is None or not resumption.takes_pending(self.control):
+            return
+        if self.decisions is None:  # nothing is left to be trained
+            self.begin_decisions()
+            self._load_rng_state(str(resumption.path))
+        self.control.should_save &= saves
+        self._maybe_log_save_evaluate(
+            self._tr_loss, None, model, trial, self.state.epoch or 0.0, ignore_keys, start_time
+        )
+        if self.is_preempted:
+            self.save_and_end(model, trial)
+
     @contextmanager
     def _resuming(self, given: Any) -> Iterator[str | None]:
         """Choose and verify a checkpoint for one train(), and return its path. Collective."""
         self.run_checkpoints = checkpoints = RunCheckpoints(
-            self.accelerator.process, saves_within_updates=self.args.enable_jit_checkpoint
+            self.accelerator.process,
+            saves_within_updates=self.args.enable_jit_checkpoint
+            or bool(self._signals_to_note())
+            and self.args.gradient_accumulation_steps > 1,
         )
         if given is not None and given is not False:
             checkpoints.select(given, Path(self.args.output_dir), is_sharded=self.is_sharded, verify=self.args.verify)
@@ -110,15 +203,16 @@ class CheckpointMethods(_Upstream):
         leaves out the others: checkpoints hold it, and that of a resumed run is that of an uninterrupted one.
         """
         metrics: dict[str, float] = {}
+        is_last = "train_runtime" in logs  # upstream adds one to others, where it counts tokens
         if "loss" in logs:
             metrics = self.run_checkpoints.metrics.take()
             self.run_record.add_point(self)
-        elif "train_runtime" in logs:
+        elif is_last:
             metrics = self.run_checkpoints.metrics.finish(self.state.global_step)
         logs.update(metrics)
         place = len(self.state.log_history)
         super().log(logs, start_time)
-        if "train_runtime" not in logs:
+        if not is_last:
             for name in metrics:
                 self.state.log_history[place].pop(name, None)
 
@@ -431,4 +525,6 @@ def _describe_progress(trainer: CheckpointingTrainer) -> dict[str, Any]:
         "update_batch": trainer.get_total_train_batch_size(trainer.args),
         "has_training_state": not trainer.args.save_only_model,
         "position": position,
+        # Where a signal ends the run: the evaluation of this update, and a save after it.
+        "pending": {"evaluate": True, "save": trainer.control.should_save} if trainer.control.should_evaluate else None,
     }

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import TrainerState, set_seed
+from transformers import TrainerControl, TrainerState, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from accel_trainer import logging
@@ -69,6 +69,8 @@ class Resumption:
     """The epoch that the run goes on in; None where only the number of updates is known."""
     steps_left: int = 0
     """Micro-batches of that epoch that are left to each rank."""
+    _has_pending: bool = True
+    """Whether the evaluation that was due is still to be done."""
 
     @property
     def path(self) -> Path:
@@ -171,6 +173,14 @@ class Resumption:
             self.path, self.progress["update_batch"], batch, max_steps,
         )  # fmt: skip
         return num_epochs, updates, examples, samples, batch, steps, max_steps
+
+    def takes_pending(self, control: TrainerControl) -> bool:
+        """Set the flags of what a signal has cut, an evaluation and a save after it; return, once, whether it has."""
+        pending, self._has_pending = self.progress.get("pending") if self._has_pending else None, False
+        if pending is None:
+            return False
+        control.should_evaluate, control.should_save = True, bool(pending["save"])
+        return True
 
     def restores_random_streams(self, process: ProcessContext, seed: int, step: int) -> bool:
         """Whether each rank is to go on with its streams as they were saved; seeds new ones where ranks are others.

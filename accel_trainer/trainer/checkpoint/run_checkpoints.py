@@ -97,6 +97,8 @@ class RunCheckpoints:
         self._saves_within_updates = saves_within_updates
         self._streams: dict[str, Any] | None = None
         self._note: UpdateNote | None = None
+        self.last_saved: int | None = None
+        """The last update of which this train() has saved a checkpoint."""
 
     def select(
         self, given: bool | str | os.PathLike[str], run_dir: Path, *, is_sharded: bool, verify: Verify = "full"
@@ -174,6 +176,7 @@ class RunCheckpoints:
 
     def note_saved(self, run_dir: Path, step: int) -> None:
         """Take note of updates from the first checkpoint on; on rank 0, elsewhere nothing."""
+        self.last_saved = step
         if self._note is not None and self._note.directory != run_dir:
             self._note.close(is_over=True)  # of an earlier trial
             self._note = None

@@ -65,7 +65,7 @@ PROVEN: dict[str, str] = {
     "debug": f"{EFFECTS}::test_overflow_in_the_model_is_found_where_it_arises",
     "deepspeed": "tests/trainer/test_deepspeed.py::test_the_numbers_are_those_of_one_process_and_a_resume_is_exact",
     "disable_tqdm": f"{EFFECTS}::test_progress_is_a_bar_or_lines",
-    "enable_jit_checkpoint": f"{STREAMS}::test_a_save_within_an_update_has_the_streams_from_before_that_update",
+    "enable_jit_checkpoint": "tests/trainer/test_preemption.py::test_r9_one_process_ends_and_resumes_as_several_do",
     "eval_accumulation_steps": f"{EVALUATION}::test_two_ranks_are_exact_at_any_batch_size",
     "eval_delay": f"{EFFECTS}::test_evaluations_wait",
     "eval_do_concat_batches": f"{EVALUATION}::test_without_concatenation_each_step_stays_by_itself",

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from accel_trainer.errors import ProcessGroupError
-from accel_trainer.runtime import collectives
+from accel_trainer.runtime import collectives, meeting
+from accel_trainer.runtime.meeting import Meeting
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
-from accel_trainer.trainer import decisions
-from accel_trainer.trainer.decisions import Meeting
 from tests.ranks import RankFailure, preload, run_ranks
 
-preload("accel_trainer.trainer.decisions")
+preload("accel_trainer.runtime.meeting")
 
 
 def join() -> ProcessContext:
@@ -98,7 +97,7 @@ def test_a_rank_that_left_with_an_error_is_named_to_those_that_wait_for_it():
 
 
 def never_answer() -> Any:
-    decisions._POLL_SECONDS = 1000.0
+    meeting._POLL_SECONDS = 1000.0
     process = init_process(read_environment(), use_cpu=True, timeout_seconds=1)
     one = Meeting(process)
     if process.rank == 0:

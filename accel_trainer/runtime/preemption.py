@@ -1,0 +1,137 @@
+"""Signals that ask a run to save and end: noted when they come, acted on where all ranks can.
+
+A handler only sets a flag. A loop looks at it where it could stop, and the ranks agree on one such place by a
+`Meeting`: no update costs a collective.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from accel_trainer import logging
+from accel_trainer.runtime.meeting import Meeting
+from accel_trainer.runtime.process import ProcessContext
+
+__all__ = ["PREEMPTED_EXIT_CODE", "PreemptedExit", "StopPoint", "StopSignals", "outlive_signals"]
+
+logger = logging.get_logger(__name__)
+
+PREEMPTED_EXIT_CODE = 85
+"""Of a process that was asked to end, has saved, and can go on from there: to be started again."""
+_ONE_REQUEST_SECONDS = 3.0
+"""A job's signal often comes twice, from the scheduler and passed on by a launcher: within this time it is one."""
+_WORKER_SECONDS = 120
+
+
+class PreemptedExit(SystemExit):
+    """The end of a process that a signal has asked to stop, with exit code 85."""
+
+    def __init__(self) -> None:
+        super().__init__(PREEMPTED_EXIT_CODE)
+
+
+class StopSignals:
+    """Signals that are noted while the context is entered. One of the same name, 3 s later or more, acts as ever.
+
+    Signals that the script handles itself are left to it, and off the main thread nothing is noted: Python runs
+    handlers there alone.
+
+    Attributes:
+        is_requested: whether a signal has come.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.is_requested = False
+        self._numbers = [signal.Signals[name] for name in names]
+        self._before: dict[signal.Signals, Any] = {}
+        self._came: signal.Signals | None = None
+        self._seconds = 0.0
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in self._numbers:
+                if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                    self._before[number] = signal.signal(number, self._note)
+                else:
+                    logger.info("%s has a handler of the script's own, which it keeps", number.name)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    @property
+    def name(self) -> str:
+        """Name of the signal that has come."""
+        return "a signal to another rank" if self._came is None else self._came.name
+
+    @property
+    def seconds_since(self) -> float:
+        """Time since it came; 0 where none has."""
+        return time.monotonic() - self._seconds if self.is_requested else 0.0
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if not self.is_requested:
+            self._came, self._seconds, self.is_requested = signal.Signals(number), time.monotonic(), True
+        elif number == self._came and self.seconds_since >= _ONE_REQUEST_SECONDS:
+            signal.signal(number, self._before[self._came])
+            os.kill(os.getpid(), number)
+
+
+class StopPoint:
+    """The place of a loop at which all ranks stop, once a signal has come to any of them."""
+
+    def __init__(self, signals: StopSignals, process: ProcessContext) -> None:
+        """Begin to look. Every rank makes one, as the same one of its process."""
+        self._signals = signals
+        self._meeting = Meeting(process) if process.is_distributed else None
+        self._position = 0
+        self.has_stopped = False
+        """Whether the ranks have stopped."""
+
+    def is_reached(self) -> bool:
+        """Whether to stop here; from then on always. Every rank asks equally often: collective once one is to stop."""
+        if self.has_stopped:
+            return True
+        meeting = self._meeting
+        if meeting is None:
+            self.has_stopped = self._signals.is_requested
+            return self.has_stopped
+        self._position += 1
+        if self._signals.is_requested:
+            meeting.call(self._position)
+        # Never adjourned: there is one meeting, at the end.
+        self.has_stopped = meeting.is_called and meeting.is_at(self._position)
+        meeting.passed = self._position
+        return self.has_stopped
+
+    def close(self, *, is_failed: bool) -> None:
+        """Look no more; `is_failed` when an error ends the loop."""
+        if self._meeting is not None:
+            self._meeting.close(is_failed=is_failed)
+
+
+def outlive_signals() -> None:
+    """Have a loader's worker outlive the signals that its whole job is sent: the rank still wants its batches.
+
+    torch's own handler ends a worker at a SIGTERM from anyone but its rank. One that is not ended by its rank in 120 s
+    ends by itself, and at a second SIGTERM at once.
+    """
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+    def end_later(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_WORKER_SECONDS)
+
+    signal.signal(signal.SIGTERM, end_later)

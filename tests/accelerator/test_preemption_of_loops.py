@@ -1,0 +1,95 @@
+"""Loops that a signal ends: all ranks leave at the same update, save, end with code 85, and a resume is exact."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_trainer import Accelerator
+from accel_trainer.errors import ConfigError
+from accel_trainer.plugins.kwargs import DataLoaderConfiguration
+from accel_trainer.runtime.preemption import PreemptedExit
+from tests.ranks import preload, run_ranks
+
+preload("accel_trainer.accelerator")
+
+NUM_UPDATES = 12
+LOADERS = DataLoaderConfiguration(use_stateful_dataloader=True)
+
+
+def train(folder: str, signalled: dict[int, int], in_background: bool = False) -> dict[str, Any]:
+    """Train, from the last state if there is one.
+
+    Args:
+        signalled: by rank, the update in which it gets SIGTERM.
+    """
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, project_dir=folder, gradient_accumulation_steps=2, dataloader_config=LOADERS)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    data = torch.utils.data.TensorDataset(torch.randn(2 * 2 * NUM_UPDATES * accelerator.num_processes, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, 2, shuffle=True))
+    accelerator.project_configuration.automatic_checkpoint_naming = True
+    updates, code = [0], None
+    if Path(folder, "checkpoints").is_dir():
+        accelerator.load_state()
+    seen = []
+    try:
+        with accelerator.preemptible():
+            for (batch,) in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                seen.append(batch)
+                if accelerator.sync_gradients:
+                    updates[0] += 1
+                    if signalled.get(accelerator.process_index) == updates[0]:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                if accelerator.should_stop:
+                    accelerator.save_state(async_=in_background)
+                    break
+    except PreemptedExit as ended:
+        code = ended.code
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    return {"code": code, "updates": updates[0], "seen": torch.cat(seen), "weights": weights}
+
+
+def train_all(base: str) -> dict[str, Any]:
+    results: dict[str, Any] = {"whole": train(f"{base}/whole", {})}
+    for name, signalled in {"one": {1: 5}, "apart": {0: 4, 1: 5}, "both": {0: 6, 1: 6}}.items():
+        folder = f"{base}/{name}"
+        results[name] = train(folder, signalled, in_background=name == "one"), train(folder, {})
+    return results
+
+
+def compare(results: dict[str, Any], name: str) -> int:
+    (ended, resumed), whole = results[name], results["whole"]
+    assert (ended["code"], resumed["code"]) == (85, None)
+    assert torch.equal(torch.cat([ended["seen"], resumed["seen"]]), whole["seen"])
+    for mine, other in zip(resumed["weights"], whole["weights"], strict=True):
+        assert torch.equal(mine, other)
+    return len(ended["seen"])
+
+
+def test_r9_all_ranks_leave_a_loop_at_one_place_and_go_on_from_it(tmp_path: Path) -> None:
+    first, second = run_ranks(train_all, 2, str(tmp_path), timeout=100)
+    for name in ("one", "apart", "both"):
+        assert compare(first, name) == compare(second, name) > 0
+
+
+def alone(base: str) -> dict[str, Any]:
+    with pytest.raises(ConfigError, match=r"should_stop was asked outside of preemptible\(\)"):
+        Accelerator(cpu=True).should_stop  # noqa: B018
+    return {"whole": train(f"{base}/whole", {}), "one": (train(f"{base}/one", {0: 3}), train(f"{base}/one", {}))}
+
+
+def test_r9_one_process_leaves_its_loop_too(tmp_path: Path) -> None:
+    [results] = run_ranks(alone, 1, str(tmp_path), env={"RANK": None, "WORLD_SIZE": None})
+    assert compare(results, "one") == 2 * 2 * 3
