@@ -14,6 +14,7 @@ _JOB_COMMANDS = ("launch", "test", "explain")
 """Commands that take the flags of `launch`."""
 _OTHERS = {
     "config": ("default", "show", "update", "schema", "--config_file", "--mixed_precision", "--zero_stage"),
+    "convert": ("--to",),
     "to-fsdp2": ("--config_file", "--output_file", "--overwrite"),
     "estimate": ("--library_name", "--dtypes", "--trust_remote_code"),
     "env": ("--config_file", "--devices"),

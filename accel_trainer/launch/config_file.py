@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from accel_trainer.config import Dialect, read_file, resolve, to_file_dict
+from accel_trainer.config.deepspeed.block import accelerate_fields
 from accel_trainer.config.description import commented_yaml, json_schema
+from accel_trainer.config.dialects.accelerate import DYNAMO, PARALLEL_SIZES
+from accel_trainer.config.dialects.fsdp import fsdp_keys
 from accel_trainer.config.readers.yaml_reader import dump_yaml
+from accel_trainer.config.schema import RunConfig, get_value
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.default_file import accelerate_config_path, default_config_path, find_default_config
 from accel_trainer.launch.flags import launch_flags
@@ -279,7 +283,16 @@ class ClusterConfig(BaseConfig):
             ConfigError: a key is unknown, or a value asks for what is not offered; with the line.
         """
         read = read_file(str(file))
-        config = resolve(file=read).config
+        values = vars(cls.from_config(resolve(file=read).config))
+        if read.dialect is Dialect.ACCELERATE:
+            values |= {each.name: read.content[each.name] for each in fields(cls) if each.name in read.content}
+        return cls(**values)
+
+    from_yaml_file = from_json_file = from_file
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> Self:
+        """Return a configuration under accelerate's keys; what these cannot say is left out."""
         launch, is_many = config.launch, (config.launch.num_processes or 1) > 1
         plain = "MULTI_CPU" if config.use_cpu else "MULTI_GPU"
         kinds = {"fsdp2": "FSDP", "deepspeed": "DEEPSPEED", "ddp": plain, "auto": plain if is_many else "NO"}
@@ -292,11 +305,18 @@ class ClusterConfig(BaseConfig):
         }
         values |= {each.name: getattr(launch, each.name) for each in fields(cls) if hasattr(launch, each.name)}
         values["num_processes"] = -1 if launch.num_processes is None else launch.num_processes
-        if read.dialect is Dialect.ACCELERATE:
-            values |= {each.name: read.content[each.name] for each in fields(cls) if each.name in read.content}
+        compiled = {f"dynamo_{key}": get_value(config, path) for key, path in DYNAMO.items()}
+        if config.compile.backend != "no":
+            values["dynamo_config"] = {key: value for key, value in compiled.items() if value is not None}
+        sizes = {name: getattr(config.parallel, name, None) or 1 for name in PARALLEL_SIZES}
+        values["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items() if size > 1}
+        if config.strategy == "fsdp2":
+            values["fsdp_config"] = {f"fsdp_{key}": value for key, value in fsdp_keys(config.fsdp).items()}
+        elif config.strategy == "deepspeed":
+            steps = config.accumulation.num_steps
+            accumulation = {"gradient_accumulation_steps": steps} if steps > 1 else {}
+            values["deepspeed_config"] = accelerate_fields(config.deepspeed) | accumulation
         return cls(**values)
-
-    from_yaml_file = from_json_file = from_file
 
 
 def load_config_from_file(config_file: str | Path | None) -> ClusterConfig:

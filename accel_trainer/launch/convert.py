@@ -1,4 +1,4 @@
-"""`accel-trainer convert-config`: a DeepSpeed configuration as one for FSDP2, and back; and `to-fsdp2`.
+"""`accel-trainer convert`: a configuration in another spelling, or for another engine; and `to-fsdp2`.
 
 As `accel_trainer.commands.to_fsdp2` it is where programs look for the second command as functions.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from accel_trainer import logging
 from accel_trainer.config import Dialect, read_file, resolve, to_file_dict
 from accel_trainer.config.deepspeed.block import leaves, read_block
-from accel_trainer.config.dialects.fsdp import WITHOUT_EFFECT, strategy_name
+from accel_trainer.config.dialects.fsdp import WITHOUT_EFFECT, fsdp_keys, strategy_name
 from accel_trainer.config.readers.yaml_reader import dump_yaml
 from accel_trainer.config.schema import (
     FrozenDict,
@@ -30,12 +30,12 @@ from accel_trainer.config.schema import (
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.cli import as_subcommand
-from accel_trainer.launch.config_file import write_config
+from accel_trainer.launch.config_file import ClusterConfig, write_config
 
 __all__ = [
     "convert_config_to_fsdp2",
     "load_config",
-    "run_convert_config",
+    "run_convert",
     "run_to_fsdp2",
     "to_deepspeed",
     "to_fsdp",
@@ -79,29 +79,28 @@ _OPTION_INSTEAD = {
 }
 
 
-def run_convert_config(words: Sequence[str]) -> int:
+_TARGETS = {
+    "ours": "a file of ours, for the same engine",
+    "accelerate": "a file that `accelerate launch` reads, for the same engine",
+    "fsdp2": "a file of ours for FSDP2 (for DDP from ZeRO stage 0)",
+    "fsdp_config": "fsdp_config of transformers, for FSDP2",
+    "deepspeed": "a configuration of DeepSpeed's own",
+}
+
+
+def run_convert(words: Sequence[str]) -> int:
     """Run the command and return its exit code.
 
     Raises:
         ConfigError: the file is wrong or cannot be converted, or the result cannot be written.
     """
-    parser = argparse.ArgumentParser(
-        "accel-trainer convert-config",
-        description="Turn a DeepSpeed configuration, or an accelerate file for DeepSpeed, into one for FSDP2; turn one "
-        "for FSDP2 or DDP into DeepSpeed's. What has no counterpart is listed.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("source", metavar="IN", help="a file, or a packaged name such as zero3 or full_shard")
-    parser.add_argument("target", metavar="OUT", nargs="?", help="file to write, .json or .yaml; else it is printed")
-    arguments = parser.parse_args(words)
-    config = resolve(file=arguments.source).config
-    if config.strategy == "deepspeed":
-        converted, lost = to_fsdp(config)
-        content = to_file_dict(converted)
-        suffix = ".yaml"
-    else:
-        content, lost = to_deepspeed(config)
-        suffix = ".json"
+    arguments = convert_parser().parse_args(words)
+    resolved = resolve(file=arguments.source)
+    config = resolved.config
+    kind = arguments.to or (_SHARDED if config.strategy == "deepspeed" else "deepspeed")
+    content, lost = _convert(config, kind)
+    lost = [*resolved.notes, *lost]
+    suffix = ".json" if kind in ("deepspeed", "fsdp_config") else ".yaml"
     if arguments.target is None:
         print(_text(content, suffix), end="")
     else:
@@ -110,6 +109,56 @@ def run_convert_config(words: Sequence[str]) -> int:
     for line in lost:
         print(f"- {line}", file=sys.stderr if arguments.target is None else sys.stdout)
     return 0
+
+
+def convert_parser() -> argparse.ArgumentParser:
+    """Return the parser of `accel-trainer convert`."""
+    parser = argparse.ArgumentParser(
+        "accel-trainer convert",
+        description="Write a configuration of any spelling that is read (ours, accelerate's of any version, "
+        "fsdp_config, DeepSpeed's) in another one, or for another engine. What changes and what is lost is listed.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("source", metavar="IN", help="a file, or a packaged name such as zero3 or full_shard")
+    parser.add_argument("target", metavar="OUT", nargs="?", help="file to write, .json or .yaml; else it is printed")
+    targets = "; ".join(f"{name}: {text}" for name, text in _TARGETS.items())
+    text = f"{targets}; default: fsdp2 for a DeepSpeed configuration, deepspeed for others"
+    parser.add_argument("--to", choices=tuple(_TARGETS), help=text)
+    return parser
+
+
+def _convert(config: RunConfig, kind: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the content of a file, and a line for everything that is not the same in it."""
+    lost: list[str] = []
+    if kind == "deepspeed":
+        return to_deepspeed(config)
+    if kind in (_SHARDED, "fsdp_config") and config.strategy == "deepspeed":
+        config, lost = to_fsdp(config)
+    if kind == _SHARDED and config.strategy not in _STRATEGIES or kind == "fsdp_config" and config.strategy != _SHARDED:
+        raise ConfigError(
+            f"strategy={config.strategy} shards nothing; convert a configuration for FSDP or DeepSpeed, or use "
+            "`--to ours` or `--to accelerate`"
+        )
+    if kind == "fsdp_config":
+        content = fsdp_keys(config.fsdp)
+    elif kind == "accelerate":
+        content = ClusterConfig.from_config(config).to_dict()
+    else:
+        content = to_file_dict(config)
+    return content, [*lost, *_differences(config, content)]
+
+
+def _differences(config: RunConfig, content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each option that the content, read again, does not give as it was."""
+    again = resolve(file=content).config
+    for path in field_specs():
+        before, after = get_value(config, path), get_value(again, path)
+        if path == "deepspeed":
+            known = dict(leaves(read_block(after).data))
+            rest = ((key, value) for key, value in leaves(read_block(before).data) if known.get(key) != value)
+            yield from (f"deepspeed.{key}={show(value)} cannot be said there" for key, value in rest)
+        elif before != after:
+            yield f"{path}={show(before)} cannot be said there, where it is {show(after)}"
 
 
 def _text(content: dict[str, object], suffix: str) -> str:
@@ -177,13 +226,16 @@ def _without_counterpart(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def to_deepspeed(config: RunConfig) -> tuple[dict[str, Any], list[str]]:
-    """Return the DeepSpeed configuration of a run with FSDP2 or DDP, and a line for everything that is not the same.
+    """Return the DeepSpeed configuration of a run, and a line for everything that is not the same.
 
-    FSDP2 becomes stage 3, or stage 2 where it keeps gathered parameters until the backward; DDP becomes stage 0.
+    FSDP2 becomes stage 3, or stage 2 where it keeps gathered parameters until the backward; DDP becomes stage 0. The
+    block of a DeepSpeed run is returned in full, with the file that it names.
 
     Raises:
-        ConfigError: the strategy is neither fsdp2 nor ddp.
+        ConfigError: the strategy is none of the three.
     """
+    if config.strategy == "deepspeed":
+        return _engine_file(config), list(_lost_options(config, 0))
     if config.strategy not in _STRATEGIES:
         raise ConfigError(
             f"strategy={config.strategy} has no counterpart in DeepSpeed; convert a configuration whose strategy is "
@@ -207,6 +259,16 @@ def to_deepspeed(config: RunConfig) -> tuple[dict[str, Any], list[str]]:
     for kind in ("bf16", "fp16"):
         data[kind] = {"enabled": True if config.mixed_precision == kind else "auto"}
     return data, list(_lost_options(config, stage))
+
+
+def _engine_file(config: RunConfig) -> dict[str, Any]:
+    """Return the block of a DeepSpeed run as a file of DeepSpeed's own."""
+    data = {key: value for key, value in read_block(config.deepspeed).data.items() if key != "zero3_init_flag"}
+    if config.accumulation.num_steps > 1:
+        data["gradient_accumulation_steps"] = config.accumulation.num_steps
+    if config.mixed_precision in ("bf16", "fp16"):
+        data[config.mixed_precision] = {**data.get(config.mixed_precision, {}), "enabled": True}
+    return data
 
 
 def _lost_options(config: RunConfig, stage: int) -> Iterator[str]:

@@ -31,6 +31,7 @@ def test_the_overview_names_every_command(words: list[str], capsys: pytest.Captu
         "launch",
         "test",
         "config",
+        "convert",
         "convert-config",
         "to-fsdp2",
         "ckpt",
@@ -71,8 +72,8 @@ def test_an_unknown_command_gets_the_nearest_name(capsys: pytest.CaptureFixture[
     assert "unknown command 'lauch'; did you mean 'launch'?" in capsys.readouterr().err
     assert main(["xyz"]) == 2
     assert (
-        "unknown command 'xyz'; expected one of launch, test, config, convert-config, to-fsdp2, ckpt, merge-weights, "
-        "report, estimate, estimate-memory, explain, completion, env" in capsys.readouterr().err
+        "unknown command 'xyz'; expected one of launch, test, config, convert, convert-config, to-fsdp2, ckpt, "
+        "merge-weights, report, estimate, estimate-memory, explain, completion, env" in capsys.readouterr().err
     )
 
 

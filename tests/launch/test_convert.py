@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from accel_trainer.commands.to_fsdp2 import convert_config_to_fsdp2, to_fsdp2_command, to_fsdp2_command_parser
-from accel_trainer.config import read_file, resolve
+from accel_trainer.config import field_specs, read_file, resolve
+from accel_trainer.config.schema import get_value
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.cli import main
 
@@ -38,6 +40,67 @@ def test_an_accelerate_file_keeps_what_is_not_deepspeeds(tmp_path: Path) -> None
     assert main(["convert-config", str(path), str(tmp_path / "out.yml")]) == 0
     config = resolve(file=tmp_path / "out.yml").config
     assert (config.strategy, config.launch.num_processes, config.deepspeed) == ("fsdp2", 4, {})
+
+
+SOURCES = {
+    "accelerate 0.12": "distributed_type: MULTI_GPU\nfp16: true\nnum_processes: 4\nmachine_rank: 0\n",
+    "accelerate, FSDP1": "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 4\nfsdp_config:\n"
+    "  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n  fsdp_min_num_params: 1000\n  fsdp_sharding_strategy: 2\n",
+    "accelerate, ZeRO": "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 3\n"
+    "  gradient_accumulation_steps: 4\n  offload_param_device: cpu\n  zero3_init_flag: true\n",
+    "ours, FSDP2": "strategy: fsdp2\nuse_cpu: true\n"
+    "fsdp: {wrap_classes: [A, B], ignored_modules: [head], backward_prefetch: false}\n"
+    "compile: {backend: inductor, dynamic: true}\naccumulation: {num_steps: 3}\nlaunch: {num_processes: 4}\n",
+    "ours, ZeRO": "strategy: deepspeed\nmixed_precision: bf16\n"
+    "deepspeed: {zero_optimization: {stage: 2, overlap_comm: true}}\n",
+    "fsdp_config": '{"reshard_after_forward": false, "transformer_layer_cls_to_wrap": ["A"], "version": 2}',
+    "DeepSpeed": '{"zero_optimization": {"stage": 3}, "fp16": {"enabled": true}, "gradient_clipping": 1.0}',
+}
+
+
+@pytest.mark.parametrize("to", ["ours", "accelerate", "fsdp2", "fsdp_config", "deepspeed"])
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_is_written_says_the_same_or_a_line_says_what_not(
+    name: str, to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "in.yaml", tmp_path / f"out.{'json' if to in ('deepspeed', 'fsdp_config') else 'yaml'}"
+    source.write_text(SOURCES[name])
+    before = resolve(file=source).config
+    if to == "fsdp_config" and before.strategy == "ddp":
+        assert main(["convert", str(source), str(target), "--to", to]) == 2
+        assert "strategy=ddp shards nothing" in capsys.readouterr().err
+        return
+    assert main(["convert", str(source), str(target), "--to", to]) == 0
+    lines = capsys.readouterr().out
+    after = resolve(file=target).config
+    engine = {"deepspeed": "deepspeed", "fsdp_config": "fsdp2", "fsdp2": "ddp" if before.strategy == "ddp" else "fsdp2"}
+    assert after.strategy == engine.get(to, before.strategy)
+    for path in field_specs():
+        old, new = get_value(before, path), get_value(after, path)
+        # What another engine does alike has other names there; that is test_convert_losses.py's.
+        is_of_an_engine = path == "strategy" or path.partition(".")[0] in ("fsdp", "deepspeed")
+        if not (is_of_an_engine and before.strategy != after.strategy or path == "deepspeed"):
+            assert old == new or path in lines, (path, old, new, lines)
+
+
+def test_accelerates_keys_are_spelled_as_accelerate_spells_them(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.yaml", tmp_path / "out.yaml"
+    source.write_text(SOURCES["ours, FSDP2"])
+    assert main(["convert", str(source), str(target), "--to", "accelerate"]) == 0
+    content = yaml.safe_load(target.read_text())
+    assert content["distributed_type"] == "FSDP"
+    assert content["fsdp_config"] == {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": True,
+        "fsdp_transformer_layer_cls_to_wrap": "A,B",
+        "fsdp_ignored_modules": ["head"],
+    }
+    assert content["dynamo_config"] == {
+        "dynamo_backend": "inductor",
+        "dynamo_mode": "default",
+        "dynamo_use_fullgraph": False,
+        "dynamo_use_dynamic": True,
+    }
 
 
 def test_without_a_target_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

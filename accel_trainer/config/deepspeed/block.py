@@ -29,6 +29,7 @@ __all__ = [
     "SHARED_KEYS",
     "BlockSource",
     "EngineBlock",
+    "accelerate_fields",
     "block_of",
     "is_complete",
     "leaves",
@@ -96,6 +97,20 @@ class EngineBlock:
     """Line of a file, by dotted path of the value."""
     launch: dict[str, Any] = field(default_factory=dict)
     """The fields that starting processes needs."""
+
+
+def accelerate_fields(block: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a block as accelerate's `deepspeed_config` has it: the fields, and no sections of DeepSpeed's own.
+
+    Raises:
+        FileProblemsError: a `ConfigError` with all problems of the block, and of the file that it names.
+    """
+    if block.keys() <= set(ACCELERATE_FIELDS):
+        return dict(block)
+    read = read_block(block)
+    fields = {name: get_key(read.data, path) for name, path in FIELDS.items()}
+    fields |= {name: read.data.get(name) for name in SHARED_KEYS} | read.launch
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def block_of(source: BlockSource) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from accel_trainer.config.layer import Layer
 from accel_trainer.config.readers.document import Document, Entry, Key, Node
+from accel_trainer.config.schema import FSDPConfig, thaw
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError, did_you_mean
 
@@ -20,6 +21,7 @@ __all__ = [
     "NAMED",
     "SHARDING_STRATEGIES",
     "WITHOUT_EFFECT",
+    "fsdp_keys",
     "fsdp_options",
     "is_known_key",
     "is_neutral",
@@ -63,6 +65,11 @@ NAMED: dict[str, tuple[str, Mapping[str, str | bool]]] = {
 }
 _SHARDING = ("sharding_strategy", "reshard_after_forward")
 _MAPPED_FSDP1 = ("sharding_strategy", "backward_prefetch", "backward_prefetch_policy", "forward_prefetch")
+_WRITTEN = (
+    "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "offload_params", "activation_checkpointing",
+    "cpu_ram_efficient_loading", "state_dict_type", "ignored_modules",
+)  # fmt: skip
+"""Keys that files for FSDP2 have, each in the spelling of accelerate."""
 WITHOUT_EFFECT = ("use_orig_params", "sync_module_states", "limit_all_gathers")
 """Keys of FSDP1 that FSDP2 has no choice of."""
 _NOT_OFFERED = {
@@ -241,6 +248,20 @@ def _put_note(by_key: Mapping[str, Entry], layer: Layer, source_name: str, versi
     if unused:
         parts.append(f"without effect: {', '.join(unused)}")
     layer.notes.append("; ".join(parts))
+
+
+def fsdp_keys(config: FSDPConfig) -> dict[str, Any]:
+    """Return the keys of FSDP2, without prefix, for options that are not at their default."""
+    keys: dict[str, Any] = {"version": 2, "reshard_after_forward": config.reshard_after_forward}
+    for key in _WRITTEN:
+        path, words = NAMED.get(key, (DIRECT.get(key, ""), {}))
+        name = path.removeprefix("fsdp.")
+        value = getattr(config, name)
+        if value != getattr(FSDPConfig(), name):
+            keys[key] = next((word for word, meant in words.items() if meant == value), thaw(value))
+    if "transformer_layer_cls_to_wrap" in keys:
+        keys["transformer_layer_cls_to_wrap"] = ",".join(config.wrap_classes)
+    return keys
 
 
 def fsdp_options(options: str | Iterable[str]) -> dict[str, Any]:
