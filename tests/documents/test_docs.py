@@ -21,6 +21,7 @@ from accel_trainer.config import field_specs, read_file
 from accel_trainer.config.readers.config_source import packaged_names
 from accel_trainer.launch import cli
 from accel_trainer.launch.flags import parse_options
+from tests.documents import commands_page
 from tests.documents.options_table import PAGE, replace_tables
 from tests.ranks import preload, run_ranks
 
@@ -181,6 +182,11 @@ def test_relative_links_lead_to_files_and_headings(page: Path):
 def test_the_map_names_every_page():
     linked = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "index.md").read_text()))
     assert linked >= {page.name for page in PAGES} - {"index.md"}
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="a newer argparse sets its help otherwise")
+def test_the_page_of_commands_is_their_help():
+    assert commands_page.PAGE.read_text() == commands_page.build_page(), "run: python -m tests.documents.commands_page"
 
 
 def test_every_option_stands_in_the_tables_as_the_schema_has_it():
