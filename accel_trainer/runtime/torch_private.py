@@ -31,6 +31,7 @@ __all__ = [
     "PRIVATE_NAMES",
     "RESET_METHODS",
     "SEEN_IN",
+    "abandon_exchange",
     "check_scaler",
     "clear_dtensor_caches",
     "clear_forward_hooks",
@@ -74,6 +75,9 @@ PRIVATE_NAMES = {
     "torch.Tensor._make_subclass": _REFUSED,
     "torch.amp.GradScaler._per_optimizer_states": f"{_REFUSED}: fp16 asks it whether an optimizer's step was skipped",
     "torch.autograd.Variable._execution_engine": f"{_REFUSED}: FSDP2's unsharded gradients are averaged after backward",
+    "torch.distributed.Reducer._reset_state": (
+        "a model whose backward has failed cannot be trained again while its DDP wrapper is held: DDP raises"
+    ),
     "torch.distributed.ProcessGroup._device_types": _REFUSED,
     "torch.distributed.ProcessGroup._get_backend": _REFUSED,
     "torch.distributed.ProcessGroupGloo._set_default_timeout": "the timeout of a group that exists stays as it is",
@@ -272,6 +276,16 @@ def exposed_exchange_seconds(replicas: nn.parallel.DistributedDataParallel) -> f
     times = {} if read is None else read()
     exchange = times.get("avg_backward_comm_time", 0)  # nanoseconds
     return max(exchange - times["avg_backward_compute_comm_overlap_time"], 0) / 1e9 if exchange else None
+
+
+def abandon_exchange(replicas: nn.parallel.DistributedDataParallel) -> None:
+    """Let a DDP wrapper wait for no more gradients of a backward that an error has ended, or kept from beginning.
+
+    While somebody holds it, a traceback for instance, it would take those of the next wrapper's backward for its own.
+    """
+    reset = getattr(replicas.reducer, "_reset_state", None)
+    if reset is not None:
+        reset()
 
 
 def joined_groups() -> list[dist.ProcessGroup]:

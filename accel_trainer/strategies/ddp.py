@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.torch_private import exposed_exchange_seconds
+from accel_trainer.runtime.torch_private import abandon_exchange, exposed_exchange_seconds
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, CheckpointIO, StepOutcome, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states
 from accel_trainer.strategies.compile import apply_compile
@@ -92,6 +92,11 @@ class DDPUnit(NativeUnit):
     def exposed_communication_seconds(self) -> float | None:
         """Return the mean time for which an exchange of gradients keeps a backward waiting, as DDP samples it."""
         return None if self._replicas is None else exposed_exchange_seconds(self._replicas)
+
+    def release(self) -> None:
+        """Let the module be wrapped again, after an error within a forward or backward, too."""
+        if self._replicas is not None:
+            abandon_exchange(self._replicas)
 
 
 def build_ddp_options(job: TrainJob, process: ProcessContext) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import re
 import time
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -221,6 +222,8 @@ class ModelPreparation:
         """Of an engine that was released, for the next one to load."""
         self._builds_optimizer = False
         """Whether the engine builds the optimizer, as its configuration describes it."""
+        self._cast: tuple[weakref.ref[nn.Module], str] | None = None
+        """A model whose weights an evaluation has rounded, and the argument that asked for it."""
 
     def prepare_for_training(self, trainer: PreparingTrainer, max_steps: int) -> nn.Module:
         """Shard the model, build optimizer and schedule, and return the module to call. Collective.
@@ -237,6 +240,15 @@ class ModelPreparation:
         trainer.create_scheduler(num_training_steps=max_steps)
         return model
 
+    def check_not_cast(self, trainer: PreparingTrainer) -> None:
+        """Raise ConfigError where an evaluation has rounded the weights that are to be trained."""
+        if self._cast is not None and self._cast[0]() is trainer.model:
+            option = self._cast[1]
+            raise ConfigError(
+                f"an evaluation with {option}=True has cast the weights to 16 bits, in which train() would go on; "
+                f"train first, evaluate with another Trainer, or leave {option} out"
+            )
+
     def prepare_for_evaluation(self, trainer: PreparingTrainer) -> tuple[nn.Module, float | None]:
         """Return the module to call, and the seconds it took to prepare it where it was not prepared for training.
 
@@ -246,6 +258,8 @@ class ModelPreparation:
         model = trainer._wrap_model(trainer.model, training=False)
         dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16 if args.bf16_full_eval else None
         if dtype is not None and not trainer.is_in_train:
+            if any(parameter.dtype.itemsize > dtype.itemsize for parameter in model.parameters()):
+                self._cast = weakref.ref(model), "fp16_full_eval" if args.fp16_full_eval else "bf16_full_eval"
             # Before it is prepared: a sharded model owns its placement.
             model = model.to(dtype=dtype) if trainer.is_sharded else model.to(dtype=dtype, device=args.device)
         if model is trainer.model and not accelerator.is_prepared(model):

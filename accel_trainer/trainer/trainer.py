@@ -238,8 +238,11 @@ class Trainer(CheckpointMethods, transformers.Trainer):
 
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError: the named one is incomplete; none of several is good.
-            ConfigError: an argument was set that cannot change once the Trainer is built.
+            ConfigError: an argument was set that cannot change once the Trainer is built; an evaluation has cast the
+                weights to 16 bits.
         """
+        if self.model_init is None:
+            self._preparation.check_not_cast(self)
         self._taken_arguments.begin(self)
         searches = self._searches_batch_size = self.args.auto_find_batch_size
         self._num_flops_parameters = None
@@ -258,6 +261,14 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             self.args.auto_find_batch_size = searches
             self.run_record.close()
             self.end_decisions(is_failed=is_failed)
+            if is_failed:
+                self._end_failed_train()
+
+    def _end_failed_train(self) -> None:
+        """Undo what upstream undoes at the end of a train() that succeeds: another one would add to it."""
+        self.is_in_train = False
+        if self.neftune_hook_handle is not None:
+            self.neftune_hook_handle.remove()
 
     def _search_batch_size(self, run: Callable[[], TrainOutput], checkpoint: str | None) -> TrainOutput:
         start = self._train_batch_size

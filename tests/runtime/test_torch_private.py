@@ -56,6 +56,7 @@ TORCHS_OWN = {name for thing in HANDLED for name in dir(thing) if re.match("_[a-
 NAMED = {path.rpartition(".")[2] for path in PRIVATE_NAMES if not path.endswith("__")}
 TORCHS_OWN |= NAMED
 ALLOWED = {
+    ("accelerator/shared_state.py", "PartialState._reset_state"),  # accelerate's name, too
     ("data/loader.py", "super(PreparedDataLoader, reader)._get_iterator"),
     ("launch/torchrun.py", "super()._start_workers"),  # overrides have to carry the name
     ("launch/torchrun.py", "super()._shutdown"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from accel_trainer.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.trainer_jobs import TokenDataset, build_model, build_trainer
 
@@ -349,3 +350,6 @@ def test_full_bf16_evaluation_casts_the_model(tmp_path):
 
     assert next(trainer.model.parameters()).dtype == torch.bfloat16
     assert loss == pytest.approx(exact_loss(), rel=0.05)
+    # Which transformers would now train, in 16 bits.
+    with pytest.raises(ConfigError, match=r"an evaluation with bf16_full_eval=True has cast the weights.*train first"):
+        trainer.train()

@@ -171,17 +171,34 @@ def test_train_loss_is_the_mean_over_ranks_also_for_what_was_never_logged(tmp_pa
     assert first == pytest.approx(one, rel=1e-5)
 
 
+def fail_before_backward(trainer: Any) -> Exception:
+    """Fail in train() after the first forward; return the error, whose traceback holds all that was prepared."""
+    compute = trainer.compute_loss
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        compute(*args, **kwargs)
+        raise ArithmeticError("no backward")
+
+    trainer.compute_loss = compute_loss
+    with pytest.raises(ArithmeticError) as caught:
+        trainer.train()
+    del trainer.compute_loss
+    return caught.value
+
+
 def run_twice(output_dir: str, strategy: str, ranks: int) -> dict[str, Any]:
     trainer = build_trainer(output_dir, strategy=strategy, per_device_train_batch_size=GLOBAL_BATCH // ranks)
+    failure = fail_before_backward(trainer)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     first = summary(trainer)
     trainer.train()
+    assert str(failure) == "no backward"
     return {"before": before, "first": first, "second": summary(trainer), "after": trainer.evaluate()["eval_loss"]}
 
 
 @pytest.mark.multirank
-def test_evaluating_first_and_training_again_go_on_from_the_weights_there_are(tmp_path, on_two):
+def test_evaluating_and_training_again_after_a_failure_too_go_on_from_the_weights_there_are(tmp_path, on_two):
     runs = [run_twice(str(tmp_path), "single", 1), *(on_two[0][name, "twice"] for name in ("ddp", "fsdp"))]
     for run in runs:
         assert_same_run(run["first"], plain_loop())
@@ -237,3 +254,12 @@ def test_random_state_of_the_caller_is_seeded_as_upstream(tmp_path):
     set_seed(7)
 
     assert drawn == random.random()
+
+
+def test_a_train_that_failed_leaves_no_noise_behind(tmp_path):
+    trainer = build_trainer(tmp_path, neftune_noise_alpha=5.0)
+    embeddings = trainer.model.get_input_embeddings()
+    for _ in range(2):
+        fail_before_backward(trainer)
+        assert not embeddings._forward_hooks
+        assert not trainer.is_in_train
