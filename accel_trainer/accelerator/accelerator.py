@@ -28,9 +28,10 @@ from accel_trainer.accelerator.stepping import AcceleratorStepping
 from accel_trainer.accelerator.trackers import AcceleratorTracking, TrackerChoice, Trackers
 from accel_trainer.accelerator.unwrapping import extract_model_from_parallel
 from accel_trainer.checkpoint.checkpointer import Checkpointer
-from accel_trainer.config import MixedPrecision, Resolved
+from accel_trainer.config import MixedPrecision, Resolved, SchedulerSteps
 from accel_trainer.config.parallel import axis_sizes
 from accel_trainer.config.schema import ParallelConfig
+from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin, DeepSpeedPlugins
 from accel_trainer.plugins.fsdp_plugin import FSDPDescription, FullyShardedDataParallelPlugin
 from accel_trainer.plugins.kwargs import (
@@ -145,6 +146,11 @@ class Accelerator(
             self.scaler = torch.amp.GradScaler(self.process.device.type, **self._options.scaler_options)
         self.device_placement = device_placement
         self.dataloader_config = DataLoaderConfiguration(**dataclasses.asdict(self.config.data))
+        if self.config.scheduler_steps is SchedulerSteps.PER_PROCESS and not step_scheduler_with_optimizer:
+            raise ConfigError(
+                f"{self.resolved.describe('scheduler_steps')} lets a schedule step once for each process in an update, "
+                "and step_scheduler_with_optimizer=False whenever the loop steps it; leave one of them out"
+            )
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.project_configuration = project_config or ProjectConfiguration()
         self.project_configuration.set_directories(project_dir)

@@ -17,6 +17,7 @@ from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
 from accel_trainer.accelerator.accumulation import AccumulationWindow, PreparedUnit
 from accel_trainer.accelerator.settings import AcceleratorSettings
 from accel_trainer.big_models.offloaded_state import is_offloaded
+from accel_trainer.config import SchedulerSteps
 from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader
 from accel_trainer.data.loader import skip_first_batches as skip_loader_batches
 from accel_trainer.errors import ConfigError
@@ -119,12 +120,17 @@ class AcceleratorPreparing(AcceleratorSettings):
         return self._prepared.add_optimizer(optimizer)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """Wrap a scheduler so that it steps once per step of its optimizer."""
+        """Wrap a scheduler so that it steps once per step of its optimizer, or as `scheduler_steps` says."""
         if isinstance(scheduler, AcceleratedScheduler):
             if scheduler in self._prepared.schedulers:
                 return scheduler
             scheduler = scheduler.scheduler
-        return self._prepared.add_scheduler(AcceleratedScheduler(scheduler, (), self.step_scheduler_with_optimizer))
+        # Of split batches a script sees all there are; accelerate does not count processes then, either.
+        is_counted = self.config.scheduler_steps is SchedulerSteps.PER_PROCESS and not self._data_config.split_batches
+        steps = self.process.world_size if is_counted else 1
+        return self._prepared.add_scheduler(
+            AcceleratedScheduler(scheduler, (), self.step_scheduler_with_optimizer, steps)
+        )
 
     def _unwrap(self, optimizer: Any) -> Any:
         """Return the bare optimizer of another Accelerator's wrapper, or of one before `free_memory`."""

@@ -296,6 +296,9 @@ class AcceleratorTracking(AcceleratorSettings):
         """
         self._checkpointer.close()
         self._trackers.finish()
+        if not self._data_config.split_batches:
+            for scheduler in self._prepared.schedulers:
+                scheduler.warn_of_rest(self.num_processes)
         if self.process.is_distributed:
             # Nobody leaves while another rank still needs the group.
             dist.barrier()

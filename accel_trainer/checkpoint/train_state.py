@@ -46,6 +46,13 @@ class Stateful(Protocol):
         """Take a state back."""
 
 
+class Schedule(Stateful, Protocol):
+    """A schedule of learning rates."""
+
+    def check_state(self, state_dict: dict[str, Any], /) -> None:
+        """Refuse a state that cannot be loaded; nothing has changed then."""
+
+
 class Windows(Protocol):
     """Accumulation windows, which may be open."""
 
@@ -68,7 +75,7 @@ class TrainState:
     has_optimizer: Sequence[bool]
     has_weights: Sequence[bool]
     """False for a unit whose weights a hook of the user saves or loads; its optimizer stays with us."""
-    schedulers: Sequence[Stateful]
+    schedulers: Sequence[Schedule]
     loaders: Sequence[Stateful]
     objects: Mapping[str, Stateful]
     """Registered objects by name."""
@@ -180,6 +187,8 @@ def _check_fits(stored: StoredCheckpoint, training: dict[str, Any], state: Train
                 f"{place} holds {len(training[kind])} {kind} and this Accelerator has {len(own)}; "
                 "prepare and register the same things in the same order before load_state()"
             )
+    for scheduler, stepped in zip(state.schedulers, training["schedulers"], strict=True):
+        scheduler.check_state(stepped)
     saved = _by_name(training["objects"], state.objects)
     missing, unexpected = sorted(state.objects.keys() - saved.keys()), sorted(saved.keys() - state.objects.keys())
     if missing or unexpected:

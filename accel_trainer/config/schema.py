@@ -28,6 +28,7 @@ __all__ = [
     "ParallelConfig",
     "PreemptionConfig",
     "RunConfig",
+    "SchedulerSteps",
     "StateDictType",
     "WrapPolicy",
     "field_specs",
@@ -69,6 +70,13 @@ class StateDictType(StrEnum):
 
     FULL = "full"
     SHARDED = "sharded"
+
+
+class SchedulerSteps(StrEnum):
+    """How often a prepared schedule steps for each optimizer step: once, or once for each process."""
+
+    PER_UPDATE = "per_update"
+    PER_PROCESS = "per_process"
 
 
 class FrozenDict(dict[str, Any]):
@@ -283,6 +291,8 @@ class RunConfig:
     """Run on the CPU even when the machine has an accelerator."""
     debug: bool = False
     """Check before each collective that all ranks call it with the same shapes."""
+    scheduler_steps: SchedulerSteps = SchedulerSteps.PER_UPDATE
+    """per_process steps a prepared schedule once for each rank in an update, as scripts for accelerate size theirs."""
     timeout_seconds: float = 1800.0
     """How long a rank waits for the others in a collective, in seconds."""
     data: DataConfig = field(default_factory=DataConfig)

@@ -21,7 +21,7 @@ from transformers import enable_full_determinism, set_seed
 from accel_trainer import logging
 from accel_trainer.accelerator.accelerator import Accelerator
 from accel_trainer.accelerator.shared_state import AcceleratorState, PartialState, is_initialized
-from accel_trainer.config import Resolved
+from accel_trainer.config import Resolved, SchedulerSteps
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DummyOptim, DummyScheduler
 from accel_trainer.strategies.api import TrainUnit
@@ -67,6 +67,11 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
     uses_state = args.accelerator_config.use_configured_state and is_initialized()
     configured = AcceleratorState().distributed_type if uses_state else None
     accelerator = Accelerator(config=complete_engine_config(args, _resolve_for_model(args, model), model))
+    if accelerator.config.scheduler_steps is SchedulerSteps.PER_PROCESS:
+        raise ConfigError(
+            f"{accelerator.resolved.describe('scheduler_steps')} is for loops whose schedules are sized in the batches "
+            "of one process, and the Trainer sizes its own in updates; leave it out"
+        )
     accelerator.gradient_state.plugin_kwargs.update(args.accelerator_config.gradient_accumulation_kwargs or {})
     plain = PartialState(process=accelerator.process).distributed_type
     if configured not in (None, plain, accelerator.distributed_type):

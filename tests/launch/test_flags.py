@@ -105,6 +105,7 @@ FLAGS = [
     "rdzv_conf",
     "role",
     "same_network",
+    "scheduler_steps",
     "slurm",
     "strategy",
     "submit",

@@ -27,6 +27,13 @@ def test_empty_training_set_given_later(tmp_path):
         trainer.train()
 
 
+def test_a_schedule_of_batches(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCEL_TRAINER_SCHEDULER_STEPS", "per_process")
+
+    with pytest.raises(ConfigError, match=r"scheduler_steps=per_process .*the Trainer sizes its own in updates; leave"):
+        build_trainer(tmp_path)
+
+
 def test_empty_evaluation_set(tmp_path):
     with pytest.raises(ConfigError, match=r"eval_dataset is empty"):
         build_trainer(tmp_path, eval_samples=0)

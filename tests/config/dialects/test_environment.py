@@ -36,6 +36,7 @@ SAMPLES = {bool: "true", int: "3", float: "2.5", str: "x"}
 SPECIAL = {
     "mixed_precision": "bf16",
     "output_dtype": "kept",
+    "scheduler_steps": "per_process",
     "compile.mode": "max-autotune",
     "fsdp.wrap_policy": "size",
     "fsdp.state_dict_type": "sharded",
