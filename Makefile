@@ -24,6 +24,8 @@ ECOSYSTEM += apollo-torch==1.0.3 galore-torch==1.0 grokadamw==0.1.2 schedulefree
 ECOSYSTEM += optuna==5.0.0 alembic==1.20.1 colorlog==6.12.0 mako==1.4.3 sqlalchemy==2.1.9
 # Zensical is the maintained successor of mkdocs-material (which ends in May 2027) and reads its files; ruff sets signatures.
 DOCS := zensical==0.0.73 mkdocstrings==1.0.8 mkdocstrings-python==2.0.11 ruff
+# A kernel for notebooks and a client that runs cells in it.
+NOTEBOOK := nbclient==0.11.0 ipykernel==7.4.0
 # Releases of transformers that the Trainer is tested on besides the pinned one, each with what only that release needs.
 TRANSFORMERS := 5.17.0 5.20.0
 NEEDS_5.17.0 := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
@@ -74,6 +76,10 @@ test-accelerate: $(VENV)/.installed .compat/accelerate/.installed ## run the tes
 .PHONY: test-ecosystem
 test-ecosystem: $(VENV)/.installed .compat/ecosystem/.installed ## run the tests with libraries around transformers (PEFT, ...)
 	$(call with_path,ecosystem) $(PYTEST) $(or $(TESTS),tests/ecosystem)
+
+.PHONY: test-notebook
+test-notebook: $(VENV)/.installed .compat/notebook/.installed ## run the notebook launcher in a real kernel
+	$(call with_path,notebook) $(PYTEST) tests/launch/test_notebook_kernel.py
 
 .PHONY: test-matrix
 test-matrix: $(TRANSFORMERS:%=test-transformers-%) ## run the Trainer's tests on older releases of transformers
@@ -157,6 +163,11 @@ $(VENV)/.dev: $(VENV)/.installed
 .compat/ecosystem/.installed: Makefile | $(VENV)/.torch
 	rm -rf $(@D)
 	$(INSTALL) --no-deps --target $(@D) $(ECOSYSTEM)
+	@touch $@
+
+.compat/notebook/.installed: Makefile | $(VENV)/.torch
+	rm -rf $(@D)
+	$(INSTALL) --target $(@D) $(NOTEBOOK)
 	@touch $@
 
 .compat/transformers-%/.installed: Makefile | $(VENV)/.torch

@@ -6,7 +6,9 @@ Workers are forked, so that they have the function of this process and everythin
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import io
 import json
 import logging
 import multiprocessing
@@ -47,6 +49,7 @@ _NUMBERS = {
 }
 """Arguments that are checked like options of the launcher, by the path of the option."""
 _VALUE, _NO_VALUE = "value.pt", "value.error"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
 
 
@@ -292,6 +295,13 @@ def _how(code: int) -> str:
 
 def _work(function: Callable[..., Any], args: Sequence[Any], folder: Path) -> None:
     """Call the function in a worker, leave the job, and write the traceback of an error to `folder`."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # a kernel that is killed leaves no workers
+    with _whole_lines():
+        _call(function, args, folder)
+
+
+def _call(function: Callable[..., Any], args: Sequence[Any], folder: Path) -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     # The OpenMP pool is a copy without its threads, and libgomp would wait for them forever
@@ -310,6 +320,51 @@ def _work(function: Callable[..., Any], args: Sequence[Any], folder: Path) -> No
             return
         report.write_text(traceback.format_exc())
         raise SystemExit(1) from None
+
+
+class _WholeLines(io.TextIOBase):
+    """A stream that hands on whole lines, which do not mix with those of other ranks, and the rest at a `flush`."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._text = ""
+
+    def write(self, text: str) -> int:
+        """Keep text up to its last line, and hand on those before."""
+        lines, newline, rest = f"{self._text}{text}".rpartition("\n")
+        self._text = rest
+        if newline:
+            self._hand_on(lines + newline)
+        return len(text)
+
+    def flush(self) -> None:
+        """Hand on everything."""
+        text, self._text = self._text, ""
+        self._hand_on(text)
+
+    def _hand_on(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        """Return whether this goes to a terminal."""
+        return bool(self._stream.isatty())
+
+    def fileno(self) -> int:
+        """Return the file descriptor behind this."""
+        return int(self._stream.fileno())
+
+
+@contextlib.contextmanager
+def _whole_lines() -> Iterator[None]:
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(_WholeLines, streams)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = streams
 
 
 def _keep_value(value: Any, folder: Path) -> None:

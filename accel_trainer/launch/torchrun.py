@@ -12,11 +12,12 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,22 @@ AGENT_LOGGERS = [
 ]
 """Loggers on which torch's agent reports a failing worker, which the launchers here report themselves."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+# Reads a line for each start of the workers, their process groups as `kill` takes them; an empty one at a regular end.
+_GUARD = """\
+groups=
+while read -r line; do groups=$line; done
+[ -n "$groups" ] || exit 0
+echo "accel-trainer launch: the launcher was killed; its workers get SIGTERM, and have $0 s to end" >&2
+kill -s TERM -- $groups 2>/dev/null
+for second in $(seq "$0"); do
+    alive=
+    for group in $groups; do kill -s 0 -- "$group" 2>/dev/null && alive=1; done
+    [ -n "$alive" ] || exit 0
+    sleep 1
+done
+kill -s KILL -- $groups 2>/dev/null
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +111,46 @@ def run_workers(job: AgentJob) -> int:
         if "LOGLEVEL" not in os.environ:  # `report` sums up the agent's own lines on a failing worker in one
             for logger in AGENT_LOGGERS:
                 logger.setLevel(logging.CRITICAL)
-        agent = _Agent(job, logs)
-        code = 1
-        try:
-            code = _run_agent(agent)
-        finally:
-            agent.leave(code)
+        with _guard(_grace_seconds(job.environment)) as guard:
+            agent = _Agent(job, logs, guard)
+            code = 1
+            try:
+                code = _run_agent(agent)
+            finally:
+                agent.leave(code)
     return code
+
+
+@contextlib.contextmanager
+def _guard(grace_seconds: int) -> Iterator[Callable[[str], None]]:
+    """Yield a function that tells a shell which process groups to end when this process is killed.
+
+    The kernel's own PR_SET_PDEATHSIG comes when the *thread* ends that has started a worker, and to that worker alone.
+    """
+    try:
+        shell = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD, str(grace_seconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+        )
+    except OSError:  # no shell here
+        yield lambda groups: None
+        return
+
+    def tell(groups: str) -> None:
+        with contextlib.suppress(OSError):  # ended by somebody else
+            assert shell.stdin is not None
+            shell.stdin.write(f"{groups}\n")
+            shell.stdin.flush()
+
+    try:
+        yield tell
+    finally:
+        tell("")
+        with contextlib.suppress(OSError):
+            shell.communicate()
 
 
 def _run_agent(agent: _Agent) -> int:
@@ -148,7 +198,7 @@ def _signals_held_back() -> Iterator[None]:
 class _Agent(LocalElasticAgent):
     """The elastic agent of torch, which also records the end of each worker: its time and its exit code."""
 
-    def __init__(self, job: AgentJob, logs: DefaultLogsSpecs) -> None:
+    def __init__(self, job: AgentJob, logs: DefaultLogsSpecs, guard: Callable[[str], None]) -> None:
         launch = job.launch
         spec = WorkerSpec(
             role=launch.role,
@@ -164,6 +214,7 @@ class _Agent(LocalElasticAgent):
         self._grace = _grace_seconds(job.environment)
         self.exits: list[_Exit] = []
         self._job = job
+        self._guard = guard
         self._pids: dict[int, int] = {}
         self._watchers: list[threading.Thread] = []
         self._starts = 0
@@ -229,6 +280,7 @@ class _Agent(LocalElasticAgent):
     def _watch_workers(self, pids: dict[int, Any], worker_group: Any) -> dict[int, Any]:
         """Watch the workers that have been started; return their pids by local rank."""
         self._pids = {worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers}
+        self._guard(" ".join(f"-{pid}" for pid in self._pids.values()))
         if self._job.launch.enable_cpu_affinity and not _uses_accelerator(self._job):
             _bind_to_cores(pids)
         self._watchers = [

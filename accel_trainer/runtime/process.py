@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -293,10 +294,26 @@ def init_process(
         seconds = _DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
         _init_process_group(info, device, backend or _select_backend(device), seconds)
     logging.set_rank(info.rank, info.world_size, _wait_for_ranks)
+    if info.world_size > 1 and "ACCEL_TRAINER_LAUNCH" in environ:
+        _leave_interrupts_to_launcher()
     _current = ProcessContext(
         info.rank, info.local_rank, info.world_size, info.local_world_size, device, _backends()[device.type]
     )
     return _current
+
+
+def _leave_interrupts_to_launcher() -> None:
+    """Print no traceback of ctrl-C: the launcher says what has ended the job, and every rank's would hide its line."""
+    previous = sys.excepthook
+    if getattr(previous, "leaves_interrupts", False):
+        return
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            previous(kind, error, trace)
+
+    report.leaves_interrupts = True  # type: ignore[attr-defined]
+    sys.excepthook = report
 
 
 def find_process() -> ProcessContext | None:

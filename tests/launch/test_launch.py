@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.launches import launch, run_command
-from tests.ranks import free_port, run_ranks
+from tests.ranks import RankFailure, free_port, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO = ("--cpu", "--num_processes", "2")
@@ -296,6 +296,45 @@ def test_workers_without_a_handler_die_of_the_signal(tmp_path: Path, background:
     wait_for(*ready(tmp_path))
     background.send_signal(signal.SIGTERM)
     assert background.wait()[0] == 128 + signal.SIGTERM
+
+
+TELL_PID = "(folder / ('pid' + os.environ['RANK'])).write_text(str(os.getpid()))\n"
+
+
+def test_workers_of_a_killed_launcher_save_and_end(tmp_path: Path, background: Background) -> None:
+    script = f"import os, pathlib\nfolder = pathlib.Path(__file__).parent\n{TELL_PID}{SIGNALS}"
+    background.start(*TWO, write(tmp_path, script), "save")
+    wait_for(*ready(tmp_path))
+    pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
+    background.send_signal(signal.SIGKILL)
+    wait_for(tmp_path / "saved0", tmp_path / "saved1")
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a worker outlives its launcher"
+        time.sleep(0.02)
+    with pytest.raises(RankFailure, match="killed by signal 9"):
+        background.wait()
+    text = (tmp_path / "output.txt").read_text()
+    assert "the launcher was killed; its workers get SIGTERM, and have 120 s to end" in text
+
+
+INTERRUPTED = """
+import pathlib, time
+from accel_trainer import Accelerator
+rank = Accelerator(cpu=True).process_index
+(pathlib.Path(__file__).parent / f"ready{rank}").touch()
+time.sleep(60)
+"""
+
+
+def test_ctrl_c_ends_a_job_with_130_and_without_tracebacks(tmp_path: Path, background: Background) -> None:
+    background.start(*TWO, write(tmp_path, INTERRUPTED))
+    wait_for(*ready(tmp_path))
+    background.send_signal(signal.SIGINT)
+    code, output = background.wait()
+    assert code == 130
+    [line] = output.splitlines()
+    assert line.startswith("accel-trainer launch: SIGINT passed on to the workers, which have 120 s to end")
 
 
 def test_a_second_signal_ends_workers_that_do_not_listen(tmp_path: Path, background: Background) -> None:

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 
 from accel_trainer import Accelerator, debug_launcher, notebook_launcher
 from accel_trainer.errors import ConfigError, ProcessGroupError
-from tests.ranks import free_port, preload, run_ranks
+from tests.ranks import RankFailure, free_port, preload, run_ranks
 from tests.scenarios import Outcome, Scenarios
 
 preload("accel_trainer.accelerator", "accel_trainer.launch.notebook", "tests.scenarios")
@@ -382,3 +383,33 @@ def test_two_machines_form_one_job(tmp_path: Path):
 
     run_ranks(one_of_two_machines, 2, free_port(), env=environ)
     assert (tmp_path / "node0_0").read_text() == (tmp_path / "node1_1").read_text() == "[2, 'no', 'cpu', 1.0]"
+
+
+def tell_pid_and_sleep(directory: str) -> None:
+    path = Path(directory, f"new{os.environ['RANK']}")
+    path.write_text(str(os.getpid()))
+    path.rename(path.with_name(f"pid{os.environ['RANK']}"))
+    time.sleep(60)
+
+
+def launch_sleepers(directory: str) -> None:
+    tempfile.tempdir = directory  # what it keeps there stays behind
+    Path(directory, "parent").write_text(str(os.getpid()))
+    notebook_launcher(tell_pid_and_sleep, (directory,), num_processes=2, use_cpu=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells processes of their parent's end")
+def test_workers_end_with_a_kernel_that_is_killed(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(run_ranks, launch_sleepers, 1, str(tmp_path), env=ALONE, timeout=90)
+        pids = [tmp_path / f"pid{rank}" for rank in range(2)]
+        deadline = time.monotonic() + 60
+        while not all(path.exists() for path in pids):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(int((tmp_path / "parent").read_text()), signal.SIGKILL)
+        while any(Path("/proc", path.read_text()).exists() for path in pids):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        with pytest.raises(RankFailure, match="killed by signal 9"):
+            answer.result()
