@@ -30,7 +30,7 @@ _NAMES = {
     "scheduler": "AcceleratedScheduler",
     "state": "AcceleratorState DistributedType GradientState PartialState",
     "trainer": "Seq2SeqTrainer Seq2SeqTrainingArguments Trainer TrainingArguments",
-    "utils": "find_executable_batch_size set_seed synchronize_rng_states",
+    "utils": "find_executable_batch_size is_rich_available set_seed synchronize_rng_states",
 }
 """Public names by the module that has them."""
 

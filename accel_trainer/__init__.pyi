@@ -40,6 +40,7 @@ from accel_trainer.trainer import Seq2SeqTrainingArguments as Seq2SeqTrainingArg
 from accel_trainer.trainer import Trainer as Trainer
 from accel_trainer.trainer import TrainingArguments as TrainingArguments
 from accel_trainer.utils import find_executable_batch_size as find_executable_batch_size
+from accel_trainer.utils import is_rich_available as is_rich_available
 from accel_trainer.utils import set_seed as set_seed
 from accel_trainer.utils import synchronize_rng_states as synchronize_rng_states
 

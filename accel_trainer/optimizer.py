@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
+from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer, move_to_device
 from accel_trainer.unsupported import explain_missing
 
-__all__ = ["AcceleratedOptimizer"]
+__all__ = ["AcceleratedOptimizer", "move_to_device"]
 
 
 if not TYPE_CHECKING:  # a type checker would take every name for one of this module's

@@ -11,13 +11,24 @@ from torch.optim import Optimizer
 from accel_trainer.accelerator.accumulation import PreparedUnit
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.fault_injection import fault_point
+from accel_trainer.runtime.tensor_trees import send_to_device
 
-__all__ = ["AcceleratedOptimizer", "describe_models"]
+__all__ = ["AcceleratedOptimizer", "describe_models", "move_to_device", "updates_in_backward"]
 
 
 def describe_models(prepared: Sequence[PreparedUnit]) -> str:
     """Return the class names of the units' models."""
     return " and ".join(type(each.unit.module).__name__ for each in prepared)
+
+
+def move_to_device(state: Any, device: str | torch.device) -> Any:
+    """Return the tensors of a state, in lists, tuples and dicts, on `device`; other values as they are."""
+    return send_to_device(state, device)
+
+
+def updates_in_backward(optimizer: Any) -> bool:
+    """Whether an optimizer updates each parameter as soon as its gradient is there, as LOMO does."""
+    return callable(getattr(optimizer, "fused_backward", None))
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -35,6 +46,7 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer = optimizer
         self.prepared = tuple(prepared)
         self._step_was_skipped = False
+        self._has_updated = updates_in_backward(optimizer)
 
     @property
     def state(self) -> Any:
@@ -89,6 +101,8 @@ class AcceleratedOptimizer(Optimizer):
             self._require_one_window()
             return None
         fault_point("train.opt")
+        if self._has_updated:
+            return None
         if not self.prepared:
             return self.optimizer.step(closure)
         for prepared in self.prepared:

@@ -13,7 +13,7 @@ from accel_trainer import logging
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.errors import IncompatibleCheckpointError
 
-__all__ = ["AcceleratedScheduler"]
+__all__ = ["AcceleratedScheduler", "DeepSpeedSchedulerWrapper"]
 
 logger = logging.get_logger(__name__)
 
@@ -164,6 +164,10 @@ class AcceleratedScheduler(LRScheduler):
                 self.last_epoch,
                 num_processes,
             )
+
+
+class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
+    """A schedule of the engine's configuration, which `prepare` returns for a `DummyScheduler` without a callable."""
 
 
 def _holds_length(state: Mapping[str, Any]) -> set[bool]:

@@ -167,8 +167,12 @@ class Accelerator(
             engine_plugins=self._engine_plugins,
             take_plugin=self._use_plugin,
             parallelism_config=parallelism_config,
+            debug=self.config.debug,
         )
-        self.gradient_state = GradientState(self._options.plugin_kwargs, self.config.accumulation.num_steps)
+        accumulation = self.config.accumulation
+        self.gradient_state = GradientState(
+            self._options.plugin_kwargs, accumulation.num_steps, accumulation.sync_with_dataloader
+        )
         self._pass_start = PassStart(
             self.process, self.readers, self.gradient_state, check_rng_types(rng_types or (), self.process.device)
         )

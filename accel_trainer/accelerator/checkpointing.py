@@ -318,7 +318,15 @@ class AcceleratorCheckpointing(AcceleratorSettings):
 
     # --- resuming --------------------------------------------------------------------------------------------------
 
-    def load_state(self, input_dir: str | Path | None = None, verify: str = "full") -> None:
+    def load_state(
+        self,
+        input_dir: str | Path | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        *,
+        verify: str = "full",
+        map_location: Any = None,
+        strict: bool = True,
+    ) -> None:
         """Load a saved state, on any number of processes and with any native strategy. Collective.
 
         Every file that is read is compared with its checksum before anything is changed. States of Hugging Face
@@ -327,14 +335,27 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         Args:
             input_dir: where from; a bad one is an error. Without it, the newest good one of `project_dir/checkpoints`:
                 those that are incomplete or corrupt are renamed to `_bad-...` with a warning.
+            load_kwargs: options of torch.load, which reads nothing here: the log says that they are without effect.
             verify: "full" compares contents, "size" lengths, "off" nothing.
+            map_location: without effect: tensors are read into those of this run, wherever they are.
+            strict: always; weights that a state has too few or too many of are read by `load_checkpoint_in_model`.
 
         Raises:
+            ConfigError: `strict` is false, or `verify` is unknown.
             CheckpointNotFoundError: there is none.
             CorruptCheckpointError: it was changed after the save, or none of several is good.
             IncompatibleCheckpointError: it does not fit the model, the optimizer or the registered objects.
             ProcessGroupError: another rank failed.
         """
+        if not strict:
+            raise ConfigError(
+                "load_state(strict=False) would leave a part of the run as it was; load what fits of the weights with "
+                "load_checkpoint_in_model(model, directory, strict=False), and do not call it a resumed run"
+            )
+        if load_kwargs:
+            logger.warning_once(
+                "load_state(load_kwargs=%s) is without effect: torch.load does not read it", load_kwargs
+            )
         self.wait_for_checkpoint()
         mode = check_verify(verify)
 

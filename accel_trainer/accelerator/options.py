@@ -55,6 +55,8 @@ class AcceleratorOptions:
     profile: ProfileKwargs = field(default_factory=ProfileKwargs)
     compile_options: dict[str, Any] = field(default_factory=dict)
     backend: str | None = None
+    handlers: dict[type[KwargsHandler], Any] = field(default_factory=dict)
+    """Those of `kwargs_handlers`, by their class."""
 
     @classmethod
     def build(
@@ -134,16 +136,15 @@ class AcceleratorOptions:
     def _take_handlers(self, handlers: Sequence[KwargsHandler]) -> None:
         if isinstance(handlers, KwargsHandler):
             raise ConfigError(f"kwargs_handlers is a {type(handlers).__name__}; pass a list of them")
-        seen: set[type] = set()
         for handler in handlers:
-            if type(handler) in seen:
+            if type(handler) in self.handlers:
                 raise ConfigError(f"kwargs_handlers holds two {type(handler).__name__}; pass one")
-            seen.add(type(handler))
             if not isinstance(handler, _HANDLERS):
                 raise ConfigError(
                     f"kwargs_handlers holds a {type(handler).__name__}; known: "
                     f"{', '.join(known.__name__ for known in _HANDLERS)}"
                 )
+            self.handlers[type(handler)] = handler
             self._take("kwargs_handlers", handler, KwargsHandler)
 
     def check(self, resolved: Resolved, facts: Capabilities) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
-from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
+from accel_trainer import logging
+from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer, updates_in_backward
+from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler, DeepSpeedSchedulerWrapper
 from accel_trainer.accelerator.accumulation import AccumulationWindow, PreparedUnit
 from accel_trainer.accelerator.settings import AcceleratorSettings
 from accel_trainer.big_models.offloaded_state import is_offloaded
@@ -31,6 +32,8 @@ from accel_trainer.strategies.ownership import parameters_of
 from accel_trainer.strategies.quantized import keep_gradients
 
 __all__ = ["AcceleratorPreparing"]
+
+logger = logging.get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -135,7 +138,16 @@ class AcceleratorPreparing(AcceleratorSettings):
     def _unwrap(self, optimizer: Any) -> Any:
         """Return the bare optimizer of another Accelerator's wrapper, or of one before `free_memory`."""
         is_stale = isinstance(optimizer, AcceleratedOptimizer) and optimizer not in self._prepared.optimizers
-        return optimizer.optimizer if is_stale else optimizer
+        bare = optimizer.optimizer if is_stale else optimizer
+        if updates_in_backward(bare):
+            if self.process.is_distributed or self.scaler is not None:
+                raise ConfigError(
+                    f"{type(bare).__name__} updates each parameter in the backward, before "
+                    f"{'all processes have given their gradients' if self.scaler is None else 'fp16 is unscaled'}; "
+                    "use it on one process without fp16, or another optimizer"
+                )
+            self.has_lomo_optimizer = True
+        return bare
 
     def _build_placeholders(self, objects: Iterable[Any]) -> dict[int, OptimizerPlaceholder]:
         """Return, by the id of each DummyOptim, the optimizer that takes its place."""
@@ -151,18 +163,29 @@ class AcceleratorPreparing(AcceleratorSettings):
     def _build_scheduler(self, dummy: DummyScheduler, results: Mapping[int, Any]) -> AcceleratedScheduler:
         """Return the schedule of the engine's configuration, or the one that the dummy's callable builds."""
         wrapped = results.get(id(dummy.optimizer)) or self._prepared.add_optimizer(dummy.optimizer)
+        kind = AcceleratedScheduler
         if dummy.lr_scheduler_callable is None:
-            scheduler = self._prepared.get(wrapped).unit.take_scheduler()
+            scheduler, kind = self._prepared.get(wrapped).unit.take_scheduler(), DeepSpeedSchedulerWrapper
         else:
             inner = wrapped.optimizer
             real = inner.real if isinstance(inner, OptimizerPlaceholder) else None
             scheduler = dummy.lr_scheduler_callable(real or inner)
-        return self._prepared.add_scheduler(
-            AcceleratedScheduler(scheduler, [wrapped], self.step_scheduler_with_optimizer)
-        )
+        return self._prepared.add_scheduler(kind(scheduler, [wrapped], self.step_scheduler_with_optimizer))
 
-    def prepare_data_loader(self, data_loader: DataLoader, device_placement: bool | None = None) -> PreparedDataLoader:
-        """Return a loader that yields this rank's shard, on this rank's device. Collective for the first loader."""
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> PreparedDataLoader:
+        """Return a loader that yields this rank's shard, on this rank's device. Collective for the first loader.
+
+        Args:
+            slice_fn_for_dispatch: not called, and said so: with `dispatch_batches`, too, batches are collated for their
+                rank and never cut.
+        """
+        if slice_fn_for_dispatch is not None:
+            logger.warning_once("slice_fn_for_dispatch is not called: batches are collated for their rank, never cut")
         return self._prepared.add_data_loader(
             self._build_loader(data_loader, self.device_placement if device_placement is None else device_placement)
         )
@@ -191,6 +214,10 @@ class AcceleratorPreparing(AcceleratorSettings):
         if self._data_seed is None:
             self._data_seed = collectives.broadcast_object_list([torch.initial_seed()], self.process)[0]
         return self._data_seed
+
+    def deepspeed_ulysses_dl_adapter(self, dl: PreparedDataLoader, model: nn.Module) -> PreparedDataLoader:
+        """Return the loader as it is: there is no sequence parallelism, whose ranks would share its sequences."""
+        return dl
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return whether `model` was loaded with a device map that spreads it over several devices."""

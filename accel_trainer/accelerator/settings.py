@@ -23,7 +23,15 @@ from accel_trainer.config.parallel import AxisSizes
 from accel_trainer.config.schema import DataConfig
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugins
-from accel_trainer.plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
+from accel_trainer.plugins.kwargs import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import check_rng_types, seed_own_streams, synchronize_rng
@@ -73,6 +81,8 @@ class AcceleratorSettings(ProcessView):
     """Of fp16; one for all units, since one loss may reach several models."""
     device_placement: bool
     step_scheduler_with_optimizer: bool
+    has_lomo_optimizer: bool = False
+    """Whether an optimizer was prepared that updates the parameters in the backward; see `lomo_backward`."""
     dataloader_config: DataLoaderConfiguration
     """Options of the loaders that are prepared from now on, the configured ones at first; TRL sets some of them."""
     project_configuration: ProjectConfiguration
@@ -204,7 +214,32 @@ class AcceleratorSettings(ProcessView):
 
     # Always so: a recipe for fp8 is refused where it is given.
     fp8_recipe_handler = ao_recipe_handler = te_recipe_handler = msamp_recipe_handler = None
-    fp8_enabled = has_fp8_handler = False
+    fp8_enabled = has_fp8_handler = delayed_fp8_autocast = False
+
+    @property
+    def autocast_handler(self) -> AutocastKwargs | None:
+        """That of `kwargs_handlers`; None without one, as of each handler."""
+        return self._options.handlers.get(AutocastKwargs)
+
+    @property
+    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
+        """The options of DDP among the handlers."""
+        return self._options.handlers.get(DistributedDataParallelKwargs)
+
+    @property
+    def init_handler(self) -> InitProcessGroupKwargs | None:
+        """The options of the process group among the handlers."""
+        return self._options.handlers.get(InitProcessGroupKwargs)
+
+    @property
+    def profile_handler(self) -> ProfileKwargs | None:
+        """The options of `profile()` among the handlers."""
+        return self._options.handlers.get(ProfileKwargs)
+
+    @property
+    def scaler_handler(self) -> GradScalerKwargs | None:
+        """The options of the scaler of fp16 losses among the handlers."""
+        return self._options.handlers.get(GradScalerKwargs)
 
     @property
     def native_amp(self) -> bool:

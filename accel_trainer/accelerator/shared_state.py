@@ -290,6 +290,11 @@ class PartialState(ProcessView):
         )
 
     @property
+    def default_device(self) -> torch.device:
+        """The kind of this process's device."""
+        return torch.device(self.process.device.type)
+
+    @property
     def initialized(self) -> bool:
         """Whether the state tells of a job; false after `_reset_state`."""
         return bool(self.__dict__)
@@ -353,6 +358,7 @@ class AcceleratorState(PartialState):
         engine_plugins: DeepSpeedPlugins | None = None,
         take_plugin: Callable[[str], None] | None = None,
         parallelism_config: Any = None,
+        debug: bool = False,
     ) -> None:
         """Show the state made last, or make one.
 
@@ -373,7 +379,9 @@ class AcceleratorState(PartialState):
         else:
             resolved = _resolve("AcceleratorState", {"mixed_precision": mixed_precision, "use_cpu": cpu})
             process, mixed_precision = _join(resolved), str(resolved.config.mixed_precision)
+            debug = resolved.config.debug
         self._set_process(process, distributed_type)
+        self.debug = debug
         self.mixed_precision = mixed_precision or "no"
         self.fsdp_plugin = fsdp_plugin
         self.is_fsdp2 = self.distributed_type == DistributedType.FSDP  # FSDP1 is not offered
@@ -411,6 +419,11 @@ class AcceleratorState(PartialState):
             PartialState._reset_state()
 
     @property
+    def saves_shards(self) -> bool:
+        """Whether a Trainer's checkpoints have the optimizer's state in shards, of a strategy that has any."""
+        return self.fsdp_plugin is not None and self.fsdp_plugin.saves_shards
+
+    @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The DeepSpeed plugin in use; None under other strategies."""
         return self._engine_plugins.current
@@ -445,7 +458,9 @@ class GradientState:
 
     _shared_state: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, plugin_kwargs: dict[str, Any] | None = None, num_steps: int = 1) -> None:
+    def __init__(
+        self, plugin_kwargs: dict[str, Any] | None = None, num_steps: int = 1, sync_with_dataloader: bool = True
+    ) -> None:
         if plugin_kwargs is None and self._shared_state:
             self.__dict__ = self._shared_state
             return
@@ -454,6 +469,8 @@ class GradientState:
         """Options that the user set of the accumulation plugin, by its field names."""
         self.num_steps = num_steps
         """Micro-batches of a full accumulation window."""
+        self.sync_with_dataloader = sync_with_dataloader
+        """Whether the last batch of a loader ends a window."""
         self.sync_gradients = True
         self.loaders: list[PreparedDataLoader] = []
         """Prepared loaders that are being iterated, the innermost last."""
@@ -467,6 +484,21 @@ class GradientState:
     def _reset_state() -> None:
         """Let the next `GradientState()` be a new one. That of an Accelerator goes on: its loop reads it."""
         GradientState._shared_state = {}
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """True: a schedule steps once per update, whatever the number of micro-batches."""
+        return True
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """False: there is no XLA."""
+        return False
+
+    @property
+    def dataloader_references(self) -> list[PreparedDataLoader | None]:
+        """None and the loaders that are being iterated, the innermost last."""
+        return [None, *self.loaders]
 
     @property
     def active_dataloader(self) -> PreparedDataLoader | None:

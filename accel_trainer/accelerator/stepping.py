@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_trainer import logging
-from accel_trainer.accelerator.accelerated_optimizer import describe_models
+from accel_trainer.accelerator.accelerated_optimizer import describe_models, updates_in_backward
 from accel_trainer.accelerator.accumulation import PreparedUnit
 from accel_trainer.accelerator.prepared import Prepared
 from accel_trainer.accelerator.settings import AcceleratorSettings
@@ -209,9 +209,14 @@ class AcceleratorStepping(AcceleratorSettings):
         Where ranks hold unequally many samples of a step (`even_batches=True` fills it up), each loss counts by its
         samples; a rank without any takes part with weight zero. Collective on the last micro-batch of a window.
 
+        Args:
+            kwargs: of `Tensor.backward`; of LOMO optimizers, `learning_rate`.
+
         Raises:
             Exception: a background save has failed; on all ranks.
         """
+        if self.has_lomo_optimizer:
+            return self.lomo_backward(loss, **kwargs)
         if self._checkpointer.background is not None and self.sync_gradients:
             self._checkpointer.background.poll()
         units = self._prepared.current or self._prepared.units[:1]
@@ -237,6 +242,24 @@ class AcceleratorStepping(AcceleratorSettings):
         if self.process.is_distributed or self.scaler is not None:
             raise ConfigError("backward() was called before a model was prepared; pass the model to prepare() first")
         (loss / self.gradient_accumulation_steps).backward(**kwargs)
+
+    def lomo_backward(self, loss: Tensor, learning_rate: float | None = None) -> None:
+        """Run the backward of `loss` by the prepared LOMO optimizers, which update the parameters in it.
+
+        On one process. Their `step` does nothing then.
+
+        Raises:
+            ConfigError: no such optimizer is prepared, there is no learning rate, or gradients are to be accumulated.
+        """
+        found = [each.optimizer for each in self._prepared.optimizers if updates_in_backward(each.optimizer)]
+        if not found or learning_rate is None or self.gradient_accumulation_steps > 1:
+            raise ConfigError(
+                f"lomo_backward(learning_rate={learning_rate}) with {len(found)} LOMO optimizer(s) and "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}: it updates parameters of "
+                "prepared LOMO optimizers at once; call backward(loss, learning_rate=...) with accumulation of 1"
+            )
+        for optimizer in found:
+            optimizer.fused_backward(loss, learning_rate)  # type: ignore[attr-defined]
 
     def global_token_mean(self, loss_sum: Tensor, num_tokens: Tensor | int) -> Tensor:
         """Return a loss for `backward` that makes the update's gradient that of the mean over all its tokens.

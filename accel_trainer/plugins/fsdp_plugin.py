@@ -84,6 +84,10 @@ class FullyShardedDataParallelPlugin(OptionObject):
                 "true for modules to be units"
             )
 
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Set `state_dict_type`, for an Accelerator that is made later; one has its own: `state.fsdp_plugin`."""
+        self.state_dict_type = state_dict_type if state_dict_type is not None else self.state_dict_type
+
     def _named(self, name: str) -> str:
         return f"{type(self).__name__}({name}={getattr(self, name)!r})"
 
@@ -179,6 +183,28 @@ class FSDPDescription:
             activation_checkpointing=fsdp.activation_checkpointing,
             transformer_cls_names_to_wrap=list(fsdp.wrap_classes),
         )
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Choose "FULL_STATE_DICT" or "SHARDED_STATE_DICT" for what is saved from now on; None leaves it.
+
+        For the optimizer's state in a Trainer's checkpoints, and the functions that take a plugin. Weights that are
+        saved for others, and `get_state_dict`, are full in any case; a state of `save_state` is in shards.
+
+        Raises:
+            ConfigError: it is another word.
+        """
+        if state_dict_type is None:
+            return
+        word = f"{str(_plain(state_dict_type)).upper().removesuffix('_STATE_DICT')}_STATE_DICT"
+        known = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+        if word not in known:
+            raise ConfigError(f"set_state_dict_type({state_dict_type!r}); expected one of {', '.join(known)}")
+        self.state_dict_type = word
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether optimizers are saved in shards."""
+        return self.state_dict_type == "SHARDED_STATE_DICT"
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from accel_trainer.accelerator.accelerated_scheduler import DeepSpeedSchedulerWrapper
 from accel_trainer.accelerator.gathering import (
     GatheredParameters,
     broadcast,
@@ -26,7 +27,11 @@ from accel_trainer.accelerator.shared_state import (
 from accel_trainer.accelerator.single_files import (
     clean_state_dict_for_safetensors,
     load,
+    load_fsdp_model,
+    load_fsdp_optimizer,
     save,
+    save_fsdp_model,
+    save_fsdp_optimizer,
 )
 from accel_trainer.accelerator.unwrapping import (
     extract_model_from_parallel,
@@ -208,6 +213,7 @@ __all__ = [
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",
+    "DeepSpeedSchedulerWrapper",
     "DeepSpeedSequenceParallelConfig",
     "DistributedDataParallelKwargs",
     "DistributedOperationException",
@@ -301,6 +307,8 @@ __all__ = [
     "load",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
+    "load_fsdp_model",
+    "load_fsdp_optimizer",
     "load_offloaded_weight",
     "load_offloaded_weights",
     "load_state_dict",
@@ -321,6 +329,8 @@ __all__ = [
     "release_memory",
     "retie_parameters",
     "save",
+    "save_fsdp_model",
+    "save_fsdp_optimizer",
     "save_offload_index",
     "send_to_device",
     "set_module_tensor_to_device",

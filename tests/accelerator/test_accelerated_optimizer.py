@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_trainer import Accelerator
+from accel_trainer.optimizer import move_to_device
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -97,3 +98,9 @@ def test_a_prepared_optimizer_is_pickled_with_its_state():
     loaded = pickle.loads(pickle.dumps(prepared))
     for name, value in prepared.state_dict()["state"][0].items():
         assert torch.equal(loaded.state_dict()["state"][0][name], value)
+
+
+def test_the_tensors_of_a_state_are_moved_and_nothing_else():
+    moved = move_to_device({"step": 1, "momenta": [torch.ones(2), (torch.ones(1),)]}, "meta")
+    assert moved["step"] == 1
+    assert (moved["momenta"][0].device.type, moved["momenta"][1][0].device.type) == ("meta", "meta")

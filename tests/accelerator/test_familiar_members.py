@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,16 @@ from accel_trainer import (
     ParallelismConfig,
 )
 from accel_trainer.errors import ConfigError
+from accel_trainer.state import PartialState
+from accel_trainer.utils import (
+    AutocastKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
 from tests.ranks import preload
-from tests.scenarios import Outcome, Scenarios
+from tests.scenarios import Outcome, Scenarios, refused
 
 preload("accel_trainer.accelerator", "tests.scenarios")
 
@@ -222,3 +231,81 @@ def test_the_place_of_a_rank_in_a_mesh():
             ([rank, 0], [0, 0, 0], [rank == 0, False, None], None),
             ([rank, rank], [0, 0, 0], [rank == 0, True, None], None),
         ]
+
+
+def test_handlers_are_those_that_were_given():
+    given = [AutocastKwargs(), GradScalerKwargs(growth_interval=3), InitProcessGroupKwargs(), ProfileKwargs()]
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[*given, DistributedDataParallelKwargs()])
+    kinds = ("autocast", "scaler", "init", "profile")
+    assert [getattr(accelerator, f"{kind}_handler") for kind in kinds] == given
+    assert isinstance(accelerator.ddp_handler, DistributedDataParallelKwargs)
+    assert [getattr(Accelerator(cpu=True), f"{kind}_handler") for kind in (*kinds, "ddp")] == [None] * 5
+
+
+def test_states_tell_of_devices_windows_and_loaders():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(2, False))
+    state = accelerator.gradient_state
+    assert (state.sync_with_dataloader, state.adjust_scheduler, state.is_xla_gradients_synced) == (False, True, False)
+    loader = accelerator.prepare(DataLoader(range(2)))
+    assert [state.dataloader_references for _ in loader] == [[None, loader]] * 2
+    assert state.dataloader_references == [None]
+    assert PartialState().default_device == torch.device("cpu")
+    assert not accelerator.state.debug
+    assert Accelerator(cpu=True, config={"debug": True}).state.debug
+
+
+def test_arguments_that_have_nothing_to_do_are_taken_and_said_so(caplog: pytest.LogCaptureFixture, tmp_path: Path):
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare_data_loader(DataLoader(range(2)), slice_fn_for_dispatch=print)
+    assert "slice_fn_for_dispatch is not called: batches are collated for their rank" in caplog.text
+    assert accelerator.deepspeed_ulysses_dl_adapter(loader, nn.Linear(1, 1)) is loader
+    accelerator.save_state(tmp_path / "state")
+    accelerator.load_state(tmp_path / "state", {"weights_only": False}, map_location="cpu")
+    assert "load_state(load_kwargs={'weights_only': False}) is without effect" in caplog.text
+    with pytest.raises(ConfigError, match=r"strict=False\) would leave .*load_checkpoint_in_model"):
+        accelerator.load_state(tmp_path / "state", strict=False)
+
+
+class Fused(torch.optim.Optimizer):
+    """An optimizer of the kind of LOMO: it steps in the backward, and has no step of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        super().__init__(model.parameters(), {"lr": 1.0})
+
+    def fused_backward(self, loss: Tensor, lr: float) -> None:
+        loss.backward()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter -= lr * parameter.grad
+                parameter.grad = None
+
+
+def test_lomo_updates_in_the_backward():
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match=r"with 0 LOMO optimizer\(s\)"):
+        accelerator.lomo_backward(torch.ones(()), 0.5)
+    model = nn.Linear(1, 1, bias=False)
+    before = model.weight.item()
+    model, optimizer = accelerator.prepare(model, Fused(model))
+    assert accelerator.has_lomo_optimizer
+    with pytest.raises(ConfigError, match="learning_rate=None"):
+        accelerator.backward(model(torch.ones(1)).sum())
+    accelerator.backward(model(torch.ones(1)).sum(), learning_rate=0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert model.weight.item() == pytest.approx(before - 0.5)
+    accelerator.gradient_accumulation_steps = 2
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps=2"):
+        accelerator.lomo_backward(model(torch.ones(1)).sum(), 0.5)
+
+
+@SCENARIOS.add
+def lomo_on_two() -> str:
+    model = nn.Linear(1, 1)
+    return refused(lambda: Accelerator(cpu=True).prepare(model, Fused(model)))
+
+
+def test_lomo_on_several_processes_is_refused():
+    for message in results("lomo_on_two"):
+        assert "Fused updates each parameter in the backward, before all processes have given" in message

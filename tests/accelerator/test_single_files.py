@@ -4,6 +4,8 @@ import io
 import pickle
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,13 @@ from torch import nn
 
 from accel_trainer import Accelerator
 from accel_trainer.accelerator.single_files import load, save
+from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
+from tests.ranks import preload, run_ranks
+from tests.scenarios import refused
+
+preload("accel_trainer.accelerator", "torch.distributed.checkpoint")
 
 
 def on_rank(rank: int, local_rank: int) -> ProcessContext:
@@ -49,3 +57,77 @@ def test_plain_data_and_arrays_are_read_and_code_is_not(tmp_path: Path):
     buffer.seek(0)
     with pytest.raises(pickle.UnpicklingError, match="pathlib"):
         load(buffer)
+
+
+# --- the state of a model or an optimizer -----------------------------------------------------------------------------
+
+KINDS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+
+
+def small(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def prepare(strategy: str, seed: int) -> tuple[Any, ...]:
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    model = small(seed)
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+
+def contents(accelerator: Any, model: nn.Module) -> Any:
+    io = accelerator.unit_of(model).checkpoint_io()
+    optimizer = {name: entry["exp_avg"] for name, entry in io.full_optimizer_state().get("state", {}).items()}
+    return io.full_model_state(), optimizer
+
+
+def save_and_load(folder: str) -> Any:
+    """Save by each strategy in each kind of files, load by the other; return what was saved and what was loaded."""
+    saved, loaded = {}, {}
+    for strategy, reader in (("fsdp2", "ddp"), ("ddp", "fsdp2")):
+        accelerator, model, optimizer = prepare(strategy, 0)
+        accelerator.backward(model(torch.linspace(-1, 1, 12).reshape(4, 3)).square().mean())
+        optimizer.step()
+        saved[strategy] = contents(accelerator, model)
+        others = prepare(reader, 1)
+        for kind in KINDS:
+            plugin = accelerator.state.fsdp_plugin or SimpleNamespace(state_dict_type=None)
+            if strategy == "fsdp2":
+                plugin.set_state_dict_type(kind)
+            else:
+                plugin.state_dict_type = kind
+            out = Path(folder, strategy, kind)
+            save_fsdp_model(plugin, accelerator, model, out)
+            save_fsdp_optimizer(plugin, accelerator, optimizer, model, out)
+            keys = load_fsdp_model(others[0].state.fsdp_plugin, *others[:2], out)
+            load_fsdp_optimizer(others[0].state.fsdp_plugin, others[0], others[2], others[1], out)
+            loaded[strategy, kind] = contents(*others[:2])
+            assert not keys.missing_keys
+    accelerator, model, optimizer = prepare("fsdp2", 0)
+    plugin, out = accelerator.state.fsdp_plugin, Path(folder, "fsdp2", KINDS[0])
+    words = refused(lambda: plugin.set_state_dict_type("LOCAL_STATE_DICT"))
+    plugin.set_state_dict_type(KINDS[1])
+    words += refused(lambda: save_fsdp_model(plugin, accelerator, model, folder, use_dcp=False))
+    with pytest.raises(CheckpointNotFoundError, match=r"neither optimizer_1.bin nor optimizer_1/ is in .*FULL"):
+        load_fsdp_optimizer(plugin, accelerator, optimizer, model, out, 1)
+    wider = accelerator.prepare(nn.Linear(3, 6))
+    with pytest.raises(IncompatibleCheckpointError, match="weight"):
+        load_fsdp_model(plugin, accelerator, wider, out)
+    words += refused(lambda: save_fsdp_optimizer(plugin, accelerator, optimizer, wider, folder))
+    return saved, loaded, words
+
+
+def test_files_of_accelerates_functions_for_fsdp_are_written_and_read_by_any_layout(tmp_path: Path):
+    saved, loaded, words = run_ranks(save_and_load, 2, str(tmp_path))[0]
+    for (strategy, _), found in loaded.items():
+        for own, there in zip(saved[strategy], found, strict=True):
+            assert own
+            torch.testing.assert_close(there, own, rtol=0, atol=0)
+    folder = tmp_path / "fsdp2"
+    plain = small(2)
+    plain.load_state_dict(torch.load(folder / KINDS[0] / "pytorch_model_fsdp.bin", weights_only=True))
+    torch.testing.assert_close(plain.state_dict(), saved["fsdp2"][0], rtol=0, atol=0)
+    names = [{path.name for path in (folder / kind).iterdir()} for kind in KINDS]
+    assert names == [{"pytorch_model_fsdp.bin", "optimizer.bin"}, {"pytorch_model_fsdp_0", "optimizer_0"}]
+    for part in ("expected one of FULL_STATE_DICT", "use_dcp=False would", "AdamW holds no parameters of "):
+        assert part in words

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from accel_trainer.errors import IncompatibleCheckpointError, ProcessGroupError
+from accel_trainer.utils import load_fsdp_model, save_fsdp_model
 from tests.ecosystem.peft_models import RANKS, STRATEGIES, adapt, batch_loss, build_accelerator
 from tests.ranks import preload, run_ranks
 from tests.trainer_jobs import TokenDataset, build_model
@@ -139,3 +141,32 @@ def test_a_state_goes_on_on_any_number_of_ranks(runs, origin, strategy):
     resumed = run_ranks(resume, RANKS[strategy], str(folder), strategy, timeout=100)[0]
     for method in METHODS:
         np.testing.assert_allclose(resumed[method], results[0][method]["losses"][2:], rtol=2e-6)
+
+
+def adapters_alone(folder: str) -> tuple[list[str], bool]:
+    """Save the trained parameters by accelerate's function for FSDP, and load them into a model with others."""
+    accelerator, model, *_ = prepare("fsdp", "lora")
+    plugin = accelerator.state.fsdp_plugin
+    trained = accelerator.get_state_dict(model)
+    save_fsdp_model(plugin, accelerator, model, folder, adapter_only=True)
+    accelerator.wait_for_everyone()
+    names = sorted(torch.load(Path(folder, "pytorch_model_fsdp.bin"), weights_only=True))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.zero_()
+    load_fsdp_model(plugin, accelerator, model, folder, adapter_only=True)
+    loaded = accelerator.get_state_dict(model)
+    is_equal = all(torch.equal(value, loaded[name]) for name, value in trained.items())
+    other = accelerator.prepare(adapt(build_model(), "prompt"))
+    with pytest.raises((IncompatibleCheckpointError, ProcessGroupError), match=r"lora_A.* has not; add the adapters"):
+        load_fsdp_model(plugin, accelerator, other, folder, adapter_only=True)
+    return names, is_equal
+
+
+@pytest.mark.multirank
+def test_trained_parameters_alone_are_saved_by_the_functions_for_fsdp(tmp_path: Path):
+    names, is_equal = run_ranks(adapters_alone, 2, str(tmp_path), timeout=100)[0]
+    assert names
+    assert all(".lora_" in name for name in names)
+    assert is_equal

@@ -9,26 +9,12 @@ import sys
 import pytest
 
 from tests.migration.imported_names import LIBRARIES, is_importable, lacking, names_in, record
-from tests.migration.names import reason_of
-
-REFUSED = {
-    # Of transformers' own Trainer, whose place accel_trainer's takes.
-    "transformers": {
-        "accelerate.utils.DeepSpeedSchedulerWrapper",
-        "accelerate.utils.load_fsdp_model",
-        "accelerate.utils.load_fsdp_optimizer",
-        "accelerate.utils.save_fsdp_model",
-        "accelerate.utils.save_fsdp_optimizer",
-    },
-}
 
 
 @pytest.mark.parametrize("library", sorted(LIBRARIES))
-def test_every_name_of_a_library_is_here_or_refused_with_a_reason(library: str):
+def test_every_name_of_a_library_is_here(library: str):
     assert lacking(library) == []
-    absent = {path for path in LIBRARIES[library]["imported"] if not is_importable(path)}
-    assert absent == REFUSED.get(library, set())
-    assert all(reason_of("absent", path.removeprefix("accelerate.")) for path in absent)
+    assert [path for path in LIBRARIES[library]["imported"] if not is_importable(path)] == []
 
 
 def test_modules_are_there_after_the_package_alone_is_imported():

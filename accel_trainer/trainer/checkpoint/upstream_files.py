@@ -51,7 +51,6 @@ from accel_trainer.checkpoint.weights.adapters import (
 )
 from accel_trainer.checkpoint.weights.reading import load_torch_file
 from accel_trainer.checkpoint.weights.writing import USERS_CLASS, full_state_dicts, gather_to_file
-from accel_trainer.config import StateDictType
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.strategies.api import CheckpointIO
@@ -262,7 +261,7 @@ def _builds_engine(trainer: CheckpointingTrainer) -> bool:
 
 def _saves_in_shards(trainer: CheckpointingTrainer) -> bool:
     """Whether each rank writes its shards of the optimizer's state."""
-    return _builds_engine(trainer) or trainer.accelerator.config.fsdp.state_dict_type is StateDictType.SHARDED
+    return _builds_engine(trainer) or trainer.accelerator.state.saves_shards
 
 
 def _adopt_own_shards(trainer: CheckpointingTrainer, directory: Path) -> None:
