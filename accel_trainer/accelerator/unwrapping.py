@@ -1,4 +1,4 @@
-"""The user's own model out of what prepare, data parallelism and torch.compile put around it."""
+"""The user's own model out of the wrappers of prepare, data parallelism and torch.compile."""
 
 from __future__ import annotations
 

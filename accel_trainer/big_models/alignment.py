@@ -518,7 +518,7 @@ class ReadAhead:
         return values
 
     def _follower(self, module: _OffloadedModule) -> _OffloadedModule | None:
-        """Return the module that comes next; None at the end: what begins the next pass is not held until then."""
+        """Return the module that comes next; None at the end, for the next pass may never begin."""
         follower = self._next.get(module)
         return None if follower is self._first else follower
 

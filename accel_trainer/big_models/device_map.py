@@ -188,7 +188,7 @@ def fallback_allocate(
     no_split_module_classes: Iterable[str] | None = None,
     tied_parameters: Iterable[Sequence[str]] | None = None,
 ) -> tuple[str | None, Any, list[Entry]]:
-    """Return the first module, at any depth, that fits into `size_limit` with its ties: name, module and what remains.
+    """Return the first module, at any depth, that fits into `size_limit` with its ties: name, module and the rest.
 
     The modules around it are split up in what remains. Two None and `modules` where nothing fits.
     """
@@ -216,7 +216,7 @@ def fallback_allocate(
 
 
 class _Allocation:
-    """One walk over a model: devices are filled one after the other, and what does not fit is split or goes on.
+    """One walk over a model: devices are filled one after the other, and one that does not fit is split or goes on.
 
     The first accelerator and the host keep room for the largest layer that comes after: it is brought in to compute.
     """

@@ -23,7 +23,7 @@ _HOOK, _FORWARD = "_hf_hook", "_old_forward"
 
 
 class ModelHook:
-    """What is done when it is added to a module, before and after each forward, and when it is taken off.
+    """Code that runs when it is added to a module, before and after each forward, and when it is taken off.
 
     A subclass overrides what it needs; the methods here do nothing.
     """

@@ -71,7 +71,7 @@ def notebook_launcher(
     log_line_prefix_template: str | None = None,
     use_cpu: bool = False,
 ) -> Any:
-    """Call `function(*args)` in several processes that are the ranks of a job, and return what rank 0's call returned.
+    """Call `function(*args)` in several processes that are the ranks of a job, and return the value of rank 0's call.
 
     The Accelerator is made within the function. One process is this one. Several are forked: nothing here may have
     used a GPU, and each computes with one CPU thread, since the threads of this process do not survive a fork.
@@ -368,7 +368,7 @@ def _whole_lines() -> Iterator[None]:
 
 
 def _keep_value(value: Any, folder: Path) -> None:
-    """Write what rank 0's call returned, or why that cannot be written, to `folder`."""
+    """Write the value of rank 0's call, or why that cannot be written, to `folder`."""
     (folder / _NO_VALUE).unlink(missing_ok=True)  # of the attempt before a restart
     try:
         torch.save(value, folder / _VALUE)
@@ -377,7 +377,7 @@ def _keep_value(value: Any, folder: Path) -> None:
 
 
 def _returned_value(folder: Path) -> Any:
-    """Return what `_keep_value` has written, with tensors on the CPU: a GPU used here would end further launches."""
+    """Return the value that `_keep_value` wrote, on the CPU: a GPU used here would end further launches."""
     reason = folder / _NO_VALUE
     if reason.exists():
         why = reason.read_text()

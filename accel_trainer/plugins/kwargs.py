@@ -45,7 +45,7 @@ class OptionObject:
         return {f.name: copy.deepcopy(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the options that differ from what the class has without arguments, as copies."""
+        """Return the options that differ from the class's defaults, as copies."""
         default = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if value != default[name]}
 

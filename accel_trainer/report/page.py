@@ -95,7 +95,7 @@ def describe_bytes(num_bytes: float) -> str:
 
 
 def build_page(runs: Sequence[RecordedRun]) -> str:
-    """Return the page of one run, or of several with what tells them apart."""
+    """Return the page of one run, or of several with the options that tell them apart."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     body = "".join(
         (

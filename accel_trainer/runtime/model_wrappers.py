@@ -1,4 +1,4 @@
-"""The user's own module inside of what wraps it, and facts about modules that wrappers leave behind."""
+"""The user's own module inside of its wrappers, and facts about modules that wrappers leave behind."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Return lines `NAME=value` for a host file; what would break one is left out with a warning."""
+    """Return lines `NAME=value` for a host file; a value that would break one is left out with a warning."""
     lines = []
     for name, value in current_env.items():
         if name and value and not _FORBIDDEN.intersection(name + value):

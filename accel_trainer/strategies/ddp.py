@@ -38,6 +38,8 @@ class DDPUnit(NativeUnit):
         # that are averaged already is the same, so a window may exchange once more.
         self._must_sync = self._replicas is not None and self._replicas.static_graph
         self.local_replicas = None if self._replicas is None else LocalReplicas(self._replicas, self.optimizers)
+        if self._replicas is not None:
+            _outlive_reducer(self._replicas)
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Exchange gradients in the next backward, or keep them local. The setter that DDP.no_sync() itself uses."""
@@ -152,8 +154,6 @@ class DDPStrategy(BaseStrategy):
                 job.comm_hook.register(model)
         elif wrapped is None and process.is_distributed:
             broadcast_module_states(module, process.device)
-        if isinstance(model, DistributedDataParallel):
-            _outlive_reducer(model)
         return with_optimizers(DDPUnit(model, module, job.loss_scale), job)
 
 

@@ -37,7 +37,7 @@ def gather_in_save_pretrained(model: nn.Module, process: ProcessContext, io: Cal
 
 
 def refuse_merges(model: nn.Module) -> None:
-    """Refuse to merge adapters of PEFT into weights that are sharded: what came out would be wrong, or of no use."""
+    """Refuse to merge adapters of PEFT into weights that are sharded: the result would be wrong, or of no use."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise ConfigError(

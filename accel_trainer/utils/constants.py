@@ -145,7 +145,7 @@ SAGEMAKER_PARALLEL_EC2_INSTANCES = ["ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4
 
 
 class EnumWithContains(EnumMeta):
-    """Metaclass of an enumeration that is asked for words: `in` is false for what is no word of it."""
+    """Metaclass of an enumeration that is asked for words: `in` is false for any other word."""
 
     def __contains__(cls, item: Any) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""The locks under which torch compiles DeepSpeed's ops: what is said while a run waits for one that nobody releases.
+"""The locks under which torch compiles DeepSpeed's ops: a warning while a run waits for one that nobody releases.
 
 `torch.utils.cpp_extension` makes a file `lock` in the folder of an op, compiles, and removes it. A process that is
 killed meanwhile leaves it there, and torch makes every later one wait for it for ever, without a word.

@@ -58,7 +58,7 @@ State = Mapping[str, Tensor | LazyTensor]
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Return whether a model, without what data parallelism or torch.compile put around it, is a `peft.PeftModel`."""
+    """Return whether a model, without the wrappers of data parallelism and torch.compile, is a `peft.PeftModel`."""
     # Without an import: it takes seconds, and whoever has such a model has imported it.
     return isinstance(unwrap_module(model), getattr(sys.modules.get("peft"), "PeftModel", ()))
 

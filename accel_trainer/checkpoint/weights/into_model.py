@@ -151,7 +151,7 @@ def load_and_index(
     init_missing: bool = False,
     verify: bool = False,
 ) -> tuple[LoadReport, Index]:
-    """Do what `load_checkpoint_in_model` does, and return the index of the tensors that stay on disk as well."""
+    """Load as `load_checkpoint_in_model` does, and return the index of the tensors that stay on disk as well."""
     model = unwrap_module(model)
     weights = _open(Path(checkpoint), broadcast_from_rank0)
     if verify:
@@ -425,7 +425,7 @@ def _fill_missing(model: nn.Module, missing: list[str], init_missing: bool, devi
 
 
 def _device_in_memory(name: str, device_map: DeviceMap | None) -> torch.device | None:
-    """Return the device of a tensor that no file has: what goes to disk is computed on the host."""
+    """Return the device of a tensor that no file has: the host for one that goes to disk."""
     device = _device(name, device_map, stays_in_memory=True)
     return None if device == DISK else device
 

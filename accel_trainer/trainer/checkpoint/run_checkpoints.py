@@ -137,7 +137,7 @@ class RunCheckpoints:
             )  # fmt: skip
 
     def note_pass(self, loader: Any) -> None:
-        """Remember what the order of a pass over the training data depends on, before it begins."""
+        """Remember the streams and counts that fix the order of a pass over the training data, before it begins."""
         self.pass_streams = None if isinstance(loader, PreparedDataLoader) else PassStreams(loader)
 
     def begin_update(self, loader: Any) -> None:
