@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _OPTIONS = {
     "megatron_lm_plugin": "Megatron-LM",
-    "torch_tp_plugin": "tensor parallelism",
+    "torch_tp_plugin": "tensor parallelism in a form of old, now ParallelismConfig(tp_size=...)",
 }
 
 _FP8 = "fp8 is not offered; use mixed_precision='bf16'"
@@ -24,7 +24,7 @@ _RECIPES = ("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeK
 _NAMES = {
     **dict.fromkeys(_RECIPES, _FP8),
     "MegatronLMPlugin": "Megatron-LM is not offered",
-    "TorchTensorParallelPlugin": "tensor parallelism is not offered",
+    "TorchTensorParallelPlugin": "pass ParallelismConfig(tp_size=...)",
     "deepspeed_required": "compare accelerator.distributed_type with DistributedType.DEEPSPEED",
     "disable_fsdp_ram_efficient_loading": "pass FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False)",
     "enable_fsdp_ram_efficient_loading": "pass FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)",

@@ -161,8 +161,12 @@ class AcceleratorCheckpointing(AcceleratorSettings):
                 **{f"optimizer_without_model_{i}": each for i, each in enumerate(self._prepared.alone)},
             },
             scaler=self.scaler,
+            readers=self.readers,
             windows=OpenWindows(
-                self._prepared.units, self.process, is_sharded=self.strategy.capabilities.shards_parameters
+                self._prepared.units,
+                self.process,
+                self.readers,
+                is_sharded=self.strategy.capabilities.shards_parameters,
             ),
         )
 
@@ -486,9 +490,17 @@ Stored = Tensor | Callable[[Box], Tensor]
 class OpenWindows:
     """The accumulation windows of the prepared models, for `save_state` and `load_state`."""
 
-    def __init__(self, prepared: Sequence[PreparedUnit], process: ProcessContext, *, is_sharded: bool) -> None:
+    def __init__(
+        self,
+        prepared: Sequence[PreparedUnit],
+        process: ProcessContext,
+        readers: ProcessContext,
+        *,
+        is_sharded: bool,
+    ) -> None:
         self._prepared = prepared
         self._process = process
+        self._readers = readers
         self._is_sharded = is_sharded
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -498,7 +510,7 @@ class OpenWindows:
         """
         if not any(prepared.window.is_open for prepared in self._prepared):
             return None
-        return {"units": [_save(prepared) for prepared in self._prepared]}
+        return {"units": [_save(prepared) for prepared in self._prepared], "reader": self._readers.rank}
 
     def plan_load(self, read: Callable[[int], Mapping[str, Any]] | None, num_ranks: int) -> Callable[[], None]:
         """Check that saved windows fit, and return a function that opens them; one that closes all without a reader.
@@ -531,8 +543,11 @@ class OpenWindows:
             states = [read(rank)["units"][index] for rank in ranks]
             _open(prepared, states)
             if saved["tokens"] is not None:
-                prepared.tokens = prepared.tokens or TokenWindow(self._process)
-                prepared.tokens.load_state_dicts([state["tokens"] for state in states], is_own=len(ranks) < num_ranks)
+                prepared.tokens = prepared.tokens or TokenWindow(self._readers)
+                # Ranks that read the same have counted the same tokens.
+                readers = [read(rank).get("reader", rank) for rank in ranks]
+                counted = {reader: state["tokens"] for reader, state in zip(readers, states, strict=True)}
+                prepared.tokens.load_state_dicts(list(counted.values()), is_own=len(ranks) < num_ranks)
 
 
 def _save(prepared: PreparedUnit) -> dict[str, Any] | None:

@@ -80,6 +80,8 @@ class TrainState:
     objects: Mapping[str, Stateful]
     """Registered objects by name."""
     scaler: torch.amp.GradScaler | None
+    readers: ProcessContext
+    """This process among the ranks that read different data: others share their random streams with one of them."""
     windows: Windows | None = None
 
 
@@ -117,6 +119,7 @@ def save_train_state(staged: StagedDirectory, state: TrainState, process: Proces
         staged.write_tensors("training.safetensors", unsharded)
         staged.write_json("training.json", outline)
         staged.metadata["units"] = len(state.units)
+        staged.metadata["readers"] = state.readers.world_size
 
 
 def _write_sharded(
@@ -161,7 +164,7 @@ def files_to_read(manifest: Manifest, state: TrainState, process: ProcessContext
         "training.",
         "window_",
         "window.",
-        f"random_{_stream_of(manifest, process)}.",
+        f"random_{_stream_of(manifest, state, process)}.",
         *(("model_", "optimizer_") if process.is_main else ()),
     )
     yield from (name for name in manifest.files if name.startswith(own))
@@ -230,8 +233,8 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
         with as_corrupt(stored.path / "training.json"):
             _check_fits(stored, training, state)
             stateful = _stateful(training, state)
-        same_world = manifest.world_size == process.world_size
-        random_state = _read_streams(stored, process)
+        same_world = _is_same_world(manifest, state, process)
+        random_state = _read_streams(stored, state, process)
         open_windows = _plan_windows(stored, state)
     # Everything is checked before the first object changes.
     loads: list[Callable[[], None]] = []
@@ -248,8 +251,8 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
             item.load_state_dict(saved)
         open_windows()
         if random_state is not None:
-            with as_corrupt(stored.path / f"random_{_stream_of(manifest, process)}.json", RuntimeError):
-                set_rng_state(random_state) if same_world else reseed_from_saved(random_state, process.rank)
+            with as_corrupt(stored.path / f"random_{_stream_of(manifest, state, process)}.json", RuntimeError):
+                set_rng_state(random_state) if same_world else reseed_from_saved(random_state, state.readers.rank)
     if same_world:
         return "random streams restored"
     origin = "of this run" if random_state is None else "new, from those saved and the rank"
@@ -268,17 +271,23 @@ def _plan_windows(stored: StoredCheckpoint, state: TrainState) -> Callable[[], N
         return state.windows.plan_load(read, stored.manifest.world_size)
 
 
-def _read_streams(stored: StoredCheckpoint, process: ProcessContext) -> dict[str, Any] | None:
+def _read_streams(stored: StoredCheckpoint, state: TrainState, process: ProcessContext) -> dict[str, Any] | None:
     """Return this rank's random streams; rank 0's where another number of ranks saved them, if this disk has those."""
-    name = f"random_{_stream_of(stored.manifest, process)}"
-    if stored.manifest.world_size != process.world_size and f"{name}.json" not in stored:
+    name = f"random_{_stream_of(stored.manifest, state, process)}"
+    if not _is_same_world(stored.manifest, state, process) and f"{name}.json" not in stored:
         return None
     streams: dict[str, Any] = _read(stored, name)
     return streams
 
 
-def _stream_of(manifest: Manifest, process: ProcessContext) -> int:
-    return process.rank if manifest.world_size == process.world_size else 0
+def _is_same_world(manifest: Manifest, state: TrainState, process: ProcessContext) -> bool:
+    """Whether as many ranks saved, and as many of them read different data."""
+    num_readers = manifest.metadata.get("readers", manifest.world_size)
+    return (manifest.world_size, num_readers) == (process.world_size, state.readers.world_size)
+
+
+def _stream_of(manifest: Manifest, state: TrainState, process: ProcessContext) -> int:
+    return process.rank if _is_same_world(manifest, state, process) else 0
 
 
 def _plan_unsharded_unit(

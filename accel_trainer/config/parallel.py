@@ -24,7 +24,7 @@ _AXES_OF: Mapping[str, tuple[str, ...]] = {
     "auto": ("dp_replicate",),
     "single": ("dp_replicate",),
     "ddp": ("dp_replicate",),
-    "fsdp2": ("dp_replicate", "dp_shard"),
+    "fsdp2": AXES,
     "deepspeed": ("dp_shard",),
 }
 """The axes under each of our strategies, the last of the dp ones takes the ranks that no size names; a registered
@@ -68,6 +68,11 @@ def axis_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str
     ):
         if asked is not None and is_other:
             problems.append(f"{describe('parallel.dp_replicate_size')} contradicts {describe(path)}: keep one of them")
+    if config.parallel.tp_size > 1 and config.data.dispatch_batches:
+        problems.append(
+            f"{describe('data.dispatch_batches')} has one rank read for all, and {describe('parallel.tp_size')} needs "
+            "ranks that read the same, each for itself; leave dispatch_batches off"
+        )
     if config.launch.num_processes is not None and not problems and config.parallel != type(config.parallel)():
         try:
             axis_sizes(config, describe, config.launch.num_processes, config.launch.num_machines)

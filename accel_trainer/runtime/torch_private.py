@@ -54,6 +54,7 @@ __all__ = [
     "joined_groups",
     "keeps_iterator",
     "non_persistent_buffers",
+    "own_parameters",
     "parameter_like",
     "queue_callback",
     "scaler_states",
@@ -246,6 +247,12 @@ def tensor_registry(module: nn.Module, name: str) -> dict[str, Any] | None:
         if name in entries:
             return entries
     return None
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return a module's own parameters by name, as the module holds them: what is put there is what a forward finds."""
+    registry: dict[str, Any] = _need(module, "torch.nn.Module._parameters")
+    return registry
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:

@@ -46,7 +46,7 @@ def save_format_1(folder: Path, accelerator: Accelerator, things: Sequence[Any])
     units = [accelerator.unit_of(thing).checkpoint_io() for thing in things[:2]]
     publication = Publication(folder, accelerator.process)
     with publication as staged:
-        save_train_state(staged, TrainState([], [], [], [], [], {}, None), accelerator.process)
+        save_train_state(staged, TrainState([], [], [], [], [], {}, None, accelerator.process), accelerator.process)
         for index, unit in enumerate(units):
             held: dict[str, torch.Tensor] = {}
             staged.write_json(f"optimizer_{index}.json", encode(unit.full_optimizer_state(), held))

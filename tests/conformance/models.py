@@ -6,7 +6,7 @@ Dropout is off and weights are fp32, so that one process and many compute the sa
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ KINDS = ("mlp", "llama", "gpt2", "bert")
 
 class MLP(nn.Module):
     """Two layers with a batch-independent loss, and a non-persistent buffer that the forward uses."""
+
+    _tp_plan: ClassVar = {"first": "colwise", "second": "rowwise"}
 
     def __init__(self) -> None:
         super().__init__()

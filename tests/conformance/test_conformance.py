@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,10 @@ class Layout:
     options: Mapping[str, Any] = field(default_factory=dict)
     needs: str = "torch"
     """The package without which it is skipped."""
+    kinds: tuple[str, ...] = KINDS
+    """The models that are trained by it."""
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """Of the mesh on which a parameter lies."""
 
     def accelerator(self, **options: Any) -> Any:
         """Make an Accelerator on this rank."""
@@ -54,10 +59,22 @@ def zero(stage: int, **options: Any) -> Layout:
     return Layout("deepspeed", options={"deepspeed": block}, needs="deepspeed")
 
 
+def mesh(kinds: str, axes: dict[str, int], **sizes: int) -> Layout:
+    """Return a mesh of several axes, for some of the models: each rank more costs seconds."""
+    world_size = functools.reduce(operator.mul, axes.values())
+    return Layout("fsdp2", world_size, {"parallel": sizes}, kinds=tuple(kinds.split()), axes=axes)
+
+
 LAYOUTS = {
     "single": Layout("single", 1),
     "ddp": Layout("ddp"),
-    "fsdp2": Layout("fsdp2"),
+    "fsdp2": Layout("fsdp2", axes={"shard": 2}),
+    "hsdp": mesh("mlp", {"replicate": 2, "shard": 2}, dp_replicate_size=2),
+    "tp": mesh("mlp llama", {"dp_shard": 1, "tp": 2}, tp_size=2),
+    "tp_shards": mesh("llama", {"dp_shard": 2, "tp": 2}, tp_size=2),
+    "tp_replicas": mesh(
+        "mlp", {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, tp_size=2, dp_replicate_size=2, dp_shard_size=1
+    ),
     "zero1": zero(1),
     "zero2": zero(2),
     "zero3": zero(3),
@@ -72,8 +89,8 @@ def mark(*names: str, kind: str | None = None) -> Any:
     return pytest.param(*values, marks=pytest.mark.skipif(bool(missing), reason=f"needs {missing[:1]}"))
 
 
-NAMES = [mark(name) for name in LAYOUTS]
-CASES = [mark(name, kind=kind) for name in LAYOUTS for kind in KINDS]
+NAMES = [mark(name) for name, layout in LAYOUTS.items() if "mlp" in layout.kinds]
+CASES = [mark(name, kind=kind) for name, layout in LAYOUTS.items() for kind in layout.kinds]
 
 
 def prepare(kind: str, layout: str, *, accumulation: int = 1, frozen: bool = False) -> dict[str, Any]:
@@ -85,7 +102,8 @@ def prepare(kind: str, layout: str, *, accumulation: int = 1, frozen: bool = Fal
         freeze_part(model, kind)
     optimizer = build_optimizer(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-    loader = DataLoader(build_samples(kind), batch_size=GLOBAL_BATCH // accelerator.num_processes, collate_fn=collate)
+    micro_batch = GLOBAL_BATCH // accelerator.readers.world_size
+    loader = DataLoader(build_samples(kind), batch_size=micro_batch, collate_fn=collate)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     return {
         "accelerator": accelerator,
@@ -262,8 +280,7 @@ def test_a_resumed_run_is_the_run_that_was_interrupted(layout: str, kind: str, s
         assert len(result["resumed"]["losses"]) == 3
 
 
-@pytest.mark.parametrize("layout", NAMES)
-@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+@pytest.mark.parametrize(("layout", "kind"), [case for case in CASES if case.values[1] in ("gpt2", "bert")])
 def test_tied_weights_stay_tied(layout: str, kind: str, states: Path):
     assert all(results["tied"]["is_tied"] for results in results_of(layout, kind, states))
 
@@ -296,9 +313,11 @@ def test_a_layout_tells_all_parameters_and_those_of_the_rank(layout: str, kind: 
     if layout == "fsdp2" or "zero3" in layout:  # the latter fills each partition up
         assert sum(sizes.values()) <= sum(local) < sum(sizes.values()) + 2 * len(sizes)
         assert max(local) < sum(sizes.values())
+    elif LAYOUTS[layout].axes:
+        assert max(local) < 0.7 * sum(sizes.values())  # what tensor parallelism does not shard is on each of its ranks
     else:
         assert set(local) == {sum(sizes.values())}
-    assert (results[0]["clipped"]["layout"].mesh == {"shard": 2}) == (layout == "fsdp2")
+    assert results[0]["clipped"]["layout"].mesh == LAYOUTS[layout].axes
 
 
 @pytest.mark.parametrize("layout", NAMES)
@@ -331,19 +350,25 @@ def test_fsdp2_shards_for_real(kind: str, states: Path):
     assert max(held) < 0.7 * sum(held)
 
 
-# Who loads whose states, of one model of plain layers and one with tied weights.
-EXCHANGED = {
-    "ddp": ("fsdp2",),
-    "fsdp2": ("ddp", "single", "zero2"),
-    "single": ("fsdp2", "zero3"),
-    "zero1": ("ddp",),
-    "zero3": ("single",),
+# Who loads whose states: of a model of plain layers, one with tied weights, and one with a plan.
+EXCHANGED: dict[str, list[tuple[str, str]]] = {
+    "ddp": [("mlp", "fsdp2"), ("gpt2", "fsdp2")],
+    "fsdp2": [
+        *((kind, saved) for kind in ("mlp", "gpt2") for saved in ("ddp", "single", "zero2")),
+        ("llama", "tp_shards"),
+    ],
+    "single": [*((kind, saved) for kind in ("mlp", "gpt2") for saved in ("fsdp2", "zero3")), ("llama", "tp_shards")],
+    "zero1": [("mlp", "ddp"), ("gpt2", "ddp")],
+    "zero3": [("mlp", "single"), ("gpt2", "single")],
+    "hsdp": [("mlp", "tp")],
+    "tp": [("mlp", "hsdp"), ("mlp", "tp_replicas"), ("llama", "fsdp2")],
+    "tp_shards": [("llama", "single"), ("llama", "tp")],
 }
 
 
-@pytest.mark.parametrize("kind", ["mlp", "gpt2"])
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [mark(saved, loaded) for loaded, sources in EXCHANGED.items() for saved in sources]
+    ("saved", "loaded", "kind"),
+    [mark(saved, loaded, kind=kind) for loaded, sources in EXCHANGED.items() for kind, saved in sources],
 )
 def test_a_state_loads_on_another_strategy_and_world_size(kind: str, saved: str, loaded: str, states: Path):
     uninterrupted = results_of(saved, kind, states)[0]["resume"]["uninterrupted"]
@@ -355,10 +380,7 @@ def test_a_state_loads_on_another_strategy_and_world_size(kind: str, saved: str,
 def continued_on(layout: str, states: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """Return what rank 0 of a layout saw when it went on from the states that others have saved, in one job."""
     cases = [
-        (kind, saved)
-        for kind in ("mlp", "gpt2")
-        for saved in EXCHANGED[layout]
-        if importlib.util.find_spec(LAYOUTS[saved].needs) is not None
+        (kind, saved) for kind, saved in EXCHANGED[layout] if importlib.util.find_spec(LAYOUTS[saved].needs) is not None
     ]
     for kind, saved in cases:
         results_of(saved, kind, states)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from math import prod
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from accel_trainer.checkpoint.format.boxes import Box, box_at
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.torch_private import dtensor_like
 
 __all__ = [
+    "is_sharded_again",
     "is_sharded_or_replicated",
     "local_box",
     "local_tensor",
@@ -23,8 +27,26 @@ _TARGET_DEVICE = "_accel_trainer_target_device"
 
 
 def is_sharded_or_replicated(tensor: Tensor) -> bool:
-    """Whether `tensor` is a DTensor that each axis of its mesh shards evenly or replicates."""
-    return isinstance(tensor, DTensor) and all(p.is_replicate() or type(p) is Shard for p in tensor.placements)
+    """Whether `tensor` is a DTensor of which each rank holds one box: each axis of its mesh shards or replicates it."""
+    return isinstance(tensor, DTensor) and all(
+        p.is_replicate() or type(p) is Shard or _shards_again(tensor, axis) for axis, p in enumerate(tensor.placements)
+    )
+
+
+def is_sharded_again(placement: Placement) -> bool:
+    """Whether an axis of the mesh shards what later ones have sharded already, as FSDP2 does after tensor parallelism.
+
+    torch gives them to later axes first, then, which it calls a strided shard.
+    """
+    return hasattr(placement, "split_factor")
+
+
+def _shards_again(tensor: DTensor, axis: int) -> bool:
+    """Whether all later axes that shard the same dimension come first, so that what a rank holds is one box."""
+    own: Any = tensor.placements[axis]
+    later = zip(tensor.placements[axis + 1 :], tensor.device_mesh.shape[axis + 1 :], strict=True)
+    sizes = [size for placement, size in later if type(placement) is Shard and placement.dim == own.dim]
+    return is_sharded_again(own) and own.split_factor == prod(sizes)
 
 
 def local_box(tensor: Tensor) -> Box:
@@ -40,10 +62,12 @@ def local_box(tensor: Tensor) -> Box:
             f"a tensor of shape {tuple(tensor.shape)} is laid out as {tensor.placements}; expected each axis of its "
             "mesh to shard or to replicate it"
         )
-    dims = [placement.dim if isinstance(placement, Shard) else None for placement in tensor.placements]
-    coordinate = tensor.device_mesh.get_coordinate()
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank is not in the mesh of its own tensor"
-    box = box_at(tensor.shape, dims, tensor.device_mesh.shape, coordinate)
+    axes = sorted(range(mesh.ndim), key=lambda axis: is_sharded_again(tensor.placements[axis]))
+    dims = [getattr(tensor.placements[axis], "dim", None) for axis in axes]
+    box = box_at(tensor.shape, dims, [mesh.shape[axis] for axis in axes], [coordinate[axis] for axis in axes])
     assert box.sizes == tuple(local_tensor(tensor).shape), (box, local_tensor(tensor).shape)
     return box
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import fields, replace
 from functools import partial, wraps
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from accel_trainer.config.parallel import AxisSizes, axis_sizes
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.precision import AutocastForward, PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.torch_private import group_timeout, set_group_timeout, tree_leaves
+from accel_trainer.runtime.torch_private import flatten_mesh, group_timeout, set_group_timeout, tree_leaves
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob, WrapPolicyFunction
 from accel_trainer.strategies.compile import apply_compile, repeated_blocks
 from accel_trainer.strategies.fsdp2.initial_values import (
@@ -50,6 +51,7 @@ from accel_trainer.strategies.fsdp2.unit import (
 )
 from accel_trainer.strategies.quantized import keep_scales, refuse_8bit_shards
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, with_optimizers
+from accel_trainer.strategies.tensor_parallel import Plan, plan_layers, shard_layers
 from accel_trainer.tree import leaves
 
 __all__ = [
@@ -90,6 +92,8 @@ class _Selection(NamedTuple):
     outer: OuterUnits = OuterUnits()
     ignored: Sequence[nn.Module] = ()
     unsharded: frozenset[nn.Parameter] = frozenset()
+    plan: Plan = MappingProxyType({})
+    """Of tensor parallelism."""
 
 
 def _upcast_trainable(model: nn.Module) -> None:
@@ -201,6 +205,18 @@ class FSDP2Strategy(BaseStrategy):
     def __init__(self) -> None:
         # Weak: models keep their mesh, and groups have to close with the last of them.
         self._meshes: weakref.WeakValueDictionary[tuple[int, ...], DeviceMesh] = weakref.WeakValueDictionary()
+        self._axes: DeviceMesh | None = None
+        """All axes, where some ranks read the same data: those that do not meet in `_readers`."""
+
+    def readers(self, resolved: Resolved, process: ProcessContext) -> ProcessContext:
+        """Return this process among the ranks along the dp axes. Collective: a mesh with other axes is created."""
+        sizes = axis_sizes(resolved.config, resolved.describe, process.world_size, process.num_nodes)
+        if sizes.num_readers == process.world_size:
+            return process
+        self._axes = init_mesh(process, sizes)
+        flatten_mesh(self._axes["dp_replicate", "dp_shard"], "dp")
+        flatten_mesh(self._axes["dp_shard", "tp"], "dp_shard_tp")  # norms are then reduced at once
+        return process.among(self._axes.get_group("dp"))
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse options that do not fit the model or each other, and optimizers that cannot follow."""
@@ -237,6 +253,8 @@ class FSDP2Strategy(BaseStrategy):
         if precision.output is not None:
             # Of the whole model alone, and not by FSDP2's policy, which would cast logits that the loss was made of.
             model.forward = AutocastForward(model, replace(precision, compute=None))
+        if self._axes is not None:
+            shard_layers(model, selection.plan, self._axes["tp"], selection.unsharded)
         regions = choose_regions(model, job.config.compile, selection.layers)
         apply_compile(model, regions, job.compile_options)
         root = self._shard(job, selection, precision, process)
@@ -280,6 +298,9 @@ class FSDP2Strategy(BaseStrategy):
 
     def _mesh(self, process: ProcessContext, job: TrainJob) -> DeviceMesh:
         """Return the mesh of all models of this shape: one optimizer may hold the parameters of several. Collective."""
+        if self._axes is not None:
+            is_hybrid = self._axes["dp_replicate"].size() > 1
+            return self._axes["dp_replicate", "dp_shard"] if is_hybrid else self._axes["dp_shard"]
         sizes = _sizes_of(job, process)
         shape = (sizes.dp_shard,) if sizes.dp_replicate == 1 else (sizes.dp_replicate, sizes.dp_shard)
         known = self._meshes.get(shape)
@@ -289,7 +310,7 @@ class FSDP2Strategy(BaseStrategy):
 def _check(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> _Selection:
     selection = _Selection()
     for optimizer in job.optimizers:
-        check_optimizer_can_shard(optimizer)
+        check_optimizer_can_shard(optimizer, along_tp=job.config.parallel.tp_size > 1)
     if not isinstance(job.model, FSDPModule):
         selection = _select_modules(job, precision, process)
         for optimizer in job.optimizers:
@@ -315,8 +336,10 @@ def _select_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessC
     outer = OuterUnits() if own_choice else find_outer_units(model, layers, unsharded)
     if precision.compute is None:  # else they are upcast
         _check_trained_dtypes(model, _units_below_root(model, layers, outer), unsharded)
-    _sizes_of(job, process)
-    return _Selection(layers, outer, ignored, frozenset(unsharded))
+    tp_size = _sizes_of(job, process).tp
+    origin = job.resolved.describe("parallel.tp_size")
+    plan = plan_layers(model, tp_size, ignored, origin) if tp_size > 1 else {}
+    return _Selection(layers, outer, ignored, frozenset(unsharded), plan)
 
 
 def _warn_of_unused_options(job: TrainJob, precision: PrecisionPolicy) -> None:
@@ -401,11 +424,11 @@ def _sizes_of(job: TrainJob, process: ProcessContext) -> AxisSizes:
 
 
 def init_mesh(process: ProcessContext, shape: tuple[int, ...]) -> DeviceMesh:
-    """Create the mesh, with axes `shard` or `replicate` x `shard`, whose collectives wait as long as the job's own.
+    """Create a mesh of one, two or all axes, whose collectives wait as long as the job's own.
 
     Collective: every rank calls it with the same shape.
     """
-    names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
+    names = {1: ("shard",), 2: ("replicate", "shard"), 3: ("dp_replicate", "dp_shard", "tp")}[len(shape)]
     mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=names)
     for axis in names:
         group = mesh.get_group(axis)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
@@ -84,6 +85,7 @@ class FSDP2Unit(NativeUnit):
             None under mixed precision: FSDP2 keeps them elsewhere.
         """
         sharded = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        boxes = {name: Box.full(p.shape) for name, p in sharded.items()}
         local: dict[str, Tensor] = {}
         for prefix, module in self.module.named_modules():
             if not isinstance(module, FSDPModule):
@@ -91,12 +93,13 @@ class FSDP2Unit(NativeUnit):
             module.unshard()
             layer: nn.Module = module  # type: ignore[assignment]  # the mixin does not say that it is one
             named = dict(layer.named_parameters(prefix))
-            own = {name: p for name, p in named.items() if name in sharded and not isinstance(p, DTensor)}
-            local |= {name: p.grad.detach() for name, p in own.items() if p.grad is not None}
+            own = {name: p for name, p in named.items() if name in sharded and p is not sharded[name]}
+            boxes |= {name: local_box(p) for name, p in own.items()}
+            local |= {name: local_tensor(p.grad) for name, p in own.items() if p.grad is not None}
             module.reshard()
             if any(p.dtype != sharded[name].dtype for name, p in own.items()):
                 return None
-        return HeldGradients(_average_over_ranks(sharded, local), is_mean=True)
+        return HeldGradients(_average_over_ranks(sharded, local, boxes), is_mean=True)
 
     def _gradient_bytes(self) -> int:
         """Size of this rank's shards of the mean over ranks."""
@@ -111,7 +114,7 @@ class FSDP2Unit(NativeUnit):
 
     def bind_optimizer(self, optimizer: Optimizer) -> None:
         """Take the optimizer; one built before sharding, and new, is pointed to the sharded parameters by name."""
-        check_optimizer_can_shard(optimizer)
+        check_optimizer_can_shard(optimizer, along_tp=any(map(_is_along_tp, self.module.parameters())))
         known = self.known_parameters()
         if any(known.get(id(p), p) is not p for p in parameters_of(optimizer)):
             check_optimizer_is_new(optimizer, known)
@@ -140,14 +143,18 @@ _UNSUPPORTED = {
     "torch.Adafactor": "it mixes shards with norms of them; use that of transformers (optim='adafactor')",
     "torch.Rprop": "it indexes by masks, which shards cannot; use another optimizer, or strategy 'ddp'",
 }
+_UNSUPPORTED_ALONG_TP = {
+    "transformers.Adafactor": "its statistics of rows and columns would be those of the shards of tensor parallelism; "
+    "use AdamW, or set tp_size to 1"
+}
 _UNSUPPORTED_ON_CPU = {
     "torchao.AdamW4bit": "its update is compiled, which fails for shards on the CPU; use AdamW8bit, or strategy 'ddp'"
 }
 
 
-def check_optimizer_can_shard(optimizer: Optimizer) -> None:
-    """Refuse a kind of optimizer that cannot update shards."""
-    check_kind(optimizer, _UNSUPPORTED, "fsdp2")
+def check_optimizer_can_shard(optimizer: Optimizer, *, along_tp: bool) -> None:
+    """Refuse a kind of optimizer that cannot update shards, or those of tensor parallelism."""
+    check_kind(optimizer, {**_UNSUPPORTED, **(_UNSUPPORTED_ALONG_TP if along_tp else {})}, "fsdp2")
     if all(parameter.device.type == "cpu" for parameter in parameters_of(optimizer)):
         check_kind(optimizer, _UNSUPPORTED_ON_CPU, "fsdp2")
 
@@ -213,8 +220,15 @@ class UnshardedGradients:
             foreach_copy_(gradients, [s.view_as(g) for s, g in zip(slices, gradients, strict=True)])
 
 
-def _average_over_ranks(sharded: Mapping[str, nn.Parameter], local: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Average gradients over ranks, those that have been exchanged within the window included. Collective."""
+def _average_over_ranks(
+    sharded: Mapping[str, nn.Parameter], local: Mapping[str, Tensor], boxes: Mapping[str, Box]
+) -> dict[str, Tensor]:
+    """Average gradients over ranks, those that have been exchanged within the window included. Collective.
+
+    Args:
+        local: this rank's gradients of gathered parameters.
+        boxes: of the parameters, as this rank has gathered them: a part of each with tensor parallelism.
+    """
     names = list(sharded)
     first = next(iter(sharded.values()))
     mesh = next((p.device_mesh for p in sharded.values() if isinstance(p, DTensor)), None)
@@ -226,12 +240,16 @@ def _average_over_ranks(sharded: Mapping[str, nn.Parameter], local: Mapping[str,
         if not is_wanted:
             continue
         parameter = sharded[name]
-        mean = local[name].clone() if name in local else torch.zeros(parameter.shape, dtype=parameter.dtype)
+        box = boxes[name]
+        mean = local[name].clone() if name in local else torch.zeros(box.sizes, dtype=parameter.dtype)
         mean = mean.to(parameter.device)
-        dist.all_reduce(mean)
-        mean /= dist.get_world_size()
+        num_readers = 1
+        for group in _groups_of_readers(mesh):
+            dist.all_reduce(mean, group=group)
+            num_readers *= dist.get_world_size(group)
+        mean /= num_readers
         if isinstance(parameter, DTensor):
-            shard = mean[local_box(parameter).within(Box.full(mean.shape))].clone()
+            shard = mean[local_box(parameter).within(box)].clone()
             if parameter.grad is not None:
                 shard += local_tensor(parameter.grad)
             means[name] = wrap_local_like(parameter, shard)
@@ -239,6 +257,16 @@ def _average_over_ranks(sharded: Mapping[str, nn.Parameter], local: Mapping[str,
             everywhere = [] if mesh is None else [Replicate()] * mesh.ndim
             means[name] = mean if mesh is None else DTensor.from_local(mean, mesh, everywhere, run_check=False)
     return means
+
+
+def _is_along_tp(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _groups_of_readers(mesh: DeviceMesh | None) -> list[dist.ProcessGroup | None]:
+    """Return groups over all of which a sum is one over the ranks that read different data; None is the job's own."""
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    return [mesh.get_group(name) for name in names if name != "tp"] if mesh is not None and "tp" in names else [None]
 
 
 # --- the model's own methods ----------------------------------------------------------------------------------------
@@ -274,11 +302,12 @@ def _shard_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
     """Shard the full tensors meant for `module`'s own parameters; every rank has been given all of them."""
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         value = state_dict.get(prefix + name)
-        if isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
-            # src_data_rank=None: each rank cuts its shard out of its own tensor, without communication.
-            state_dict[prefix + name] = distribute_tensor(
-                value.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None
-            )
+        if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+            continue
+        if value.shape == parameter.shape:
+            box = local_box(parameter).within(Box.full(parameter.shape))
+            own = value.detach()[box].to(parameter.device_mesh.device_type)
+            state_dict[prefix + name] = wrap_local_like(parameter, own)
 
 
 # --- Adafactor of transformers on shards ------------------------------------------------------------------------------

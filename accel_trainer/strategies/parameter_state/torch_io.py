@@ -15,8 +15,14 @@ from torch.optim import Optimizer
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
+from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.json_codec import OWN_STATE, encode
-from accel_trainer.checkpoint.format.placement import is_sharded_or_replicated, local_box, local_tensor
+from accel_trainer.checkpoint.format.placement import (
+    is_sharded_again,
+    is_sharded_or_replicated,
+    local_box,
+    local_tensor,
+)
 from accel_trainer.checkpoint.interop.dcp import DcpDirectory
 from accel_trainer.checkpoint.shards import ShardedTensors, own_share, write_shards
 from accel_trainer.errors import ConfigError
@@ -304,13 +310,13 @@ def _copy_from_rank_zero(target: Tensor, source: Tensor | None) -> None:
     full = torch.empty(target.shape, dtype=target.dtype, device=target.device)
     if source is not None:
         full.copy_(source)
-    if isinstance(target, DTensor):
+    if isinstance(target, DTensor) and not any(map(is_sharded_again, target.placements)):
         placed = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=0)
         target.to_local().copy_(placed.to_local())
     else:
         wire = to_sendable(full, current_process())
         dist.broadcast(as_sendable_dtype(wire), src=0)
-        target.copy_(wire)
+        local_tensor(target).copy_(wire[local_box(target).within(Box.full(target.shape))])
 
 
 class _TensorOutline:

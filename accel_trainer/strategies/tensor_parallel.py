@@ -1,0 +1,316 @@
+"""Tensor parallelism: the matrices of a layer are sharded over ranks that read the same data, by a model's own plan.
+
+A plan maps names of modules to styles, as transformers' models declare it. Every parameter of the model becomes a
+DTensor on the axis, replicated where the plan says nothing: an optimizer has parameters of one mesh, and a checkpoint
+finds who holds what. Forwards compute with plain tensors, this rank's shards; no operation is dispatched by DTensor.
+Method of Megatron-LM, arXiv 1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.torch_private import own_parameters
+
+__all__ = ["Plan", "plan_layers", "shard_layers"]
+
+
+class _Style(NamedTuple):
+    """How a module computes with its shard."""
+
+    dim: int | None = None
+    """The dimension of its weight that is sharded; of a bias, the first one, and none where that is the inputs'."""
+    takes: str = "shard"
+    """Its input: this rank's "shard" as the module before left it, or a "copy" of what all ranks have, or "split"."""
+    gives: str = "shard"
+    """Its output: this rank's "shard", the "sum" over ranks, or all shards of the last dimension in a "join"."""
+    sums_gradients: bool = False
+    """Its parameters are on every rank, which uses them for its shard of the activations."""
+
+
+_STYLES = {
+    "colwise": _Style(0, "copy"),
+    "colwise_gather_output": _Style(0, "copy", "join"),
+    "colwise_rep": _Style(0, "copy", "join"),
+    "rowwise": _Style(1, "shard", "sum"),
+    "rowwise_split_input": _Style(1, "split", "sum"),
+    "rowwise_rep": _Style(1, "split", "sum"),
+    "embedding_rowwise": _Style(0, "ids", "sum"),
+    "embedding_colwise": _Style(1, "shard", "join"),
+    "replicated_with_grad_allreduce": _Style(sums_gradients=True),
+    "replicate": _Style(),
+}
+"""Names of transformers 5."""
+_PER_HEAD = ("k_proj", "qkv_proj", "query_key_value")
+_EXAMPLE = "model._tp_plan = {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
+
+Plan = Mapping[str, _Style]
+"""The style of each module that a plan names, by the module's full name."""
+
+
+def plan_layers(model: nn.Module, size: int, ignored: Collection[nn.Module], origin: str) -> Plan:
+    """Return the style of each module that the model's plan names. Not collective; changes nothing.
+
+    Args:
+        size: number of ranks on the axis.
+        ignored: modules whose parameters stay as they are.
+        origin: where `size` was asked for, for messages.
+
+    Raises:
+        ConfigError: there is no plan, or the model cannot be sharded by it over so many ranks.
+    """
+    name = type(model).__name__
+    declared: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    rules = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in declared.items()]
+    modules = dict(model.named_modules())
+    found = {where: style for where in modules for pattern, style in rules if pattern.fullmatch(where)}
+    if not found:
+        raise ConfigError(
+            f"{origin}: {name} declares no plan for tensor parallelism that names its modules (its _tp_plan is "
+            f"{declared}); set tp_size to 1 and shard with dp_shard_size, or give it one before prepare(): {_EXAMPLE}"
+        )
+    parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    bare = sorted({style for name in parameter_names for pattern, style in rules if pattern.fullmatch(name)})
+    unknown = sorted({*found.values(), *bare} - _STYLES.keys()) or [f"{style} of a bare parameter" for style in bare]
+    if unknown:
+        raise ConfigError(
+            f"{origin}: the plan of {name} has {', '.join(map(repr, unknown))}, and known are {', '.join(_STYLES)}; "
+            "set tp_size to 1 and shard with dp_shard_size"
+        )
+    plan = {where: _STYLES[style] for where, style in found.items()}
+    _follow_tied(modules, plan)
+    left_out = {id(inner) for module in ignored for inner in module.modules()}
+    for where, style in plan.items():
+        _check_module(where, modules[where], style, size, id(modules[where]) in left_out, origin)
+    _check_neighbours(name, modules, plan, origin)
+    if any(where.rpartition(".")[2] in _PER_HEAD and style.gives == "shard" for where, style in plan.items()):
+        _check_heads(model, size, origin)
+    return plan
+
+
+def _follow_tied(modules: Mapping[str, nn.Module], plan: dict[str, _Style]) -> None:
+    """Let an embedding look up its rows on the ranks that have them, where the head that it is tied to is sharded."""
+    sharded = {id(own_parameters(modules[where]).get("weight")) for where, style in plan.items() if style.dim == 0}
+    for where, module in modules.items():
+        if isinstance(module, nn.Embedding) and where not in plan and id(module.weight) in sharded:
+            plan[where] = _STYLES["embedding_rowwise"]
+
+
+def _check_module(where: str, module: nn.Module, style: _Style, size: int, is_ignored: bool, origin: str) -> None:
+    if style.dim is None:
+        return
+    weight = own_parameters(module).get("weight")
+    if weight is None or weight.ndim != 2 or is_ignored:
+        kind = "is left out by fsdp.ignored_modules" if is_ignored else f"is a {type(module).__name__} without a matrix"
+        raise ConfigError(
+            f"{origin}: the plan shards {where}, which {kind}; leave it out of the plan (adapters and quantized layers "
+            "go with dp_shard_size, and tp_size 1)"
+        )
+    if weight.shape[style.dim] % size:
+        way_out = ", resize_token_embeddings(pad_to_multiple_of=...) for one of the vocabulary" * (style.dim == 0)
+        raise ConfigError(
+            f"{origin} does not divide dimension {style.dim} of {where}.weight, {tuple(weight.shape)}; use a size that "
+            f"does{way_out}"
+        )
+
+
+def _check_neighbours(model_name: str, modules: Mapping[str, nn.Module], plan: Plan, origin: str) -> None:
+    """Refuse parameters beside layers whose outputs stay sharded, where the plan does not say what they are used for.
+
+    On a shard of the activations, each rank's gradient of them is that of its shard: replicas would drift apart.
+    """
+    parents = {where.rpartition(".")[0] for where, style in plan.items() if style == _STYLES["colwise"]}
+    for parent in sorted(parents):
+        for where, module in modules[parent].named_modules(prefix=parent):
+            if where not in plan and any(p is not None and p.requires_grad for p in own_parameters(module).values()):
+                raise ConfigError(
+                    f"{origin}: the plan of {model_name} shards layers of {parent or 'the model'}, and does not name "
+                    f"{where or 'the model'}, which has parameters beside them; add it as "
+                    "'replicated_with_grad_allreduce' if it is given shards, or as 'replicate' if all ranks give it "
+                    f"the same: model._tp_plan[{where!r}] = ..."
+                )
+
+
+def _check_heads(model: nn.Module, size: int, origin: str) -> None:
+    config: Any = getattr(model, "config", None)
+    if callable(getattr(config, "get_text_config", None)):
+        config = config.get_text_config()
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, key, None)
+        if isinstance(heads, int) and heads % size:
+            raise ConfigError(f"{origin} does not divide {key}={heads} of {type(model).__name__}; use a size that does")
+
+
+def shard_layers(model: nn.Module, plan: Plan, mesh: DeviceMesh, unsharded: Collection[nn.Parameter]) -> None:
+    """Replace the parameters by this rank's shards, and the forwards by those that compute with them.
+
+    Every rank has all values, or is on the meta device; nothing is communicated. Tied weights stay tied.
+
+    Args:
+        mesh: one axis.
+        unsharded: parameters that stay plain tensors.
+    """
+    dims: dict[int, int] = {}
+    for where, module in model.named_modules():
+        style = plan.get(where, _Style())
+        for name, parameter in own_parameters(module).items():
+            if parameter is not None and style.dim is not None and (name != "bias" or style.dim == 0):
+                dims[id(parameter)] = style.dim
+    made: dict[int, nn.Parameter] = {}
+    kept = set(map(id, unsharded))
+    for where, module in model.named_modules():
+        registry = own_parameters(module)
+        own = {name: p for name, p in registry.items() if p is not None and id(p) not in kept}
+        for name, parameter in own.items():
+            if id(parameter) not in made:
+                made[id(parameter)] = _shard(parameter, dims.get(id(parameter)), mesh)
+            registry[name] = made[id(parameter)]
+        if own:
+            module.forward = _ShardedForward(module, plan.get(where, _Style()), mesh)
+
+
+def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
+    local = parameter.detach()
+    if dim is not None:
+        length = parameter.shape[dim] // mesh.size()
+        local = local.narrow(dim, mesh.get_local_rank() * length, length).clone(memory_format=torch.contiguous_format)
+    placement = Replicate() if dim is None else Shard(dim)
+    shape, stride = parameter.shape, parameter.stride()
+    sharded = DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+class _ShardedForward:
+    """A module's forward on this rank's shards of its parameters. Lives in the module's `forward` attribute."""
+
+    def __init__(self, module: nn.Module, style: _Style, mesh: DeviceMesh) -> None:
+        self.module, self.style = module, style
+        self.group, self.rank = mesh.get_group(), mesh.get_local_rank()
+        self.inner: Callable[..., Any] = module.__dict__.get("forward") or partial(type(module).forward, module)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        style, bias = self.style, None
+        if style.takes in ("copy", "split"):
+            function: Any = _Copy if style.takes == "copy" else _Split
+            args = (function.apply(args[0], self.group), *args[1:])
+        registry = own_parameters(self.module)
+        held = dict(registry)
+        for name, parameter in held.items():
+            if isinstance(parameter, DTensor):
+                local: Any = parameter.to_local()
+                local = _Copy.apply(local, self.group) if style.sums_gradients else local
+                registry[name] = local
+        if style.gives == "sum":
+            # Once, and not once on each rank.
+            bias, registry["bias"] = registry.get("bias"), None
+        try:
+            output = self._look_up(*args) if style.takes == "ids" else self.inner(*args, **kwargs)
+        finally:
+            if "bias" not in held:
+                registry.pop("bias", None)
+            registry.update(held)
+        if style.gives == "sum":
+            output = _Sum.apply(output, self.group)
+        elif style.gives == "join":
+            output = _Join.apply(output, self.group)
+        return output if bias is None else output + bias
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        """Return the vectors of the ids whose rows this rank has, and zeros for the others."""
+        module: Any = self.module
+        num_rows = module.weight.shape[0]
+        own, padding_idx = ids - num_rows * self.rank, module.padding_idx
+        is_own = (own >= 0) & (own < num_rows)
+        if padding_idx is not None:
+            padding_idx -= num_rows * self.rank
+            module.padding_idx = padding_idx if 0 <= padding_idx < num_rows else None
+        try:
+            vectors: Tensor = self.inner(own.clamp(0, num_rows - 1))
+        finally:
+            if padding_idx is not None:
+                module.padding_idx = padding_idx + num_rows * self.rank
+        return vectors.masked_fill(~is_own.unsqueeze(-1), 0.0)
+
+
+class _Copy(torch.autograd.Function):
+    """What all ranks have goes to each rank's shard of a layer; backwards, the sum of what comes from there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(gradient, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of what the ranks' shards of a layer give; backwards, each rank's is that of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Join(torch.autograd.Function):
+    """All shards of the last dimension; backwards, this rank's shard of what all ranks have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_gather_last(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _own_of_last(gradient, ctx.group), None
+
+
+class _Split(torch.autograd.Function):
+    """This rank's shard of the last dimension; backwards, all shards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _own_of_last(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_gather_last(gradient, ctx.group), None
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _all_gather_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.detach().contiguous()
+    shards = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shards, x, group=group)
+    return torch.cat(shards, dim=-1)
+
+
+def _own_of_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    length = x.shape[-1] // dist.get_world_size(group)
+    return x.narrow(-1, dist.get_rank(group) * length, length).contiguous()

@@ -1,0 +1,242 @@
+"""Tensor parallelism by the plans of transformers' models, and by one of one's own."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accel_trainer.errors import ConfigError
+from accel_trainer.strategies.tensor_parallel import plan_layers
+from tests.conformance.models import MLP, build_model
+from tests.ranks import preload, run_ranks
+
+preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
+
+# Of each way in which a plan shards something, one family: biases and a tied head, norms of heads, scaled and tied
+# embeddings, fused matrices that are gathered, norms over all heads, fused heads, a head with a bias.
+FAMILIES = ("qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "gpt_neox", "phi")
+
+
+def tiny_model(kind: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    base = AutoConfig.for_model(kind)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "max_position_embeddings": 32}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    rates = dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"), 0.0)
+    known = {name: value for name, value in (sizes | rates).items() if hasattr(base, name)}
+    config = AutoConfig.for_model(kind, **known, bos_token_id=1, eos_token_id=2, tie_word_embeddings=kind == "qwen2")
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def tokens(rows: int = 2, length: int = 10) -> Tensor:
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def updates(model: nn.Module, optimizer: Any, accelerator: Any = None, num_updates: int = 3) -> list[float]:
+    """Return losses and norms of some updates, of the plain loop without an Accelerator."""
+    seen = []
+    for _ in range(num_updates):
+        loss = model(input_ids=tokens(), labels=tokens()).loss
+        (loss.backward if accelerator is None else lambda loss=loss: accelerator.backward(loss))()
+        clip = nn.utils.clip_grad_norm_ if accelerator is None else accelerator.clip_grad_norm_
+        seen += [loss.item(), clip(model.parameters(), 0.5).item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def start(**options: Any) -> Any:
+    from accel_trainer import Accelerator, ParallelismConfig
+
+    return Accelerator(cpu=True, parallelism_config=ParallelismConfig(**options.pop("sizes")), **options)
+
+
+def train_families() -> dict[str, Any]:
+    accelerator = start(sizes={"tp_size": 2})
+    found = {}
+    for kind in FAMILIES:
+        plain = tiny_model(kind)
+        model = copy.deepcopy(plain)
+        expected = updates(plain, adamw(plain))
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        trained = updates(model, optimizer, accelerator)
+        with torch.no_grad():
+            logits = [each(tokens()).logits for each in (plain, model)]
+            texts = [each.generate(tokens(), max_new_tokens=4, do_sample=False) for each in (plain, model)]
+        share = sum(p.to_local().numel() for p in model.parameters()) / sum(p.numel() for p in model.parameters())
+        found[kind] = (expected, trained, (logits[0] - logits[1]).abs().max().item(), texts[0].equal(texts[1]), share)
+        accelerator.free_memory()
+    return found
+
+
+@pytest.fixture(scope="module")
+def families() -> list[dict[str, Any]]:
+    return run_ranks(train_families, 2, timeout=150)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_family_of_transformers_trains_and_generates_as_on_one_process(kind: str, families: list[dict[str, Any]]):
+    for found in families:
+        expected, trained, difference, is_same_text, share = found[kind]
+        assert trained == pytest.approx(expected, abs=1e-5, rel=1e-5)
+        assert difference < 1e-3  # after updates of 1e-2 that follow the sign of a gradient
+        assert is_same_text
+        assert share < 0.6
+
+
+# --- two ranks for the layers, two for the shards ---------------------------------------------------------------------
+
+
+def batches(accelerator: Any, rows: int = 8) -> Any:
+    samples = [{"input_ids": row, "labels": row} for row in tokens(rows)]
+    return accelerator.prepare(torch.utils.data.DataLoader(samples, batch_size=1))
+
+
+def through_a_window(accelerator: Any, directory: str | None, load: bool = False) -> dict[str, Tensor] | None:
+    """Train a window of 4 micro-batches, with a save or a load after two; return the weights on rank 0."""
+    model = tiny_model("qwen3")
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    loader = batches(accelerator)
+    if load:
+        accelerator.load_state(directory)
+        loader = accelerator.skip_first_batches(loader, 2)
+    for index, batch in enumerate(loader, start=2 * load):
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(
+                model(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(),
+                reduction="sum",
+            )  # fmt: skip
+            accelerator.backward(accelerator.global_token_mean(loss, batch["labels"][:, 1:].numel()))
+            optimizer.step()
+            optimizer.zero_grad()
+        if index == 1 and directory is not None and not load:
+            accelerator.save_state(directory)
+    return accelerator.get_state_dict(model)
+
+
+def in_a_mesh(directory: str) -> dict[str, Any]:
+    sizes = {"tp_size": 2, "dp_shard_size": 2}
+    from accel_trainer.utils import set_seed
+
+    found: dict[str, Any] = {}
+    accelerator = start(sizes=sizes, gradient_accumulation_steps=4)
+    whole = through_a_window(accelerator, directory)
+    resumed = through_a_window(start(sizes=sizes, gradient_accumulation_steps=4), directory, load=True)
+    found["window"] = whole and max((whole[name] - resumed[name]).abs().max().item() for name in whole)
+    found["weights"] = whole and {name: value.double().sum().item() for name, value in whole.items()}
+    # Who reads what.
+    set_seed(3)
+    loader = batches(accelerator, rows=7)
+    seen = [accelerator.gather_for_metrics(batch["input_ids"]) for batch in loader]
+    found["metrics"] = torch.cat(seen).tolist() == tokens(7).tolist()
+    found["gathered"] = accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
+    with accelerator.split_between_processes(list(range(4))) as own:
+        found["split"] = own
+    found["places"] = (accelerator.data_parallel_rank, accelerator.tensor_parallel_rank, accelerator.num_processes)
+    found["draw"] = torch.rand(1).item()
+    # Every rank but rank 0 without values, recomputed activations, 16 bits.
+    for name, options in {
+        "checkpointed": {"config": {"fsdp": {"activation_checkpointing": True}}},
+        "compiled": {"dynamo_backend": "aot_eager"},
+        "bf16": {"mixed_precision": "bf16"},
+    }.items():
+        made, plain = start(sizes=sizes, **options), tiny_model("qwen3")
+        model = copy.deepcopy(plain)
+        model, optimizer = made.prepare(model, adamw(model))
+        found[name] = (updates(model, optimizer, made, 2), updates(plain, adamw(plain), None, 2))
+    model.save_pretrained(f"{directory}-export")
+    exported = type(plain).from_pretrained(f"{directory}-export")
+    with torch.no_grad():
+        logits = [each(tokens()).logits.float() for each in (exported, made.unwrap_model(model))]
+    found["export"] = (logits[0] - logits[1]).abs().max().item()
+    return found
+
+
+@pytest.fixture(scope="module")
+def meshed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(in_a_mesh, 4, str(tmp_path_factory.mktemp("mesh") / "state"), timeout=150)
+
+
+def test_a_window_that_is_saved_open_goes_on_with_its_gradients(meshed: list[dict[str, Any]]):
+    from accel_trainer import Accelerator
+
+    assert meshed[0]["window"] < 1e-6
+    alone = through_a_window(Accelerator(cpu=True, gradient_accumulation_steps=8), None)
+    expected = {name: value.double().sum().item() for name, value in alone.items()}
+    assert meshed[0]["weights"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_ranks_that_share_layers_count_as_one_reader(meshed: list[dict[str, Any]]):
+    for rank, found in enumerate(meshed):
+        assert found["metrics"]
+        assert found["gathered"] == [0, 1, 2, 3]
+        assert found["split"] == ([0, 1] if rank < 2 else [2, 3])
+        assert found["places"] == (rank // 2, rank % 2, 4)
+    draws = [found["draw"] for found in meshed]
+    assert draws[0] == draws[1] != draws[2] == draws[3]
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("checkpointed", 1e-5), ("compiled", 1e-5), ("bf16", 0.05)])
+def test_options_of_fsdp_hold_for_sharded_layers(name: str, tolerance: float, meshed: list[dict[str, Any]]):
+    for found in meshed:
+        trained, expected = found[name]
+        assert trained == pytest.approx(expected, rel=tolerance, abs=tolerance)
+
+
+def test_what_is_saved_is_read_by_from_pretrained(meshed: list[dict[str, Any]]):
+    assert all(found["export"] < 0.05 for found in meshed)  # bf16 beside fp32
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def planned(plan: dict[str, str], **changes: Any) -> nn.Module:
+    model = MLP()
+    model._tp_plan = plan
+    for name, value in changes.items():
+        setattr(model, name, value)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (build_model("gpt2"), "^tp_size=2: GPT2LMHeadModel declares no plan .*give it one before .*_tp_plan = {'la"),
+        (planned({"third": "colwise"}), "declares no plan for tensor parallelism that names its modules"),
+        (planned({"first": "diagonal"}), "the plan of MLP has 'diagonal', and known are colwise"),
+        (planned({"first": "colwise", "first.weight": "packed_colwise"}), "has 'packed_colwise', and known are"),
+        (planned({"second": "colwise"}), r"does not divide dimension 0 of second.weight, \(1, 16\); use a size that"),
+        (planned({"first": "colwise"}), "does not name second, which has parameters beside them; add it as 'repl"),
+        (
+            planned({"first": "colwise"}, first=nn.Sequential(nn.Linear(8, 16))),
+            "shards first, which is a Sequential without a matrix; leave it out of the plan .adapters",
+        ),
+        (
+            planned({"k_proj": "colwise"}, k_proj=nn.Linear(8, 6), config=SimpleNamespace(num_key_value_heads=3),
+                    first=None, second=None),
+            "does not divide num_key_value_heads=3 of MLP; use a size that does",
+        ),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_sharded_is_refused_before_it_is_touched(model: nn.Module, message: str):
+    before = dict(model.named_parameters())
+    with pytest.raises(ConfigError, match=message):
+        plan_layers(model, 2, (), "tp_size=2")
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+def test_a_module_that_is_left_out_is_not_sharded():
+    model = MLP()
+    with pytest.raises(ConfigError, match=r"the plan shards first, which is left out by fsdp\.ignored_modules"):
+        plan_layers(model, 2, [model.first], "tp_size=2")
