@@ -1,8 +1,9 @@
 // A device that computes on the host: tensors of `stand_in` have memory of their own as far as torch knows.
 //
 // What a GPU is strict about, it is strict about: tensors of two devices in one operation are an error, and so is the
-// address of host memory among the lists of a fused kernel. Copies to the host that nobody waits for are made when
-// somebody waits for the device: until then their memory holds something else.
+// address of host memory among the lists of a fused kernel. Copies that nobody waits for, to the host or in a stream beside
+// that of the computation, are made when somebody waits for their stream: until then their target holds something else,
+// and they read what the source holds then. Autocast casts what CUDA's does, as far as the tests need it.
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -17,9 +18,17 @@
 #include <c10/core/impl/alloc_cpu.h>
 #include <torch/library.h>
 
+#include <cstdint>
 #include <cstring>
+#include <deque>
 #include <functional>
-#include <vector>
+#include <map>
+#include <mutex>
+
+namespace at::autocast {
+TORCH_API ScalarType get_autocast_dtype(c10::DeviceType);
+TORCH_API Tensor cached_cast(ScalarType, const Tensor&, c10::DeviceType);
+} // namespace at::autocast
 
 namespace {
 
@@ -27,16 +36,50 @@ constexpr auto kDevice = c10::DeviceType::PrivateUse1;
 constexpr c10::DeviceIndex kCount = 2;
 thread_local c10::DeviceIndex current_device = 0;
 thread_local c10::StreamId current_stream = 0;
-std::vector<std::function<void()>> pending;
+constexpr size_t kMemory = 1ull << 30;
+
+struct Copies {
+  std::deque<std::function<void()>> begun;
+  uint64_t done = 0;
+};
+std::map<c10::StreamId, Copies> streams;
+std::recursive_mutex guard_streams;
+
+struct Event {
+  c10::StreamId stream;
+  uint64_t last;
+};
+
+// Make the copies of a stream up to one of them.
+void make_copies(c10::StreamId stream, uint64_t last = UINT64_MAX) {
+  std::lock_guard<std::recursive_mutex> guard(guard_streams);
+  auto& copies = streams[stream];
+  while (!copies.begun.empty() && copies.done < last) {
+    auto copy = std::move(copies.begun.front());
+    copies.begun.pop_front();
+    copies.done++;
+    copy();
+  }
+}
+
+void begin_copy(std::function<void()> copy) {
+  std::lock_guard<std::recursive_mutex> guard(guard_streams);
+  streams[current_stream].begun.push_back(std::move(copy));
+}
+
+uint64_t last_copy(c10::StreamId stream) {
+  std::lock_guard<std::recursive_mutex> guard(guard_streams);
+  return streams[stream].done + streams[stream].begun.size();
+}
 
 void wait_for_device() {
-  auto copies = std::move(pending);
-  pending.clear();
-  for (auto& copy : copies) copy();
+  std::lock_guard<std::recursive_mutex> guard(guard_streams);
+  for (auto& each : streams) make_copies(each.first);
 }
 
 struct Allocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
+    TORCH_CHECK_WITH(OutOfMemoryError, bytes <= kMemory, "stand_in out of memory. Tried to allocate ", bytes, " bytes");
     void* data = c10::alloc_cpu(bytes);
     return {data, data, &c10::free_cpu, c10::Device(kDevice, current_device)};
   }
@@ -48,7 +91,7 @@ struct Allocator final : c10::DeviceAllocator {
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return {}; }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex) override {}
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) { return {1ull << 34, 1ull << 34}; }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) { return {kMemory, kMemory}; }
 };
 Allocator allocator;
 REGISTER_ALLOCATOR(kDevice, &allocator);
@@ -76,13 +119,22 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   c10::DeviceIndex deviceCount() const noexcept override { return kCount; }
-  void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return pending.empty(); }
-  bool queryStream(const c10::Stream&) const override { return pending.empty(); }
+  void record(void** event, const c10::Stream& on, c10::DeviceIndex, c10::EventFlag) const override {
+    if (!*event) *event = new Event();
+    *static_cast<Event*>(*event) = {on.id(), last_copy(on.id())};
+  }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  void block(void* event, const c10::Stream&) const override { synchronizeEvent(event); }
+  bool queryEvent(void* event) const override {
+    auto* recorded = static_cast<Event*>(event);
+    return !recorded || streams[recorded->stream].done >= recorded->last;
+  }
+  bool queryStream(const c10::Stream& on) const override { return streams[on.id()].begun.empty(); }
   double elapsedTime(void*, void*, c10::DeviceIndex) const override { return 1.0; }
-  void synchronizeStream(const c10::Stream&) const override { wait_for_device(); }
-  void synchronizeEvent(void*) const override { wait_for_device(); }
+  void synchronizeStream(const c10::Stream& on) const override { make_copies(on.id()); }
+  void synchronizeEvent(void* event) const override {
+    if (auto* recorded = static_cast<Event*>(event)) make_copies(recorded->stream, recorded->last);
+  }
   void synchronizeDevice(c10::DeviceIndex) const override { wait_for_device(); }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
@@ -130,12 +182,13 @@ at::Tensor on_host(const at::Tensor& tensor) {
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   auto copy = [from, to] { on_host(to).copy_(on_host(from)); };
-  if (non_blocking && to.device().is_cpu()) {
-    if (to.is_contiguous()) std::memset(to.data_ptr(), 0xff, to.nbytes()); // memory that was freed may hold the values
-    pending.push_back(copy);
+  if (non_blocking && (to.device().is_cpu() || current_stream)) {
+    // Memory that was freed may hold the values.
+    if (to.is_contiguous()) std::memset(to.data_ptr(), 0xff, to.nbytes());
+    begin_copy(copy);
     return to;
   }
-  if (!non_blocking) wait_for_device();
+  if (!non_blocking) make_copies(current_stream);
   copy();
   return to;
 }
@@ -147,7 +200,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 }
 
 at::Scalar local_scalar(const at::Tensor& tensor) {
-  wait_for_device();
+  make_copies(current_stream);
   return on_host(tensor).item();
 }
 
@@ -172,6 +225,38 @@ void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
 
+// Whoever keeps a copy keeps its tensors here, whose memory is not given away before it was made.
+void record_stream(at::Tensor&, c10::Stream) {}
+
+void cast_arguments(const c10::OperatorHandle& op, torch::jit::Stack* stack, at::ScalarType dtype) {
+  c10::impl::ExcludeDispatchKeyGuard cast_already(c10::DispatchKey::AutocastPrivateUse1);
+  for (auto& value : torch::jit::last(stack, op.schema().arguments().size())) {
+    if (value.isTensor() && value.toTensor().defined()) {
+      const_cast<c10::IValue&>(value) = at::autocast::cached_cast(dtype, value.toTensor(), kDevice);
+    }
+  }
+  op.callBoxed(stack);
+}
+
+void lower(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  cast_arguments(op, stack, at::autocast::get_autocast_dtype(kDevice));
+}
+
+void raise(const c10::OperatorHandle& op, torch::jit::Stack* stack) { cast_arguments(op, stack, at::kFloat); }
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  for (auto name : {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&lower>());
+  }
+  for (auto name : {"mse_loss", "cross_entropy_loss", "nll_loss", "softmax.int", "log_softmax.int", "pow.Tensor_Scalar"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&raise>());
+  }
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&compute>());
 }
@@ -188,6 +273,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar);
+  m.impl("record_stream", &record_stream);
 }
 
 } // namespace

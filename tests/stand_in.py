@@ -86,6 +86,31 @@ class _Module(ModuleType):
     def get_device_properties(self, device: Any = None) -> Any:
         return None
 
+    def set_device(self, device: Any) -> None:
+        import torch
+
+        torch.accelerator.set_device_index(device)
+
+    def Stream(self, device: Any = "stand_in") -> Any:
+        """Return a stream, in which copies come late, on the default device or another."""
+        import torch
+
+        return torch.Stream(device=device)
+
+    def stream(self, stream: Any) -> Any:
+        """Return a context in which work is enqueued in a stream."""
+        return stream
+
+    def current_stream(self, device: Any = None) -> Any:
+        import torch
+
+        return torch.accelerator.current_stream(device)
+
+    def get_amp_supported_dtype(self) -> list[Any]:
+        import torch
+
+        return [torch.bfloat16, torch.float16]
+
     def draw(self) -> float:
         """Return the next number of the device's random stream."""
         import torch

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from tests import stand_in
 from tests.ranks import preload
@@ -70,116 +69,6 @@ def test_the_stand_in_refuses_what_a_gpu_refuses_and_copies_late():
     assert copied == "nan 1.0"
     assert "two devices, stand_in:0 and cpu" in added
     assert "aten::_fused_adamw_: expected all tensors to be on the same device" in fused
-
-
-# --- the Trainer ---------------------------------------------------------------------------------------------------
-
-
-@ALONE.add
-def resume_the_trainer() -> dict[str, Any]:
-    from tests.trainer_jobs import build_trainer
-
-    losses: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-        for name, resume, use_cpu in (("host", None, True), ("whole", None, False), ("resumed", 2, False)):
-            trainer = build_trainer(Path(folder, "cpu" if use_cpu else "here"), use_cpu=use_cpu, **options)
-            trainer.train(resume_from_checkpoint=resume and str(Path(folder, "here", f"checkpoint-{resume}")))
-            losses[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-            losses["device"] = str(next(trainer.model.parameters()).device)
-            losses["optimizer"] = trainer.args.optim
-    return losses
-
-
-def test_a_trainer_resumes_with_its_default_optimizer():
-    seen = alone("resume_the_trainer")
-    assert (seen["device"], seen["optimizer"]) == ("stand_in:0", "adamw_torch_fused")
-    assert seen["resumed"] == seen["whole"]
-    assert seen["whole"] == pytest.approx(seen["host"], rel=1e-4)
-
-
-# --- native loops --------------------------------------------------------------------------------------------------
-
-
-def native(fused: bool, cpu: bool = False) -> tuple[Any, ...]:
-    from accel_trainer import Accelerator
-
-    accelerator = Accelerator(cpu=cpu)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused)
-    data = TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(1)))
-    return accelerator, model, optimizer, DataLoader(data, batch_size=4)
-
-
-def losses(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any) -> list[float]:
-    seen = []
-    for (x,) in loader:
-        loss = model(x).square().mean()
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(loss.item())
-    return seen
-
-
-@ALONE.add
-def warm_up_before_prepare() -> list[list[float]]:
-    seen = []
-    for cpu in (True, False):
-        for fused in (False, True):
-            accelerator, model, optimizer, loader = native(fused, cpu)
-            model(torch.ones(1, 4)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(losses(accelerator, *accelerator.prepare(model, optimizer, loader)))
-            accelerator.free_memory()
-            accelerator.end_training()
-            type(accelerator.state)._reset_state(reset_partial_state=True)
-    return seen
-
-
-def test_an_optimizer_that_has_state_is_prepared_with_its_model():
-    host, _, foreach, fused = alone("warm_up_before_prepare")
-    assert foreach == pytest.approx(host, rel=1e-5)
-    assert fused == pytest.approx(host, rel=1e-5)
-
-
-@ALONE.add
-def load_in_every_way() -> dict[str, list[float]]:
-    seen = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for fused in (False, True):
-            accelerator, *made = native(fused)
-            made = list(accelerator.prepare(*made))
-            losses(accelerator, *made)
-            accelerator.save_state(Path(folder, "state"))
-            drawn = torch.stand_in.draw()  # type: ignore[attr-defined]
-            name = "fused" if fused else "foreach"
-            seen[name] = losses(accelerator, *made)
-            accelerator.load_state(Path(folder, "state"))
-            in_full = accelerator.unit_of(made[0]).checkpoint_io().full_optimizer_state()
-            seen[f"{name} again"] = losses(accelerator, *made)
-            accelerator, *made = native(fused)
-            made = list(accelerator.prepare(*made))
-            accelerator.load_state(Path(folder, "state"))
-            seen[f"{name} anew"] = losses(accelerator, *made)
-            accelerator.load_state(Path(folder, "state"))
-            accelerator.unit_of(made[0]).checkpoint_io().load_full_optimizer_state(in_full)
-            seen[f"{name} in full"] = losses(accelerator, *made)
-            accelerator.load_state(Path(folder, "state"))
-            seen[f"{name} drew"] = [drawn, torch.stand_in.draw()]  # type: ignore[attr-defined]
-            type(accelerator.state)._reset_state(reset_partial_state=True)
-    return seen
-
-
-def test_states_load_on_the_device_and_continue_there():
-    seen = alone("load_in_every_way")
-    for kind in ("foreach", "fused"):
-        assert seen[f"{kind} again"] == seen[f"{kind} anew"] == seen[f"{kind} in full"] == seen[kind]
-        drawn, again = seen[f"{kind} drew"]
-        assert drawn == again
 
 
 # --- gradients, copies, devices ------------------------------------------------------------------------------------
@@ -245,6 +134,19 @@ def copy_to_the_host() -> list[list[float]]:
 
 def test_nobody_gets_host_memory_that_is_still_being_written():
     assert alone("copy_to_the_host") == [[7.0] * 4, [3.0], [3.0]]
+
+
+@ALONE.add
+def compare_values_of_devices() -> list[bool]:
+    from accel_trainer.strategies.fsdp2 import initial_values
+
+    value = torch.randn(9 << 20)  # more than two pinned buffers of 16 MiB
+    facts = [initial_values._fact(value.to("stand_in")), initial_values._fact(value + 1), initial_values._fact(value)]
+    return [fact == facts[-1] for fact in facts]
+
+
+def test_a_value_on_a_device_has_the_fingerprint_that_it_has_on_the_host():
+    assert alone("compare_values_of_devices") == [True, False, True]
 
 
 @ALONE.add
