@@ -80,7 +80,16 @@ def main() -> None:
         found: Counter[str] = Counter()
         _train(options, precision, found)
         waits = None if options.device == "cpu" else sum(found.values()) / _COUNTED
-        emit(what="waits", precision=precision, per_update=waits, lines=dict(found.most_common(8)))
+        bound = 1 if precision == "fp16" else 0  # whether the update was applied
+        holds = None if waits is None else waits <= bound
+        emit(
+            what="waits",
+            precision=precision,
+            per_update=waits,
+            bound=bound,
+            holds=holds,
+            lines=dict(found.most_common(8)),
+        )
 
 
 if __name__ == "__main__":

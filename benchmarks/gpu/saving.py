@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from workload import build_loader, build_model, clock, emit, median, parse, parser
 
+_BOUND = 0.05
+"""The stall of a background save, of the time of one in the foreground."""
+
 
 def _timed(options: Namespace, call: Callable[[], Any]) -> float:
     begin = clock(options)
@@ -71,7 +74,9 @@ def main() -> None:
         rounds = [_round(options, accelerator, step, state, Path(folder)) for _ in range(options.rounds + 1)][1:]
     seconds = {name: median([each[name] for each in rounds]) for name in rounds[0]}
     num_bytes = sum(parameter.nbytes for parameter in model.parameters()) * 3  # with Adam's two moments
-    emit(what="saving", gib=num_bytes / 2**30, stall_of_save=seconds["stall"] / seconds["save"], bound=0.05, **seconds)
+    share = seconds["stall"] / seconds["save"]
+    holds = None if options.device == "cpu" else share <= _BOUND
+    emit(what="saving", gib=num_bytes / 2**30, stall_of_save=share, bound=_BOUND, holds=holds, **seconds)
 
 
 if __name__ == "__main__":

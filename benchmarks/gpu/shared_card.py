@@ -97,7 +97,7 @@ def main() -> None:
         both = _start(options, strategy, 2)
         apart = max(abs(a - b) / b for a, b in zip(both["norms"], alone["norms"], strict=True))
         weights_apart = abs(both["weights"] - alone["weights"]) / alone["weights"]
-        emit(what="two ranks", strategy=strategy, norms_apart=apart, weights_apart=weights_apart, agrees=apart < 1e-3)
+        emit(what="two ranks", strategy=strategy, norms_apart=apart, weights_apart=weights_apart, holds=apart < 1e-3)
 
 
 if __name__ == "__main__":

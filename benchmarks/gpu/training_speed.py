@@ -29,6 +29,8 @@ from workload import (
 
 _BOUNDS = {"native": 1.02, "trainer": 1.03}
 """How many times the plain loop's time, on a card."""
+_PEAK_BOUND = 1.01
+"""How many times the plain loop's peak memory."""
 Peer = Callable[[Namespace, Any], float]
 """Trains a model for the updates that are warm-up and those that count; returns the seconds of the latter."""
 
@@ -138,13 +140,20 @@ def main() -> None:
             except ImportError as error:  # upstream's Trainer without Hugging Face accelerate
                 del peers[name], rounds[name]
                 emit(what="left out", peer=name, why=str(error).strip().splitlines()[0])
-    base = median([seconds for seconds, _, _ in rounds["plain"]])
+    seconds = {name: median([each[0] for each in results]) for name, results in rounds.items()}
+    base_peak = rounds["plain"][-1][1]
     for name, results in rounds.items():
-        seconds = median([each[0] for each in results])
+        times = seconds[name] / seconds["plain"]
+        peak_times = results[-1][1] / base_peak if base_peak else None
+        holds = None
+        if name in _BOUNDS and peak_times is not None:  # on a card
+            holds = times <= _BOUNDS[name] and peak_times <= _PEAK_BOUND
+            holds = holds and (name != "trainer" or seconds[name] < seconds.get("upstream", float("inf")))
         spread = max(each[0] for each in results) / min(each[0] for each in results)
         emit(
-            what="speed", peer=name, recompute=options.recompute, times_plain=seconds / base, bound=_BOUNDS.get(name),
-            spread=spread, tokens_per_s=_tokens(options) / seconds, utilisation=results[-1][2], peak_gib=results[-1][1],
+            what="speed", peer=name, recompute=options.recompute, times_plain=times, bound=_BOUNDS.get(name),
+            peak_times_plain=peak_times, holds=holds, spread=spread, tokens_per_s=_tokens(options) / seconds[name],
+            utilisation=results[-1][2], peak_gib=results[-1][1],
         )  # fmt: skip
 
 
