@@ -30,6 +30,7 @@ __all__ = [
     "SafetensorsFile",
     "StagingMemory",
     "TensorReader",
+    "chunks_of",
     "copy_stored",
     "dtype_name",
     "dtype_of",
@@ -198,8 +199,8 @@ class StagingMemory:
         return buffer
 
 
-def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor; of one on a device, a buffer at a time is copied to the host."""
+def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor, each chunk valid until the next; of one on a device, they are copied to the host."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     chunks = flat.split(_CHUNK_BYTES) if flat.numel() else ()
     if not has_streams(flat.device):
@@ -265,7 +266,7 @@ def write_tensor_file(
                 f"tensor {name!r} was announced as {announced.dtype} {tuple(announced.shape)} and is {tensor.dtype} "
                 f"{tuple(tensor.shape)}"
             )
-        for chunk in _chunks(tensor):
+        for chunk in chunks_of(tensor):
             file.write(chunk)
         del tensor
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.placement import local_box, local_tensor, materialize, set_target_device
+from accel_trainer.checkpoint.format.safetensors_file import chunks_of
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.process import ProcessContext
@@ -22,8 +23,6 @@ from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.strategies.broadcast_values import broadcast_tensors
 
 __all__ = ["Values", "awaited_tensors", "broadcast_differing", "compare_values", "fill_sharded_model", "move_unsharded"]
-
-_BUFFER_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +53,9 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _fact(tensor: Tensor) -> _Fact:
-    """Describe a tensor; of one on a device, 64 MiB at a time are copied to the host."""
     digest = xxhash.xxh3_128()  # no secret to keep: a tenth of sha256's time
-    if not tensor.is_meta:
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        for begin in range(0, data.numel(), _BUFFER_BYTES):
-            digest.update(data[begin : begin + _BUFFER_BYTES].cpu().numpy().data)
+    for chunk in () if tensor.is_meta else chunks_of(tensor):
+        digest.update(chunk)
     return _Fact(tuple(tensor.shape), tensor.dtype, tensor.is_meta, bytes(digest.digest()))
 
 
@@ -74,7 +70,9 @@ def compare_values(model: nn.Module, process: ProcessContext, *, may_await: bool
         ProcessGroupError: the same, on the ranks whose models are as rank 0's.
     """
     named = _named(model)
-    with ThreadPoolExecutor(min(8, cores_of_rank(process.local_world_size))) as pool:
+    # A device's link has one direction to share, and each thread takes two pinned buffers.
+    num_threads = 8 if all(tensor.device.type in ("cpu", "meta") for tensor in named.values()) else 2
+    with ThreadPoolExecutor(min(num_threads, cores_of_rank(process.local_world_size))) as pool:
         own = dict(zip(named, pool.map(_fact, named.values()), strict=True))
     sent: list[Any] = [own if process.is_main else None]
     dist.broadcast_object_list(sent, src=0)
