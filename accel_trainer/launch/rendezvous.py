@@ -66,6 +66,9 @@ def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
             )
         return BoundRendezvous(address, port, launch.machine_rank, launch.num_machines, settings)
     run_id = settings.pop("rdzv_id", "accel_trainer")
+    if launch.rdzv_backend == "c10d":
+        # torch compares the address with those of the machine's name, which on many machines is 127.0.1.1 alone.
+        settings.setdefault("is_host", str(_is_own(address)))
     endpoint, size = f"{bracket_ipv6(address)}:{port}", launch.num_machines
     try:
         return get_rendezvous_handler(
@@ -74,6 +77,15 @@ def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
     except (ValueError, TypeError, ImportError, RendezvousError) as error:
         conf = f" with rdzv_conf {launch.rdzv_conf!r}" if launch.rdzv_conf else ""
         raise ConfigError(f"rdzv_backend {launch.rdzv_backend!r} cannot be used{conf}: {error}") from error
+
+
+def _is_own(address: str) -> bool:
+    try:
+        family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+        socket.create_server((address, 0), family=family).close()
+    except OSError:
+        return False
+    return True
 
 
 def parse_settings(text: str) -> dict[str, str]:

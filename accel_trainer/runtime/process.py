@@ -294,18 +294,17 @@ def init_process(
         seconds = _DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
         _init_process_group(info, device, backend or _select_backend(device), seconds)
     logging.set_rank(info.rank, info.world_size, _wait_for_ranks)
-    if info.world_size > 1 and "ACCEL_TRAINER_LAUNCH" in environ:
-        _leave_interrupts_to_launcher()
+    _leave_interrupts_to_launcher(environ)
     _current = ProcessContext(
         info.rank, info.local_rank, info.world_size, info.local_world_size, device, _backends()[device.type]
     )
     return _current
 
 
-def _leave_interrupts_to_launcher() -> None:
-    """Print no traceback of ctrl-C: the launcher says what has ended the job, and every rank's would hide its line."""
+def _leave_interrupts_to_launcher(environ: Mapping[str, str]) -> None:
+    """Print no traceback of ctrl-C in a rank of our launcher, whose own line those of all ranks would hide."""
     previous = sys.excepthook
-    if getattr(previous, "leaves_interrupts", False):
+    if "ACCEL_TRAINER_LAUNCH" not in environ or getattr(previous, "leaves_interrupts", False):
         return
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

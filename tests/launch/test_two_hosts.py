@@ -1,27 +1,100 @@
-"""Jobs on two machines: two network namespaces, joined by one wire, whose names resolve to nothing useful."""
+"""Jobs on two machines: two network namespaces, joined by one wire, whose names resolve to nothing useful.
+
+All jobs run at the same time, from one process that has torch imported: most of what they take is waiting.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from accel_trainer.launch.network import find_interface
+from tests.launches import run_command
+from tests.ranks import preload, run_ranks
 
-SCRIPT = """
+preload("accel_trainer.launch.job", "accel_trainer.launch.torchrun", "tests.launches")
+
+GATHER = """
 import torch
-from accel_trainer import Accelerator
-accelerator = Accelerator()
-total = int(accelerator.gather(torch.tensor([accelerator.process_index])).sum())
-print('rank', accelerator.process_index, 'of', accelerator.num_processes, 'sum', total, flush=True)
+import torch.distributed as dist
+dist.init_process_group('gloo')
+total = torch.tensor([dist.get_rank()])
+dist.all_reduce(total)
+print('rank', dist.get_rank(), 'of', dist.get_world_size(), 'sum', total.item(), flush=True)
 """
+SLEEP = """
+import os, sys, time
+from pathlib import Path
+rank = os.environ['RANK']
+started = Path(__file__).with_name('new' + rank)
+started.write_text(str(os.getpid()))
+started.rename(started.with_name('started' + rank))
+if sys.argv[1:] == [rank]:
+    sys.exit(9)
+time.sleep(100)
+"""
+RESTART = """
+import os, sys, time
+from pathlib import Path
+rank = os.environ['RANK']
+runs = Path(__file__).with_name('runs' + rank)
+with runs.open('a') as file:
+    file.write('again ')
+again = len(runs.read_text().split())
+if (rank, again) == ('1', 1):
+    sys.exit(3)
+time.sleep(60 if again == 1 else 0)
+print('rank', rank, 'of', os.environ['WORLD_SIZE'], 'in run', again, flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is started on the machines, when, and what is done to it."""
+
+    script: str
+    words: str = ""
+    address: str = "10.231.7.1"
+    delays: tuple[float | None, float | None] = (0.0, 0.0)
+    """Seconds until each machine's launcher is started; None: never."""
+    killed: int | None = None
+    """The machine whose launcher is killed once both workers run."""
+    failing: str = ""
+    """The rank that fails."""
+
+
+JOBS = {
+    "machine 0 is late": Job(GATHER, delays=(13.0, 0.0)),
+    "by IPv6": Job(GATHER, address="fd31::1", delays=(0.0, 2.0)),
+    "machine 1 does not come": Job(SLEEP, "--rdzv_conf timeout=2", delays=(0.0, None)),
+    "machine 0 does not come": Job(SLEEP, "--rdzv_conf timeout=2", delays=(None, 0.0)),
+    "worker 0 fails": Job(SLEEP, failing="0"),
+    "worker 1 fails": Job(SLEEP, failing="1"),
+    "launcher 0 is killed": Job(SLEEP, killed=0),
+    "launcher 1 is killed": Job(SLEEP, killed=1),
+    "workers are started again": Job(RESTART, "--rdzv_backend c10d --max_restarts 1"),
+}
+
+
+@dataclass(frozen=True)
+class End:
+    """How a launcher ended. `seconds` are those since it was killed, or a worker failed."""
+
+    code: int
+    text: str
+    seconds: float = 0.0
 
 
 def run_ip(*words: str) -> None:
@@ -51,123 +124,140 @@ def machines() -> Iterator[list[str]]:
             run_ip("netns", "del", name)
 
 
-def start(
-    machines: list[str], rank: int, script: Path, *words: str, address: str, last: str = ""
-) -> subprocess.Popen[str]:
-    command = ["ip", "netns", "exec", machines[rank], sys.executable, "-m", "accel_trainer", "launch", "--cpu"]
-    command += [
-        "--num_machines",
-        "2",
-        "--machine_rank",
-        str(rank),
-        "--main_process_ip",
-        address,
-        *words,
-        str(script),
-        last,
-    ]
-    environ = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
-    environ["HF_HOME"] = str(script.parent)
-    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+class Running:
+    """The launchers of one job, as children of this process."""
+
+    def __init__(self, folder: Path, job: Job, port: int, machines: list[str]) -> None:
+        folder.mkdir()
+        (folder / "train.py").write_text(job.script)
+        self.folder, self.job = folder, job
+        self.ends: dict[int, tuple[int, float]] = {}
+        self.begun_at: float | None = None
+        words = ["launch", "--cpu", "--num_machines", "2", "--num_processes", "2", *shlex.split(job.words)]
+        words += ["--main_process_ip", job.address, "--main_process_port", str(port)]
+        words += [str(folder / "train.py"), *job.failing]
+        self.pids = {
+            number: self.start(number, delay, words, machines[number])
+            for number, delay in enumerate(job.delays)
+            if delay is not None
+        }
+
+    def start(self, number: int, delay: float, words: list[str], machine: str) -> int:
+        return os.fork() or self.run(number, delay, words, machine)
+
+    def run(self, number: int, delay: float, words: list[str], machine: str) -> NoReturn:
+        code = 70
+        try:
+            time.sleep(delay)
+            with open(f"/run/netns/{machine}") as namespace:
+                assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) == 0, ctypes.get_errno()
+            words = [words[0], "--machine_rank", str(number), *words[1:]]
+            code = run_command(words, str(self.folder / f"output{number}"))
+        finally:
+            os._exit(code)
+
+    def look(self) -> bool:
+        """Kill what is to be killed now, and see who has ended; return whether somebody still runs."""
+        if self.begun_at is None and all((self.folder / f"started{rank}").exists() for rank in range(2)):
+            self.begun_at = time.monotonic()
+            if self.job.killed is not None:
+                os.kill(self.pids[self.job.killed], signal.SIGKILL)
+        for number, pid in self.pids.items():
+            if number not in self.ends:
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    self.ends[number] = os.waitstatus_to_exitcode(status), time.monotonic()
+        return len(self.ends) < len(self.pids)
+
+    def kill(self) -> None:
+        """End what still runs."""
+        for number in self.pids.keys() - self.ends.keys():
+            os.kill(self.pids[number], signal.SIGKILL)
+            self.ends[number] = os.waitstatus_to_exitcode(os.waitpid(self.pids[number], 0)[1]), time.monotonic()
+
+    def results(self) -> dict[int, End]:
+        return {
+            number: End(code, (self.folder / f"output{number}").read_text(), ended_at - (self.begun_at or ended_at))
+            for number, (code, ended_at) in self.ends.items()
+        }
+
+
+def run_jobs(folder: str, machines: list[str]) -> dict[str, dict[int, End]]:
+    deadline = time.monotonic() + 90
+    running = {
+        name: Running(Path(folder, str(index)), job, 29_600 + index, machines)
+        for index, (name, job) in enumerate(JOBS.items())
+    }
+    try:
+        while sum(job.look() for job in running.values()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    finally:
+        for job in running.values():
+            job.kill()
+    return {name: job.results() for name, job in running.items()}
+
+
+@pytest.fixture(scope="module")
+def ends(machines: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, End]]:
+    """How the launchers of each job have ended, by machine."""
+    folder = tmp_path_factory.mktemp("jobs")
+    outside = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    unset = (*outside, "TORCHELASTIC_USE_AGENT_STORE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    env: dict[str, str | None] = {**dict.fromkeys(unset), "HF_HOME": str(folder)}
+    [results] = run_ranks(run_jobs, 1, str(folder), machines, env=env, timeout=110)
+    return dict(results)
+
+
+@pytest.mark.parametrize("name", ["machine 0 is late", "by IPv6"])
+def test_two_machines_meet_by_the_address_of_the_first(name: str, ends: dict[str, dict[int, End]]) -> None:
+    for rank, end in ends[name].items():
+        assert end.code == 0, end.text
+        assert f"rank {rank} of 2 sum 1\n" in end.text
+
+
+def test_a_machine_says_for_whom_it_waits(ends: dict[str, dict[int, End]]) -> None:
+    text = "machine 1 has waited 10 s for machine 0 at 10.231.7.1:29600; start it there, or correct --main_process_ip"
+    assert text in ends["machine 0 is late"][1].text
 
 
 @pytest.mark.parametrize(
-    ("order", "address", "delay"), [((0, 1), "10.231.7.1", 0.0), ((1, 0), "10.231.7.1", 3.0), ((0, 1), "fd31::1", 0.0)]
-)
-def test_two_machines_meet_by_the_address_of_the_first(
-    machines: list[str], tmp_path: Path, order: tuple[int, int], address: str, delay: float
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    started = {}
-    for rank in order:
-        started[rank] = start(machines, rank, script, "--num_processes", "2", address=address)
-        time.sleep(delay if rank == order[0] else 0)
-    outputs = {rank: process.communicate(timeout=120) for rank, process in started.items()}
-    assert [started[rank].returncode for rank in (0, 1)] == [0, 0], outputs
-    assert [outputs[rank][0] for rank in (0, 1)] == ["rank 0 of 2 sum 1\n", "rank 1 of 2 sum 1\n"]
-
-
-def ends(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
-    _, errors = process.communicate(timeout=seconds)
-    return process.returncode, errors
-
-
-def test_a_machine_says_for_whom_it_waits(machines: list[str], tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    first = start(machines, 1, script, "--num_processes", "2", address="10.231.7.1")
-    time.sleep(14.0)
-    second = start(machines, 0, script, "--num_processes", "2", address="10.231.7.1")
-    code, errors = ends(first, 120)
-    assert (code, ends(second, 60)[0]) == (0, 0), errors
-    assert (
-        "machine 1 has waited 10 s for machine 0 at 10.231.7.1:29500; start it there, or correct --main_process_ip"
-        in errors
-    )
-
-
-@pytest.mark.parametrize(
-    ("rank", "message"),
+    ("missing", "message"),
     [
-        (0, "machine 1 of 2 did not come to 10.231.7.1 port 29500 within 2 s; start the job there"),
-        (1, "machine 0 was not reached at 10.231.7.1 port 29500 within 2 s"),
+        (1, "machine 1 of 2 did not come to 10.231.7.1 port 29602 within 2 s; start the job there"),
+        (0, "machine 0 was not reached at 10.231.7.1 port 29603 within 2 s"),
     ],
 )
-def test_a_machine_that_does_not_come_is_named(machines: list[str], tmp_path: Path, rank: int, message: str) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    words = ("--num_processes", "2", "--rdzv_conf", "timeout=2")
-    code, errors = ends(start(machines, rank, script, *words, address="10.231.7.1"), 60)
-    assert code
-    assert message in errors
-
-
-SLEEPING = """
-import os, sys, time
-from pathlib import Path
-rank = os.environ['RANK']
-Path(__file__).with_name('started' + rank).write_text(str(os.getpid()))
-if sys.argv[1] == rank:
-    sys.exit(9)
-time.sleep(100)
-"""
-
-
-def start_both(machines: list[str], tmp_path: Path, failing: str) -> list[subprocess.Popen[str]]:
-    script = tmp_path / "train.py"
-    script.write_text(SLEEPING)
-    words = ("--num_processes", "2", "--monitor_interval", "0.1")
-    started = [start(machines, rank, script, *words, address="10.231.7.1", last=failing) for rank in range(2)]
-    deadline = time.monotonic() + 60
-    while not all((tmp_path / f"started{rank}").exists() for rank in range(2)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return started
+def test_a_machine_that_does_not_come_is_named(missing: int, message: str, ends: dict[str, dict[int, End]]) -> None:
+    end = ends[f"machine {missing} does not come"][1 - missing]
+    assert end.code
+    assert message in end.text
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_failure_is_named_on_the_other_machine(machines: list[str], tmp_path: Path, failing: int) -> None:
-    started = start_both(machines, tmp_path, str(failing))
-    code, errors = ends(started[1 - failing], 15)
-    assert code == 9
-    assert f"on machine {failing} rank {failing} (pid " in errors
-    assert "failed with exit code 9; this ended the job" in errors
-    assert ends(started[failing], 15)[0] == 9
+def test_a_failure_is_named_on_the_other_machine(failing: int, ends: dict[str, dict[int, End]]) -> None:
+    job = ends[f"worker {failing} fails"]
+    other = job[1 - failing]
+    assert (job[failing].code, other.code) == (9, 9)
+    assert f"on machine {failing} rank {failing} (pid " in other.text
+    assert "failed with exit code 9; this ended the job" in other.text
+    assert other.seconds < 15
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_launcher_is_named_on_the_other_machine(machines: list[str], tmp_path: Path, killed: int) -> None:
-    started = start_both(machines, tmp_path, "none")
-    started[killed].kill()
-    # The launcher leaves its worker behind, which holds the pipes.
-    killed_at = time.monotonic()
-    code, errors = ends(started[1 - killed], 25)
-    took = time.monotonic() - killed_at
-    os.kill(int((tmp_path / f"started{killed}").read_text()), signal.SIGKILL)
-    started[killed].communicate(timeout=10)
-    assert code == 1
-    assert f"on machine {killed} the launcher has ended without a word or cannot be reached" in errors
-    assert took < 15
+def test_a_killed_launcher_is_named_on_the_other_machine(killed: int, ends: dict[str, dict[int, End]]) -> None:
+    job = ends[f"launcher {killed} is killed"]
+    other = job[1 - killed]
+    assert (job[killed].code, other.code) == (-signal.SIGKILL, 1)
+    assert f"on machine {killed} the launcher has ended without a word or cannot be reached" in other.text
+    assert other.seconds < 15
+
+
+def test_workers_of_both_machines_are_started_again(ends: dict[str, dict[int, End]]) -> None:
+    job = ends["workers are started again"]
+    assert [end.code for end in job.values()] == [0, 0], job
+    lines = [line for end in job.values() for line in end.text.splitlines()]
+    # Under c10d machines number themselves.
+    assert sorted(line for line in lines if " in run " in line) == ["rank 0 of 2 in run 2", "rank 1 of 2 in run 2"]
 
 
 def test_the_interface_is_the_one_that_reaches_the_main_machine(machines: list[str]) -> None:
