@@ -22,7 +22,7 @@ _NAMES = {
     "launch.notebook": "debug_launcher notebook_launcher",
     "optimizer": "AcceleratedOptimizer",
     "plugins": (
-        "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin "
+        "AORecipeKwargs AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin "
         "DistributedDataParallelKwargs DummyOptim DummyScheduler FullyShardedDataParallelPlugin "
         "GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs ParallelismConfig ProfileKwargs "
         "ProjectConfiguration TorchDynamoPlugin"

@@ -15,6 +15,7 @@ from accel_trainer.data_loader import skip_first_batches as skip_first_batches
 from accel_trainer.launch.notebook import debug_launcher as debug_launcher
 from accel_trainer.launch.notebook import notebook_launcher as notebook_launcher
 from accel_trainer.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
+from accel_trainer.plugins import AORecipeKwargs as AORecipeKwargs
 from accel_trainer.plugins import AutocastKwargs as AutocastKwargs
 from accel_trainer.plugins import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_trainer.plugins import DDPCommunicationHookType as DDPCommunicationHookType

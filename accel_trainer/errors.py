@@ -28,6 +28,9 @@ __all__ = [
 ]
 
 
+MISSING_TORCHAO = "fp8 needs torchao, which is not installed: pip install 'accel-trainer[fp8]'; or use 'bf16'"
+
+
 class AccelTrainerError(Exception):
     """Base of every error that accel_trainer raises on purpose."""
 

@@ -91,7 +91,7 @@ _MOVED = {
         "resuming:trainer.checkpoint.resuming"
     ),
     "utils": (
-        "dataclasses:utils deepspeed:utils environment:utils fsdp_utils:utils imports:utils memory:utils "
+        "ao:utils dataclasses:utils deepspeed:utils environment:utils fsdp_utils:utils imports:utils memory:utils "
         "modeling:utils offload:utils operations:utils other:utils random:utils versions:utils"
     ),
 }

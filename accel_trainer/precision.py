@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,20 +13,58 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_trainer.config import MixedPrecision, OutputDtype
-from accel_trainer.errors import ConfigError
+from accel_trainer.config import Fp8Config, MixedPrecision, OutputDtype
+from accel_trainer.errors import MISSING_TORCHAO, ConfigError, MissingExtraError
+from accel_trainer.logging import get_logger
 from accel_trainer.tree import map_leaves, rebuild_mapping
 
 __all__ = [
     "AutocastForward",
     "ConvertOutputsToFp32",
+    "Float8Recipe",
+    "ModuleFilter",
     "PrecisionPolicy",
     "apply_autocast",
+    "apply_float8",
     "build_precision",
+    "convert_model_to_fp8_ao",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
+    "filter_linear_layers",
+    "find_first_last_linear_layers",
+    "has_ao_layers",
     "remove_autocast",
 ]
+
+logger = get_logger(__name__)
+
+ModuleFilter = Callable[[nn.Module, str], bool]
+"""Whether a module of a name computes in fp8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Recipe:
+    """Which linear layers compute in fp8, and how."""
+
+    config: Any
+    """torchao's Float8LinearConfig."""
+    module_filter: ModuleFilter | None = None
+    """None leaves out the first and the last linear layer, and those whose sizes are no multiples of 16."""
+
+    @classmethod
+    def build(cls, options: Fp8Config, given: Any = None, module_filter: ModuleFilter | None = None) -> Float8Recipe:
+        """Return the recipe of the options; a Float8LinearConfig that was given says everything itself.
+
+        Raises:
+            MissingExtraError: torchao is not installed.
+        """
+        config_class = _torchao().Float8LinearConfig
+        config = given or config_class(
+            enable_fsdp_float8_all_gather=options.enable_fsdp_float8_all_gather,
+            pad_inner_dim=options.pad_inner_dim,
+            emulate=options.emulate,
+        )
+        return cls(config, module_filter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +85,8 @@ class PrecisionPolicy:
     """Whether autocast keeps the weights that it has cast until it is left; None is torch's default."""
     casts_beside_loss: bool = False
     """Whether outputs are cast, too, that come with a loss to be trained: logits that nobody asks for any more."""
+    float8: Float8Recipe | None = None
+    """Linear layers that compute in fp8 where the others do in `compute`."""
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any]:
         """Return the context in which operations compute in this policy's dtype."""
@@ -87,22 +128,31 @@ def build_precision(
     origin: str = "mixed_precision",
     output_dtype: str = OutputDtype.AUTO,
     autocast: Mapping[str, bool] | None = None,
+    float8: Float8Recipe | None = None,
 ) -> PrecisionPolicy:
     """Return the policy for `mixed_precision` on `device`.
 
     bf16 reduces gradients in fp32: the sum over many ranks in bf16 loses the small ones.
 
     Args:
-        mixed_precision: "no", "bf16" or "fp16".
+        mixed_precision: "no", "bf16", "fp16" or "fp8".
         origin: how the option was given, for the message.
         output_dtype: "fp32" casts the model's outputs, "kept" leaves them as computed, "auto" casts those that come
             without a loss to be trained.
         autocast: `enabled` and `cache_enabled`, where they were set.
+        float8: the recipe of fp8.
 
     Raises:
+        MissingExtraError: fp8 was asked for, and torchao is not installed.
         ConfigError: the device cannot honour it. Nothing is replaced by fp32 in silence.
     """
-    policy = _device_precision(mixed_precision, device, origin)
+    if mixed_precision == MixedPrecision.FP8:
+        recipe = float8 or Float8Recipe.build(Fp8Config())
+        if not recipe.config.emulate:
+            _require_fp8(device, origin)
+        policy = replace(_device_precision(MixedPrecision.BF16, device, origin), float8=recipe)
+    else:
+        policy = _device_precision(mixed_precision, device, origin)
     if output_dtype == OutputDtype.KEPT:
         policy = replace(policy, output=None)
     policy = replace(policy, casts_beside_loss=output_dtype == OutputDtype.FP32)
@@ -126,11 +176,99 @@ def _device_precision(mixed_precision: str, device: torch.device, origin: str) -
                 "use 'bf16' or 'no'"
             )
         return PrecisionPolicy(compute=torch.float16, reduce=torch.float32, output=torch.float32, loss_scaling=True)
-    others = "'bf16' or 'no'" if device.type == "cpu" else "'bf16', 'fp16' or 'no'"
+    known = ", ".join(f"'{each}'" for each in MixedPrecision)
+    raise ConfigError(f"{origin}: '{mixed_precision}' is unknown; expected one of {known}")
+
+
+def _require_fp8(device: torch.device, origin: str) -> None:
+    """Refuse a device that has no matrix products in fp8."""
+    if device.type == "xpu" or device.type == "cuda" and torch.version.hip is not None:
+        return  # torchao knows which of these have it
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) >= (8, 9):
+            return
+        name = torch.cuda.get_device_name(device)
+        found = f"{name} has no cores for it (they begin with compute capability 8.9: Ada, Hopper)"
+    else:
+        found = "this kind of device multiplies no matrices in it"
     raise ConfigError(
-        f"{origin}: '{mixed_precision}' was asked for on {device}, and this version computes in it on no device; use "
-        f"{others}"
+        f"{origin}: fp8 was asked for on {device}, and {found}; use 'bf16', or fp8.emulate: true, which rounds to fp8 "
+        "and multiplies in fp32, for tests"
     )
+
+
+def _torchao() -> Any:
+    try:
+        return importlib.import_module("torchao.float8")
+    except ImportError as error:
+        raise MissingExtraError(f"mixed_precision='fp8': {MISSING_TORCHAO}") from error
+
+
+def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
+    """Return the names of the first and the last linear layer of a model, None where it has none."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return (names[0], names[-1]) if names else (None, None)
+
+
+def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Collection[str]) -> bool:
+    """Return whether a layer may compute in fp8: a linear one of multiples of 16 that is not among those left out."""
+    if type(module) is not nn.Linear or fqn in layers_to_filter:  # subclasses are other layers, of 4-bit weights say
+        return False
+    return module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+
+def has_ao_layers(model: nn.Module) -> bool:
+    """Return whether layers of a model compute in torchao's fp8."""
+    return any(map(_is_float8, model.modules()))
+
+
+def _is_float8(module: nn.Module) -> bool:
+    return type(module).__name__ == "Float8Linear"  # its module takes a second to import
+
+
+def convert_model_to_fp8_ao(
+    model: nn.Module, config: Any = None, module_filter_func: ModuleFilter | None = None
+) -> None:
+    """Let linear layers compute in fp8, in place; parameters keep their names and their values in full precision.
+
+    Args:
+        config: torchao's Float8LinearConfig; None is its default.
+        module_filter_func: takes a module and its name; None as of `Float8Recipe`.
+
+    Raises:
+        MissingExtraError: torchao is not installed.
+    """
+    float8 = _torchao()
+    ends = {name for name in find_first_last_linear_layers(model) if name}
+    chosen = module_filter_func or functools.partial(filter_linear_layers, layers_to_filter=ends)
+    float8.convert_to_float8_training(model, module_filter_fn=chosen, config=config)
+
+
+def apply_float8(model: nn.Module, policy: PrecisionPolicy, *, shards: bool = False) -> None:
+    """Let a model's linear layers compute in the fp8 of a policy, in place; does nothing without one.
+
+    Args:
+        shards: FSDP2 shards the model next; their weights may become tensors that it gathers in fp8, new objects. Else
+            each parameter stays the object that it is.
+
+    Raises:
+        ConfigError: no layer of the model is one that computes in fp8.
+    """
+    if policy.float8 is None or next(model.parameters(), None) is None:
+        return
+    config = policy.float8.config
+    if not shards:
+        config = replace(config, enable_fsdp_float8_all_gather=False)
+    convert_model_to_fp8_ao(model, config, policy.float8.module_filter)
+    num_layers = sum(isinstance(module, nn.Linear) for module in model.modules())
+    num_fp8 = sum(map(_is_float8, model.modules()))
+    if num_fp8 == 0:
+        raise ConfigError(
+            f"fp8 was asked for, and none of {type(model).__name__}'s {num_layers} linear layer(s) computes in it: the "
+            "first and the last stay in bf16, and sizes have to be multiples of 16; use mixed_precision='bf16', or "
+            "choose layers with AORecipeKwargs(module_filter_func=...)"
+        )
+    logger.info("%s: %d of %d linear layers compute in fp8", type(model).__name__, num_fp8, num_layers)
 
 
 class AutocastForward:

@@ -18,8 +18,8 @@ _OPTIONS = {
     "torch_tp_plugin": "tensor parallelism in a form of old, now ParallelismConfig(tp_size=...)",
 }
 
-_FP8 = "fp8 is not offered; use mixed_precision='bf16'"
-_RECIPES = ("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs")
+_FP8 = "TransformerEngine and MS-AMP are not offered; fp8 is torchao's: mixed_precision='fp8', with AORecipeKwargs"
+_RECIPES = ("FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs")
 
 _NAMES = {
     **dict.fromkeys(_RECIPES, _FP8),

@@ -81,7 +81,7 @@ def test_what_a_familiar_module_says_it_has_it_has(module: str):
 @pytest.mark.parametrize(
     ("module", "name", "way_out"),
     [
-        ("utils", "MSAMPRecipeKwargs", "fp8 is not offered"),
+        ("utils", "MSAMPRecipeKwargs", "TransformerEngine and MS-AMP are not offered"),
         ("utils", "MegatronLMPlugin", "Megatron-LM is not offered"),
     ],
 )

@@ -71,7 +71,7 @@ class Accelerator(
         self,
         device_placement: bool = True,
         split_batches: bool | None = None,
-        mixed_precision: Literal["no", "bf16", "fp16"] | MixedPrecision | None = None,
+        mixed_precision: Literal["no", "bf16", "fp16", "fp8"] | MixedPrecision | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
@@ -140,6 +140,7 @@ class Accelerator(
             origin=self.resolved.describe("mixed_precision"),
             output_dtype=self.config.output_dtype,
             autocast=self._options.autocast,
+            float8=self._options.float8_recipe(self.config),
         )
         self.scaler = None
         if self.precision.loss_scaling:

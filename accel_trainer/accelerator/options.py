@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from accel_trainer.config import Resolved, resolve
+from accel_trainer.config import MixedPrecision, Resolved, RunConfig, resolve
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin
 from accel_trainer.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_trainer.plugins.kwargs import (
+    AORecipeKwargs,
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -24,6 +25,7 @@ from accel_trainer.plugins.kwargs import (
     TorchDynamoPlugin,
 )
 from accel_trainer.plugins.parallelism import ParallelismConfig
+from accel_trainer.precision import Float8Recipe
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Capabilities, Strategy, WrapPolicyFunction
@@ -33,6 +35,7 @@ __all__ = ["AcceleratorOptions", "build_strategy", "resolve_options"]
 
 
 _HANDLERS = (
+    AORecipeKwargs,
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
@@ -147,8 +150,20 @@ class AcceleratorOptions:
             self.handlers[type(handler)] = handler
             self._take("kwargs_handlers", handler, KwargsHandler)
 
+    def float8_recipe(self, config: RunConfig) -> Float8Recipe | None:
+        """Return which layers compute in fp8, and how; None in other precisions."""
+        if config.mixed_precision != MixedPrecision.FP8:
+            return None
+        given = self.handlers.get(AORecipeKwargs, AORecipeKwargs())
+        return Float8Recipe.build(config.fp8, given.config, given.module_filter_func)
+
     def check(self, resolved: Resolved, facts: Capabilities) -> None:
-        """Refuse a communication hook of DDP where something else sends the gradients."""
+        """Refuse a communication hook of DDP where something else sends the gradients, and a recipe without fp8."""
+        if AORecipeKwargs in self.handlers and resolved.config.mixed_precision != MixedPrecision.FP8:
+            raise ConfigError(
+                f"kwargs_handlers holds an AORecipeKwargs, and {resolved.describe('mixed_precision')}; pass "
+                "mixed_precision='fp8', or take the recipe out"
+            )
         if self.comm_hook is not None and facts.distributed_type not in ("NO", "MULTI"):
             raise ConfigError(
                 f"DistributedDataParallelKwargs(comm_hook={str(self.comm_hook.hook)!r}) is for strategy 'ddp', and "

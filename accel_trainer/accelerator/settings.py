@@ -24,6 +24,7 @@ from accel_trainer.config.schema import DataConfig
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugins
 from accel_trainer.plugins.kwargs import (
+    AORecipeKwargs,
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -209,12 +210,27 @@ class AcceleratorSettings(ProcessView):
 
     @property
     def fp8_backend(self) -> str:
-        """Always "NO": mixed_precision="fp8" is refused."""
-        return "NO"
+        """The package that computes in fp8: "AO", or "NO"."""
+        return "AO" if self.fp8_enabled else "NO"
 
-    # Always so: a recipe for fp8 is refused where it is given.
-    fp8_recipe_handler = ao_recipe_handler = te_recipe_handler = msamp_recipe_handler = None
-    fp8_enabled = has_fp8_handler = delayed_fp8_autocast = False
+    @property
+    def fp8_enabled(self) -> bool:
+        """Whether linear layers compute in fp8."""
+        return self.precision.float8 is not None
+
+    @property
+    def has_fp8_handler(self) -> bool:
+        """Whether a recipe of fp8 is among the handlers."""
+        return self.ao_recipe_handler is not None
+
+    # Always so: recipes of other packages than torchao are refused where they are given.
+    fp8_recipe_handler = te_recipe_handler = msamp_recipe_handler = None
+    delayed_fp8_autocast = False
+
+    @property
+    def ao_recipe_handler(self) -> AORecipeKwargs | None:
+        """The recipe of fp8 among the handlers."""
+        return self._options.handlers.get(AORecipeKwargs)
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
@@ -243,12 +259,12 @@ class AcceleratorSettings(ProcessView):
 
     @property
     def native_amp(self) -> bool:
-        """Whether models compute in bf16 or fp16."""
+        """Whether models compute in bf16, fp16 or fp8."""
         return self.mixed_precision != "no"
 
     @property
     def mixed_precision(self) -> str:
-        """The precision in force: "no", "bf16" or "fp16"."""
+        """The precision in force: "no", "bf16", "fp16" or "fp8"."""
         return str(self.config.mixed_precision)
 
     @property

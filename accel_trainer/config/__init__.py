@@ -10,6 +10,8 @@ from accel_trainer.config.resolve import Resolved, build_config, flag_name, reso
 from accel_trainer.config.schema import (
     CompileConfig,
     FieldSpec,
+    Fp8Backend,
+    Fp8Config,
     FSDPConfig,
     LaunchConfig,
     MixedPrecision,
@@ -26,6 +28,8 @@ __all__ = [
     "Dialect",
     "FSDPConfig",
     "FieldSpec",
+    "Fp8Backend",
+    "Fp8Config",
     "LaunchConfig",
     "MixedPrecision",
     "OutputDtype",

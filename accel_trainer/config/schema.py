@@ -21,6 +21,8 @@ __all__ = [
     "DataConfig",
     "FSDPConfig",
     "FieldSpec",
+    "Fp8Backend",
+    "Fp8Config",
     "FrozenDict",
     "LaunchConfig",
     "MixedPrecision",
@@ -47,6 +49,14 @@ class MixedPrecision(StrEnum):
     BF16 = "bf16"
     FP16 = "fp16"
     FP8 = "fp8"
+
+
+class Fp8Backend(StrEnum):
+    """The package that computes in fp8; TransformerEngine and MS-AMP are known, and refused."""
+
+    AO = "ao"
+    TE = "te"
+    MSAMP = "msamp"
 
 
 class OutputDtype(StrEnum):
@@ -149,6 +159,20 @@ class AccumulationConfig:
     """Close the accumulation window at the end of the loader, even when it is not full."""
     sync_each_batch: bool = False
     """Reduce gradients after every micro-batch: more traffic, less memory in sharded strategies."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Config:
+    """Linear layers in fp8, with mixed_precision fp8; everything else computes in bf16."""
+
+    backend: Fp8Backend = Fp8Backend.AO
+    """ao, the package torchao; te (TransformerEngine) and msamp (MS-AMP) are known, and refused."""
+    enable_fsdp_float8_all_gather: bool = True
+    """Under fsdp2 the weights of these layers are gathered in fp8: half of bf16's traffic."""
+    pad_inner_dim: bool = True
+    """Fill up the inner dimension of a matrix product to a multiple of 16, which the hardware asks for."""
+    emulate: bool = False
+    """Round to fp8 and multiply in fp32: on any device, slower than without fp8; for tests."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -284,7 +308,7 @@ class RunConfig:
     strategy: str = "auto"
     """auto, single, ddp, fsdp2, or any registered name; auto is ddp on several ranks and single on one."""
     mixed_precision: MixedPrecision = MixedPrecision.NO
-    """no, bf16 or fp16; fp8 is known, and refused on every device."""
+    """no, bf16, fp16, or fp8: linear layers in fp8 on devices that have it, everything else in bf16."""
     output_dtype: OutputDtype = OutputDtype.AUTO
     """fp32 casts the model's outputs under mixed precision, kept casts none; auto, none beside a loss to be trained."""
     use_cpu: bool = False
@@ -299,6 +323,8 @@ class RunConfig:
     """Data loaders."""
     accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
     """Gradient accumulation."""
+    fp8: Fp8Config = field(default_factory=Fp8Config)
+    """Linear layers in fp8."""
     compile: CompileConfig = field(default_factory=CompileConfig)
     """torch.compile."""
     ddp: DDPConfig = field(default_factory=DDPConfig)
@@ -346,7 +372,7 @@ def field_specs() -> Mapping[str, FieldSpec]:
 
 @functools.cache
 def section_names() -> tuple[str, ...]:
-    """Return the names of the nested sections: data, accumulation, compile, ddp, fsdp, parallel, preemption, launch."""
+    """Return the names of the nested sections: data, accumulation, fp8, compile, ddp, fsdp, parallel, launch, ..."""
     return tuple(dict.fromkeys(path.partition(".")[0] for path in field_specs() if "." in path))
 
 

@@ -15,7 +15,17 @@ from enum import StrEnum
 from typing import Any
 
 from accel_trainer.config.parallel import axis_problems
-from accel_trainer.config.schema import FieldSpec, FrozenDict, RunConfig, WrapPolicy, field_specs, get_value, thaw
+from accel_trainer.config.schema import (
+    FieldSpec,
+    Fp8Backend,
+    FrozenDict,
+    MixedPrecision,
+    RunConfig,
+    WrapPolicy,
+    field_specs,
+    get_value,
+    thaw,
+)
 from accel_trainer.errors import did_you_mean
 
 __all__ = ["UNUSED_UNDER", "WrongValueError", "coerce", "cross_problems", "show", "show_plain", "unused_notes"]
@@ -257,6 +267,28 @@ def cross_problems(config: RunConfig, describe: Callable[[str], str]) -> list[st
             f"{describe('launch.num_processes')} cannot be divided over {describe('launch.num_machines')}: "
             "every machine runs the same number of processes"
         )
+    if config.mixed_precision == MixedPrecision.FP8:
+        problems += _fp8_problems(config, describe)
+    return problems
+
+
+def _fp8_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
+    """Return what stands against fp8 whatever the device is."""
+    problems = []
+    if config.fp8.backend != Fp8Backend.AO:
+        problems.append(
+            f"{describe('fp8.backend')}: TransformerEngine and MS-AMP are not offered; use ao, which is torchao"
+        )
+    if config.strategy == "deepspeed":
+        problems.append(
+            f"{describe('mixed_precision')} contradicts {describe('strategy')}, whose engine has no fp8 layers; use "
+            "strategy fsdp2 or ddp, or mixed_precision bf16"
+        )
+    if config.parallel.tp_size > 1:
+        problems.append(
+            f"{describe('mixed_precision')} contradicts {describe('parallel.tp_size')}: layers that are split over "
+            "ranks do not compute in fp8 here; use a tp_size of 1, or mixed_precision bf16"
+        )
     return problems
 
 
@@ -273,6 +305,8 @@ def unused_notes(config: RunConfig, given: Collection[str], describe: Callable[[
     decisive = {name: "strategy" for name, strategies in UNUSED_UNDER.items() if config.strategy in strategies}
     if config.compile.backend == "no":
         decisive["compile"] = "compile.backend"
+    if config.mixed_precision != MixedPrecision.FP8:
+        decisive["fp8"] = "mixed_precision"
     notes = []
     for section, path in decisive.items():
         if asked := _changed_options(config, given, section):

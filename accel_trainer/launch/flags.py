@@ -54,7 +54,19 @@ _PARALLELISM = "parallelism_config"
 _REFUSED = {
     "megatron_lm_": "there is no Megatron-LM strategy; use --use_fsdp or --use_deepspeed",
     "use_megatron_lm": "there is no Megatron-LM strategy; use --use_fsdp or --use_deepspeed",
-    "fp8_": "recipes of fp8 are not taken; use --mixed_precision bf16",
+    **dict.fromkeys(
+        (
+            "fp8_use_autocast_during_eval",
+            "fp8_margin",
+            "fp8_interval",
+            "fp8_format",
+            "fp8_amax_history_len",
+            "fp8_amax_compute_algo",
+            "fp8_override_linear_precision",
+            "fp8_opt_level",
+        ),
+        "it is an option of TransformerEngine or MS-AMP, and fp8 is torchao's here; leave it out",
+    ),
     "downcast_bf16": "it exists on TPUs only; use --mixed_precision bf16",
     "mpirun_hostfile": "start the launcher or the script with mpirun itself (mpirun -f HOSTFILE accel-trainer launch "
     "...), whose ranks are found; or give DeepSpeed's runner --deepspeed_hostfile",
@@ -77,6 +89,7 @@ _SECTION_TITLES = {
     "launch": "processes and machines",
     "accumulation": "gradient accumulation",
     "data": "data loaders",
+    "fp8": "linear layers in fp8, with --mixed_precision fp8",
     "compile": "torch.compile",
     "ddp": "DistributedDataParallel",
     "parallel": "ranks along the axes of the mesh",

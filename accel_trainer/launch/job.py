@@ -22,7 +22,7 @@ from accel_trainer.config import LaunchConfig, Resolved, Source, SourceKind, rea
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
 from accel_trainer.config.parallel import axis_sizes
 from accel_trainer.config.validation import UNUSED_UNDER, show_plain
-from accel_trainer.errors import ConfigError
+from accel_trainer.errors import MISSING_TORCHAO, ConfigError
 from accel_trainer.launch.default_file import find_default_config
 from accel_trainer.launch.flags import Options, parse_options, print_help
 from accel_trainer.launch.hosts import HostJob, agent_options, plan_hosts, run_on_hosts
@@ -231,11 +231,8 @@ def check_job(
     if outer is not None:
         outer.check_starter(resolved, hosts)
     num_processes = _num_processes(resolved) if hosts is None else hosts.num_processes
-    if resolved.config.mixed_precision == "fp8":
-        raise ConfigError(
-            f"{resolved.describe('mixed_precision')}: this version computes in it on no device; use 'bf16', 'fp16' or "
-            "'no'"
-        )
+    if resolved.config.mixed_precision == "fp8" and importlib.util.find_spec("torchao") is None:
+        raise ConfigError(f"{resolved.describe('mixed_precision')}: {MISSING_TORCHAO}")
     _check_strategy(resolved, num_processes, options, argv)
     return hosts, num_processes
 

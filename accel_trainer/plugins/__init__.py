@@ -3,6 +3,7 @@
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler, HfDeepSpeedConfig
 from accel_trainer.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_trainer.plugins.kwargs import (
+    AORecipeKwargs,
     AutocastKwargs,
     DataLoaderConfiguration,
     DDPCommunicationHookType,
@@ -18,6 +19,7 @@ from accel_trainer.plugins.kwargs import (
 from accel_trainer.plugins.parallelism import ParallelismConfig
 
 __all__ = [
+    "AORecipeKwargs",
     "AutocastKwargs",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",

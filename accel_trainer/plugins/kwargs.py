@@ -18,6 +18,7 @@ from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.strategies.comm_hooks import CommHook, DDPCommunicationHookType
 
 __all__ = [
+    "AORecipeKwargs",
     "AutocastKwargs",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
@@ -85,6 +86,30 @@ class AutocastKwargs(KwargsHandler):
     def objects(self) -> dict[str, Any]:
         """Return the options of autocast."""
         return {"autocast": self.autocast_options()}
+
+
+@dataclass
+class AORecipeKwargs(KwargsHandler):
+    """How torchao computes in fp8, with `mixed_precision="fp8"`; None leaves an option as configured."""
+
+    config: Any = None
+    """torchao's Float8LinearConfig, which then says everything; None is made of the options."""
+    module_filter_func: Callable[[Any, str], bool] | None = None
+    """Takes a module and its name, and returns whether it computes in fp8. None leaves out the first and the last
+    linear layer, and those whose sizes are no multiples of 16."""
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.config is not None and self.explicit():
+            beside = ", ".join(path.removeprefix("fp8.") for path in self.explicit())
+            raise ConfigError(
+                f"AORecipeKwargs was given config and {beside}, which the config says, too; pass one of them"
+            )
+
+    def explicit(self) -> dict[str, Any]:
+        """Return the two options that the configuration has, by their paths."""
+        return {f"fp8.{name}": value for name, value in self.given().items() if f"fp8.{name}" in field_specs()}
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.precision import PrecisionPolicy, apply_autocast
+from accel_trainer.precision import PrecisionPolicy, apply_autocast, apply_float8
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import abandon_exchange, exposed_exchange_seconds
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, CheckpointIO, StepOutcome, TrainJob
@@ -143,6 +143,7 @@ class DDPStrategy(BaseStrategy):
         # A model that the user has wrapped is taken as it is; wrapping it twice would average gradients twice.
         wrapped = job.model if isinstance(job.model, DistributedDataParallel) else None
         module = wrapped.module if wrapped is not None else job.model
+        apply_float8(module, precision)
         place(module, job, process)
         apply_autocast(module, precision)
         apply_compile(module, job.config.compile, job.compile_options)

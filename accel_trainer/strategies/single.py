@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.placement import local_box, local_tensor, wrap_local_like
 from accel_trainer.errors import ConfigError
-from accel_trainer.precision import PrecisionPolicy, apply_autocast
+from accel_trainer.precision import PrecisionPolicy, apply_autocast, apply_float8
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies import gradients
 from accel_trainer.strategies.api import (
@@ -192,6 +192,7 @@ class SingleStrategy(BaseStrategy):
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> NativeUnit:
         """Place the model and put autocast on it; the returned unit's model is the user's own object."""
         self.check(job, precision, process)
+        apply_float8(job.model, precision)
         place(job.model, job, process)
         apply_autocast(job.model, precision)
         apply_compile(job.model, job.config.compile, job.compile_options)

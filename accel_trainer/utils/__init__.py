@@ -116,6 +116,7 @@ from accel_trainer.plugins.fsdp_plugin import (
     FullyShardedDataParallelPlugin,
 )
 from accel_trainer.plugins.kwargs import (
+    AORecipeKwargs,
     AutocastKwargs,
     DataLoaderConfiguration,
     DDPCommunicationHookType,
@@ -136,8 +137,12 @@ from accel_trainer.plugins.parallelism import (
 )
 from accel_trainer.precision import (
     ConvertOutputsToFp32,
+    convert_model_to_fp8_ao,
     convert_outputs_to_fp32,
     convert_to_fp32,
+    filter_linear_layers,
+    find_first_last_linear_layers,
+    has_ao_layers,
 )
 from accel_trainer.runtime import availability
 from accel_trainer.runtime.availability import *  # noqa: F403  # its own list says which
@@ -207,6 +212,7 @@ from accel_trainer.utils import constants
 from accel_trainer.utils.constants import *  # noqa: F403  # its own list says which
 
 __all__ = [
+    "AORecipeKwargs",
     "AutocastKwargs",
     "CannotPadNestedTensorWarning",
     "ConvertOutputsToFp32",
@@ -257,6 +263,7 @@ __all__ = [
     "convert_bytes",
     "convert_dict_to_env_variables",
     "convert_file_size_to_int",
+    "convert_model_to_fp8_ao",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
     "copy_tensor_to_devices",
@@ -264,9 +271,11 @@ __all__ = [
     "extract_model_from_parallel",
     "extract_submodules_state_dict",
     "fallback_allocate",
+    "filter_linear_layers",
     "find_batch_size",
     "find_device",
     "find_executable_batch_size",
+    "find_first_last_linear_layers",
     "find_tied_parameters",
     "gather",
     "gather_object",
@@ -286,6 +295,7 @@ __all__ = [
     "get_pretty_name",
     "get_state_dict_from_offload",
     "get_state_dict_offloaded_model",
+    "has_ao_layers",
     "has_compiled_regions",
     "has_offloaded_params",
     "has_repeated_blocks",

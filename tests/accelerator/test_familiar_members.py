@@ -50,7 +50,7 @@ def test_one_process_is_not_many_devices():
     assert facts(Accelerator(cpu=True)) == (False, False, False, "NO")
 
 
-def test_there_is_no_recipe_for_fp8():
+def test_there_is_no_recipe_for_fp8_without_one():
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     recipes = [getattr(accelerator, f"{kind}_recipe_handler") for kind in ("fp8", "ao", "te", "msamp")]
     assert recipes == [None] * 4

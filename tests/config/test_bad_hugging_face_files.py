@@ -73,9 +73,9 @@ BAD_FILES = [
     (
         "accelerate-fp8",
         "acc.yaml",
-        "distributed_type: FSDP\nmixed_precision: fp8\nfp8_config:\n  backend: TE\n",
-        "fp8_config at acc.yaml:3 is {'backend': 'TE'}, which is not offered: fp8 recipes are not read "
-        "from files; remove the block",
+        "distributed_type: FSDP\nmixed_precision: fp8\nfp8_config:\n  backend: AO\n  fp8_format: E4M3\n",
+        "fp8_config.fp8_format at acc.yaml:5 is 'E4M3', which is not offered: it is an option of TransformerEngine "
+        "or MS-AMP; use backend: AO without it",
     ),
     (
         "accelerate-mpirun",

@@ -29,7 +29,7 @@ preload("accel_trainer.trainer", "accel_trainer.utils", "evaluate", "transformer
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-NEEDS = {"peft": "peft", "sentence_transformers": "sentence_transformers", "trl": "trl"}
+NEEDS = {"fp8": "torchao", "peft": "peft", "sentence_transformers": "sentence_transformers", "trl": "trl"}
 """Pages whose code needs a library that `make test` has not; tests/ecosystem runs them."""
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
 

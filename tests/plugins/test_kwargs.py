@@ -16,6 +16,7 @@ from transformers.utils import ModelOutput
 from accel_trainer import Accelerator
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins import (
+    AORecipeKwargs,
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
@@ -283,10 +284,13 @@ def test_a_compiled_model_under_bf16_has_one_graph():
             "kwargs_handlers holds two AutocastKwargs; pass one",
         ),
         (
-            {"kwargs_handlers": [GradientAccumulationPlugin()]},
-            "holds a GradientAccumulationPlugin; known: AutocastKwargs.*ProfileKwargs",
+            {"kwargs_handlers": [AORecipeKwargs(pad_inner_dim=False)]},
+            "holds an AORecipeKwargs, and mixed_precision=no .default.; pass mixed_precision='fp8'",
         ),
-        ({"mixed_precision": "fp8"}, "'fp8' was asked for on cpu, and this version computes in it on no device"),
+        (
+            {"kwargs_handlers": [GradientAccumulationPlugin()]},
+            "holds a GradientAccumulationPlugin; known: AORecipeKwargs, AutocastKwargs.*ProfileKwargs",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_an_error(arguments: dict[str, Any], message: str):

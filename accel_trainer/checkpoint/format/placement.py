@@ -74,10 +74,24 @@ def local_box(tensor: Tensor) -> Box:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's shard of `tensor`, sharing its memory and without gradients."""
+    return _values_of(_shard(tensor)).detach()
+
+
+def _shard(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         with torch.no_grad():  # to_local() records a node of autograd else, and a load calls it for each tensor
-            tensor = tensor.to_local()
-    return tensor.detach()
+            return tensor.to_local()
+    return tensor
+
+
+def _values_of(tensor: Tensor) -> Tensor:
+    """Return the plain tensor in a subclass that only wraps it, as of weights that torchao has gathered in fp8."""
+    if type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        for each in inner:
+            if type(each) is Tensor and (each.shape, each.dtype) == (tensor.shape, tensor.dtype):
+                return each
+    return tensor
 
 
 def wrap_local_like(tensor: Tensor, local: Tensor) -> Tensor:
@@ -98,8 +112,12 @@ def materialize(tensor: Tensor, device: torch.device | None = None, dtype: torch
     Args:
         device: None is the one that `set_target_device` noted, then that of the mesh, then the CPU.
     """
-    local = local_tensor(tensor)
-    filled = torch.empty(local.shape, dtype=dtype or tensor.dtype, device=device or _default_device(tensor))
+    place = device or _default_device(tensor)
+    # Like the shard and not only of its shape: it may be of a class that FSDP2 asks how it is gathered.
+    shard = _shard(tensor).detach()
+    filled = torch.empty_like(
+        shard, dtype=dtype or tensor.dtype, device=place, memory_format=torch.contiguous_format, requires_grad=False
+    )
     filled = wrap_local_like(tensor, filled)
     if isinstance(tensor, nn.Parameter):
         filled = nn.Parameter(filled, requires_grad=tensor.requires_grad)

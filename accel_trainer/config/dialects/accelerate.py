@@ -17,7 +17,16 @@ from accel_trainer.config.readers.document import Document, Entry, Key, Node
 from accel_trainer.config.schema import field_specs, section_names
 from accel_trainer.errors import did_you_mean
 
-__all__ = ["DYNAMO", "KNOWN_KEYS", "MARKER_KEYS", "PARALLEL_DETAILS", "PARALLEL_SIZES", "put_parallelism", "translate"]
+__all__ = [
+    "DYNAMO",
+    "FP8",
+    "KNOWN_KEYS",
+    "MARKER_KEYS",
+    "PARALLEL_DETAILS",
+    "PARALLEL_SIZES",
+    "put_parallelism",
+    "translate",
+]
 
 _DIRECT = {
     "mixed_precision": "mixed_precision",
@@ -38,7 +47,6 @@ _TPU_KEYS = (
 _OF_OTHER_ENGINES = {
     "downcast_bf16": "it exists on TPUs only; use mixed_precision: bf16",
     "megatron_lm_config": "there is no Megatron-LM strategy; use distributed_type: FSDP or DEEPSPEED",
-    "fp8_config": "fp8 recipes are not read from files; remove the block",
     "mpirun_config": "start the script with mpirun itself, the ranks are detected; remove the block",
     "ipex_config": "Intel's extension is not used, PyTorch has it built in; remove the block",
 }
@@ -60,7 +68,17 @@ PARALLEL_DETAILS = (
     "cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable",
     "sp_attn_implementation",
 )  # fmt: skip
-_SECTIONS = ("fsdp_config", "deepspeed_config", "dynamo_config", "parallelism_config")
+FP8 = {
+    "backend": "fp8.backend",
+    "enable_fsdp_float8_all_gather": "fp8.enable_fsdp_float8_all_gather",
+    "pad_inner_dim": "fp8.pad_inner_dim",
+}
+"""Options of fp8 by torchao: `fp8_config` in files, `--fp8_...` as flags and `ACCELERATE_FP8_...` as variables."""
+_FP8_OF_OTHERS = (
+    "use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo",
+    "override_linear_precision", "use_mxfp8_block_scaling", "opt_level",
+)  # fmt: skip
+_SECTIONS = ("fsdp_config", "deepspeed_config", "dynamo_config", "parallelism_config", "fp8_config")
 _SPECIAL = ("compute_environment", "distributed_type", "fp16", *_SECTIONS)
 _DISTRIBUTED_TYPES = (
     "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
@@ -105,6 +123,7 @@ class _Reader:
             self.key(name, entry)
         self.legacy()
         self.dynamo()
+        self.fp8()
         kind = self.distributed_type()
         self.fsdp(kind)
         self.deepspeed(kind)
@@ -150,6 +169,16 @@ class _Reader:
                 self.layer.put(DYNAMO[bare], self.document.entry(key, node, "dynamo_config"))
             else:
                 self.unknown(key, "dynamo_config", [f"dynamo_{name}" for name in DYNAMO])
+
+    def fp8(self) -> None:
+        for key, node in self.blocks["fp8_config"].items():
+            entry = self.document.entry(key, node, "fp8_config")
+            if key.name in FP8:
+                self.layer.put(FP8[key.name], entry)
+            elif key.name not in _FP8_OF_OTHERS:
+                self.unknown(key, "fp8_config", FP8)
+            elif not is_neutral(entry.value):
+                self.layer.refuse(entry, "it is an option of TransformerEngine or MS-AMP; use backend: AO without it")
 
     def distributed_type(self) -> str | None:
         """Return the distributed type of the file, None if it has none or an unusable one."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from accel_trainer.config.deepspeed.block import CONFIG_FILE, FIELDS
 from accel_trainer.config.deepspeed.levels import KEY_PREFIX, put_block
-from accel_trainer.config.dialects.accelerate import DYNAMO, PARALLEL_SIZES, put_parallelism
+from accel_trainer.config.dialects.accelerate import DYNAMO, FP8, PARALLEL_SIZES, put_parallelism
 from accel_trainer.config.dialects.fsdp import is_known_key, translate_entries
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
 from accel_trainer.config.readers.document import Entry
@@ -43,6 +43,8 @@ _DIRECT = {
     "ACCELERATE_CPU_AFFINITY": "launch.enable_cpu_affinity",
     **{f"ACCELERATE_DYNAMO_{name.upper()}": path for name, path in DYNAMO.items()},
 }
+# Written with accelerate's launcher's defaults, too, whatever the precision is.
+_FP8 = {f"ACCELERATE_{path.upper().replace('.', '_')}": path for path in FP8.values()}
 # Its launcher writes a variable for each field of the block, without the words that only the fields have.
 _DEEPSPEED = {
     f"ACCELERATE_DEEPSPEED_{name.removeprefix('deepspeed_').removesuffix('_flag').upper()}": name
@@ -88,6 +90,9 @@ def _read_accelerate(given: Mapping[str, str]) -> Layer:
     for name, path in _DIRECT.items():
         if name in given and not _is_launcher_default(name, given):
             layer.put(path, _variable(name, given[name]))
+    if given.get("ACCELERATE_MIXED_PRECISION", "").strip().lower() == "fp8":
+        for name in _FP8.keys() & given.keys():
+            layer.put(_FP8[name], _variable(name, given[name]))
     engines = [name for name in _ENGINES if _is_true(given, name, layer)]
     if len(engines) > 1:
         layer.problems.append(f"environment variables {' and '.join(engines)} are both true; a run has one strategy")

@@ -30,7 +30,7 @@ from accel_trainer.checkpoint.weights.writing import USERS_CLASS
 from accel_trainer.config import CompileConfig, FSDPConfig, Resolved, WrapPolicy
 from accel_trainer.config.parallel import AxisSizes, axis_sizes
 from accel_trainer.errors import ConfigError, did_you_mean
-from accel_trainer.precision import AutocastForward, PrecisionPolicy, apply_autocast
+from accel_trainer.precision import AutocastForward, PrecisionPolicy, apply_autocast, apply_float8
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import flatten_mesh, group_timeout, set_group_timeout, tree_leaves
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob, WrapPolicyFunction
@@ -244,6 +244,9 @@ class FSDP2Strategy(BaseStrategy):
         originals = [(name, weakref.ref(p)) for name, p in model.named_parameters() if p not in selection.unsharded]
         if precision.compute is not None:
             _upcast_trainable(model)
+        if precision.float8 is not None:
+            apply_float8(model, precision, shards=True)
+            selection = _select_modules(job, precision, process)  # layers that were units are other objects now
         values = compare_values(model, process, may_await=config.cpu_ram_efficient_loading)
         broadcast_differing(model, values, process.device)
         awaited = awaited_tensors(model, values, process)

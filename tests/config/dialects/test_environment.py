@@ -50,6 +50,7 @@ SPECIAL = {
     "compile.dynamic": "1",
     "compile.regional": "true",
     "fsdp.replicate_per_node": "false",
+    "fp8.backend": "ao",
     "parallel.tp_size": "1",
     "launch.num_machines": "1",
     "launch.tee": "3",
