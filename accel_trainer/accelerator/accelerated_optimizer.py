@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 from accel_trainer.accelerator.accumulation import PreparedUnit
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.fault_injection import fault_point
+from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.tensor_trees import send_to_device
+from accel_trainer.strategies.api import TrainUnit
 
 __all__ = ["AcceleratedOptimizer", "describe_models", "move_to_device", "updates_in_backward"]
 
@@ -41,12 +43,15 @@ class AcceleratedOptimizer(Optimizer):
 
     _is_accelerate_prepared = True
 
-    def __init__(self, optimizer: Optimizer, prepared: Sequence[PreparedUnit]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, prepared: Sequence[PreparedUnit], guard: NonFiniteGuard | None = None
+    ) -> None:
         # Optimizer.__init__ is not called: the wrapped optimizer holds the groups and the state.
         self.optimizer = optimizer
         self.prepared = tuple(prepared)
         self._step_was_skipped = False
         self._has_updated = updates_in_backward(optimizer)
+        self._guard = guard
 
     @property
     def state(self) -> Any:
@@ -77,7 +82,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step left the parameters as they were, because fp16 gradients overflowed."""
+        """Whether the last step left the parameters as they were, because its gradients were no numbers."""
         return self._step_was_skipped
 
     @property
@@ -110,7 +115,7 @@ class AcceleratedOptimizer(Optimizer):
         # One step, whichever of the units it is asked of.
         unit = self.prepared[0].unit
         if closure is None:
-            self._step_was_skipped = not unit.step(optimizer=self.optimizer).applied
+            self._step_was_skipped = self._is_left_out(unit) or not self._step_unit(unit)
             return None
         returned: list[Any] = []
 
@@ -120,6 +125,23 @@ class AcceleratedOptimizer(Optimizer):
 
         self._step_was_skipped = not unit.step(recorded, optimizer=self.optimizer).applied
         return returned[0] if returned else None
+
+    def _is_left_out(self, unit: TrainUnit) -> bool:
+        guard = self._guard
+        if guard is None or guard.is_late:
+            return False
+        if guard.wants_norm:
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            guard.norm = unit.clip_grad_norm(parameters, float("inf"))
+        return guard.skips()
+
+    def _step_unit(self, unit: TrainUnit) -> bool:
+        """Step, and return whether that changed anything."""
+        outcome, guard = unit.step(optimizer=self.optimizer), self._guard
+        if guard is not None and guard.is_late:
+            guard.norm = outcome.grad_norm if outcome.applied else float("inf")
+            guard.skips()
+        return outcome.applied
 
     def _require_one_window(self) -> None:
         if any(prepared.window.is_last for prepared in self.prepared):

@@ -44,6 +44,7 @@ from accel_trainer.plugins.kwargs import (
 from accel_trainer.plugins.parallelism import ParallelismConfig
 from accel_trainer.precision import build_precision
 from accel_trainer.runtime.memory import register_memory_owner
+from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.process import init_process, read_environment
 from accel_trainer.runtime.rng import check_rng_types
 from accel_trainer.unsupported import explain_options
@@ -177,7 +178,15 @@ class Accelerator(
         self._pass_start = PassStart(
             self.process, self.readers, self.gradient_state, check_rng_types(rng_types or (), self.process.device)
         )
-        self._prepared = Prepared()
+        self.nonfinite_guard = None
+        if self.config.mixed_precision is not MixedPrecision.FP16:  # whose loss scale leaves such updates out
+            self.nonfinite_guard = NonFiniteGuard(
+                self.config.on_nonfinite.value,
+                self.process,
+                is_late=facts.builds_engine,
+                is_sharded=facts.shards_parameters,
+            )
+        self._prepared = Prepared(self.nonfinite_guard)
         self._checkpointer = Checkpointer(self.process, SAVED_STATES)
         self._registered = RegisteredState()
         self._last_grad_norm = torch.tensor(float("nan"))

@@ -29,9 +29,11 @@ from accel_trainer.checkpoint.reader import Verify, check_verify
 from accel_trainer.checkpoint.selection import CheckpointKind, Selection
 from accel_trainer.checkpoint.train_state import TrainState, files_to_read, load_train_state, save_train_state
 from accel_trainer.checkpoint.weights.writing import make_tensors, save_weights
+from accel_trainer.config import NonFiniteAction
 from accel_trainer.data.loader import LoaderCheckpoint
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.model_wrappers import model_has_dtensor, unwrap_module
+from accel_trainer.runtime.nonfinite import check_weights
 from accel_trainer.runtime.preemption import PREEMPTED_EXIT_CODE, PreemptedExit, StopPoint, StopSignals
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
@@ -205,6 +207,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             CheckpointLockedError: another run saves there.
             DiskFullError: there is no room; nothing was written.
             SaveTimeoutError: the background save before this one has not ended in time.
+            NonFiniteError: weights are NaN or infinite, and `on_nonfinite` is not "warn".
             ProcessGroupError: another rank failed.
         """
         if not safe_serialization:
@@ -223,9 +226,11 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             )
         else:
             directory, name, number = self._checkpoints_directory(), None, configuration.iteration
+        section = f"save to {output_dir or configuration.project_dir}"
+        self._check_weights(self._prepared.units, section)
         saved = self._checkpointer.save(
             SaveJob(
-                section=f"save to {output_dir or configuration.project_dir}",
+                section=section,
                 directory=directory,
                 name=name,
                 number=number,
@@ -315,6 +320,14 @@ class AcceleratorCheckpointing(AcceleratorSettings):
                 "into `with accelerator.preemptible():`"
             )
         return self._stop_point.is_reached()
+
+    def _check_weights(self, units: Iterable[PreparedUnit], section: str) -> None:
+        """Refuse to save weights that are no numbers. Collective."""
+        if self.nonfinite_guard is not None:
+            self.nonfinite_guard.look()
+        named = [item for prepared in units for item in prepared.unit.module.named_parameters()]
+        is_forced = self.config.on_nonfinite is NonFiniteAction.WARN
+        check_weights(named, section, self.process, is_forced=is_forced)
 
     def _state_bytes(self) -> int:
         """About how many bytes this rank writes of the models and their optimizers."""
@@ -457,6 +470,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         Raises:
             ConfigError: `save_directory` is a file.
             DiskFullError: there is no room.
+            NonFiniteError: weights are NaN or infinite, and `on_nonfinite` is not "warn".
             ProcessGroupError: rank 0 could not write.
         """
         directory = Path(save_directory)
@@ -465,6 +479,8 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         found = self._find_unit(model)
         if found is None and self.process.is_distributed:
             logger.warning(f"{type(model).__name__} was not prepared: its weights on rank 0 are saved")
+        if found is not None:
+            self._check_weights([found], f"save_model to {directory}")
         state = _own_state(model) if found is None else found.unit.checkpoint_io().lazy_model_state()
         # Errors of the writing are raised after the last tensor has been gathered: the ranks stay in step.
         with raise_together(self.process, f"save_model to {directory}"):

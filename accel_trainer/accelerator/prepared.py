@@ -14,6 +14,7 @@ from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
 from accel_trainer.accelerator.accumulation import PreparedUnit
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
 from accel_trainer.strategies.api import Capabilities
 from accel_trainer.strategies.ownership import check_disjoint, parameters_of
@@ -38,7 +39,9 @@ class Prepared:
     whichever of the two is prepared first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, guard: NonFiniteGuard | None = None) -> None:
+        self.guard = guard
+        """Of the optimizers' steps."""
         self.units: list[PreparedUnit] = []
         self.current: list[PreparedUnit] = []
         """Units of the micro-batch whose `accumulate()` is entered; empty outside of one."""
@@ -133,7 +136,7 @@ class Prepared:
         for known in self.optimizers:
             if known.optimizer is optimizer:
                 return known
-        wrapped = AcceleratedOptimizer(optimizer, self.units_of(optimizer))
+        wrapped = AcceleratedOptimizer(optimizer, self.units_of(optimizer), self.guard)
         self.optimizers.append(wrapped)
         for scheduler in self.schedulers:
             scheduler.follow(wrapped)

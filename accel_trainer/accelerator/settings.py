@@ -34,6 +34,7 @@ from accel_trainer.plugins.kwargs import (
     ProjectConfiguration,
 )
 from accel_trainer.precision import PrecisionPolicy
+from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import check_rng_types, seed_own_streams, synchronize_rng
 from accel_trainer.strategies.api import Strategy
@@ -90,6 +91,8 @@ class AcceleratorSettings(ProcessView):
     state: AcceleratorState
     gradient_state: GradientState
     _axis_sizes: AxisSizes
+    nonfinite_guard: NonFiniteGuard | None
+    """The look at the gradients of each update; None under fp16, whose loss scale leaves such updates out."""
     _options: AcceleratorOptions
     _engine_plugins: DeepSpeedPlugins
     _pass_start: PassStart

@@ -230,6 +230,8 @@ class AcceleratorStepping(AcceleratorSettings):
             divisor = leading.window.divisor if in_window else leading.window.num_steps
             if divisor != 1:
                 loss = loss / divisor
+        if self.nonfinite_guard is not None:
+            self.nonfinite_guard.add_loss(loss)
         fault_point("train.backward")
         leading.unit.backward(loss, **kwargs)
         for prepared in units:
@@ -354,6 +356,8 @@ class AcceleratorStepping(AcceleratorSettings):
         norm = self._unit_for(given).clip_grad_norm(given, max_norm, norm_type)
         if norm is not None:
             self._last_grad_norm = norm
+            if self.nonfinite_guard is not None and not self.nonfinite_guard.is_late:
+                self.nonfinite_guard.norm = norm
         return self._last_grad_norm
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:

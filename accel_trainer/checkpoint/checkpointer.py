@@ -27,7 +27,7 @@ from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 
-__all__ = ["CheckpointMetrics", "Checkpointer", "SaveJob"]
+__all__ = ["CheckpointMetrics", "Checkpointer", "FilesToRead", "SaveJob"]
 
 logger = logging.get_logger(__name__)
 

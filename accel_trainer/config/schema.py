@@ -26,6 +26,7 @@ __all__ = [
     "FrozenDict",
     "LaunchConfig",
     "MixedPrecision",
+    "NonFiniteAction",
     "OutputDtype",
     "ParallelConfig",
     "PreemptionConfig",
@@ -65,6 +66,14 @@ class OutputDtype(StrEnum):
     AUTO = "auto"
     FP32 = "fp32"
     KEPT = "kept"
+
+
+class NonFiniteAction(StrEnum):
+    """The answer to an update whose gradients are NaN or infinite."""
+
+    RAISE = "raise"
+    SKIP_STEP = "skip_step"
+    WARN = "warn"
 
 
 class WrapPolicy(StrEnum):
@@ -319,6 +328,8 @@ class RunConfig:
     """per_process steps a prepared schedule once for each rank in an update, as scripts for accelerate size theirs."""
     timeout_seconds: float = 1800.0
     """How long a rank waits for the others in a collective, in seconds."""
+    on_nonfinite: NonFiniteAction = NonFiniteAction.RAISE
+    """NaN in an update: raise ends the run (code 76) before it is saved, skip_step leaves it out, warn trains on."""
     data: DataConfig = field(default_factory=DataConfig)
     """Data loaders."""
     accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)

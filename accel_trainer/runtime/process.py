@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from ipaddress import ip_address
 from types import TracebackType
 
 import torch
@@ -31,6 +33,7 @@ __all__ = [
     "bracket_ipv6",
     "current_process",
     "destroy_process_group",
+    "find_attempt",
     "find_process",
     "find_rank",
     "fix_cublas_workspace",
@@ -176,21 +179,51 @@ def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, ti
             f"{info.launcher} started rank {info.rank} of {info.world_size} and MASTER_ADDR is not set; "
             "set MASTER_ADDR to the address of rank 0's node"
         )
+    timeout = timedelta(seconds=timeout_seconds)
     try:
+        store = _loopback_store(info, address, port, timeout)
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{bracket_ipv6(address)}:{port}",
+            init_method=f"tcp://{bracket_ipv6(address)}:{port}" if store is None else None,
+            store=store,
             rank=info.rank,
             world_size=info.world_size,
-            timeout=timedelta(seconds=timeout_seconds),
+            timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         raise ProcessGroupError(
             f"rank {info.rank} of {info.world_size} could not join the process group at {address}:{port} "
             f"(backend {backend}, {info.launcher}): {error}. Check that all ranks were started and can reach it"
         ) from error
     atexit.register(_leave_at_exit)
+
+
+def _loopback_store(info: LaunchInfo, address: str, port: int, timeout: timedelta) -> dist.Store | None:
+    """Return the job's key-value store where all ranks reach it by loopback; torch's own listens to every network.
+
+    None elsewhere, and where a launcher's agent has the store, on its own interfaces.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    try:
+        is_loopback = address == "localhost" or ip_address(address).is_loopback
+    except ValueError:  # a name
+        is_loopback = False
+    if not is_loopback:
+        return None
+    if info.rank:
+        return dist.TCPStore(address, port, info.world_size, is_master=False, timeout=timeout)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family)
+    return dist.TCPStore(
+        address,
+        listener.getsockname()[1],
+        info.world_size,
+        is_master=True,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _share_cores(environ: Mapping[str, str], device: torch.device, local_world_size: int) -> None:
@@ -341,6 +374,21 @@ def current_process() -> ProcessContext:
             "others yet; make an Accelerator() or a PartialState() first"
         )
     return ProcessContext(0, 0, 1, 1, select_device(0, 1, use_cpu=False), None)
+
+
+def find_attempt(environ: Mapping[str, str]) -> tuple[int, str]:
+    """Return how often the workers of this job have been started again, and a name that their launcher's life has.
+
+    The launcher is the parent of its workers: torch's agent, which starts all of them again when one has failed.
+    """
+    text = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    parent = os.getppid()
+    try:
+        with open(f"/proc/{parent}/stat", encoding="utf-8", errors="replace") as file:
+            begun = file.read().rpartition(")")[2].split()[19]  # in ticks since the machine's start
+    except (OSError, IndexError):  # not Linux: pids alone tell
+        begun = ""
+    return int(text) if text.isdecimal() else 0, f"{socket.gethostname()}:{parent}:{begun}"
 
 
 def find_rank() -> int:

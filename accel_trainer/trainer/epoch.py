@@ -18,10 +18,10 @@ from transformers.utils import logging as transformers_logging
 from accel_trainer.data.plan import BatchRows
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime import collectives
+from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.tensor_trees import find_batch_size
 from accel_trainer.trainer.loss_normalization import LossKind, count_labels
-from accel_trainer.trainer.nonfinite import NonFiniteGuard
 from accel_trainer.trainer.run_clock import BACKWARD_DONE, BATCHES_READ, UPDATE_BEGUN, UPDATE_DONE, RunClock
 from accel_trainer.trainer.running_trainer import SteppingTrainer
 from accel_trainer.trainer.step_plan import StepPlan
@@ -197,8 +197,6 @@ class EpochRun:
     """Whether the next window is the first one that a resumed run reads."""
     grad_norm: Tensor | float | None = None
     learning_rate: float | None = None
-    window_loss: Tensor | None = None
-    """Sum of the losses of the present update on this rank, for the guard."""
     counts: tuple[int, float] = (0, 0.0)
     """Tokens and operations before the present update."""
     sync: bool | None = None
@@ -268,7 +266,9 @@ class EpochRun:
         self.clock.compute_seconds += perf_counter() - begin
         self._add_loss(loss)
         if self.guard is not None:
-            self.window_loss = loss if is_first or self.window_loss is None else self.window_loss + loss
+            if is_first:
+                self.guard.loss = None
+            self.guard.add_loss(loss)
         trainer.current_flos += float(trainer.floating_point_ops(inputs))
         if trainer.args.include_num_input_tokens_seen != "no" or not self.plan.counts_tokens_itself:
             trainer._track_num_input_tokens(self.reader.without_filler(inputs))
@@ -313,18 +313,14 @@ class EpochRun:
         self.grad_norm = trainer._get_grad_norm(self.model, grad_norm=grad_norm)
         if plan.is_heard(handler, "on_pre_optimizer_step"):
             trainer.control = handler.on_pre_optimizer_step(args, trainer.state, trainer.control)
-        is_skipped = (
-            self.guard is not None
-            and self.window_loss is not None
-            and self.guard.skips(trainer.state.global_step + 1, self.grad_norm, self.window_loss)
-        )
-        if not is_skipped:
-            trainer.optimizer.step()
+        if self.guard is not None:
+            self.guard.update, self.guard.norm = trainer.state.global_step, self.grad_norm
+        trainer.optimizer.step()
         if plan.is_heard(handler, "on_optimizer_step"):
             trainer.control = handler.on_optimizer_step(args, trainer.state, trainer.control)
         self.learning_rate = trainer._get_learning_rate()
         scheduler = trainer.lr_scheduler
-        was_applied = not is_skipped and not trainer.accelerator.optimizer_step_was_skipped
+        was_applied = not trainer.accelerator.optimizer_step_was_skipped
         if was_applied and not isinstance(scheduler, _STEPPED_BY_METRIC):
             scheduler.step()
         plan.zero_grad(parameters)

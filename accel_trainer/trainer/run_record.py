@@ -11,6 +11,8 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from accel_trainer import logging
+from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME
+from accel_trainer.checkpoint.format.regular_files import as_corrupt
 from accel_trainer.report.charts import format_number
 from accel_trainer.report.page import describe_peaks, describe_seconds, write_page
 from accel_trainer.report.recorded_run import PAGE_NAME, RECORD_KEY, build_run
@@ -25,6 +27,7 @@ from accel_trainer.trainer.run_setup import (
     SetOption,
     describe_options,
     describe_setup,
+    list_changes,
     list_options,
     log_lines,
 )
@@ -70,6 +73,12 @@ class RunRecord:
         args = trainer.args
         self._name = args.run_name or Path(args.output_dir).absolute().name
         self._setup, self._options = describe_setup(trainer, model, self.lengths), list_options(args)
+        resumption = trainer.run_checkpoints.resumption
+        if resumption is not None and resumption.manifest is not None:
+            with as_corrupt(resumption.path / MANIFEST_NAME):
+                changes = list_changes(resumption.manifest, self._options)
+            if changes:
+                logger.warning("%s is of a run that was set up otherwise: %s", resumption.path, ", ".join(changes))
         self.close()
         upstream_logger.info(log_lines("Running training", [*self._setup, *describe_options(self._options)]))
         upstream_logger.addFilter(self._duplicates)

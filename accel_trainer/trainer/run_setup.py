@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -13,10 +14,13 @@ import torch
 from torch import nn
 from transformers import TrainerState
 
+from accel_trainer import __version__
 from accel_trainer.accelerator.accelerator import Accelerator
+from accel_trainer.checkpoint.format.manifest import Manifest
 from accel_trainer.config import Source, SourceKind, field_specs
 from accel_trainer.config.validation import show_plain
 from accel_trainer.errors import ConfigError
+from accel_trainer.report.recorded_run import RECORD_KEY
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.tracking import mask_secrets
 from accel_trainer.trainer.arguments.training_arguments import MIRRORED_FIELDS, TrainingArguments
@@ -29,10 +33,17 @@ __all__ = [
     "SetOption",
     "describe_options",
     "describe_setup",
+    "list_changes",
     "list_options",
     "log_lines",
 ]
 
+_IS_OF_PLACE = re.compile(
+    r"(output_dir|run_name|project|trackio|report_|logging_|log_|disable_tqdm|save_|load_best|metric_for|greater_is|eval_|"
+    r"push_to_hub|hub_|resume_from|on_save_error|max_pause_s|preempt|verify|launch\.|timeout_seconds|local_rank|"
+    r"dataloader_|include_|debug|do_|use_cpu|enable_jit|accelerator_config)"
+)
+"""Beginnings of the names of options that change nothing of what is learnt."""
 _ARGUMENT = Source(SourceKind.PYTHON, "argument")
 _DEFAULT = Source(SourceKind.DEFAULT, "default")
 
@@ -210,6 +221,22 @@ def list_options(args: TrainingArguments) -> list[SetOption]:
         source = _ARGUMENT if is_set else _DEFAULT
         options.append(SetOption(item.name, _show(item.name, content[item.name]), source, is_set))
     return options
+
+
+def list_changes(manifest: Manifest, options: Iterable[SetOption]) -> list[str]:
+    """Return how options and versions differ from those of the run that saved a checkpoint: `name: before -> now`.
+
+    Not those that say where a run writes, when it logs, saves and evaluates, and how its processes are started.
+    """
+    record = manifest.metadata.get(RECORD_KEY, {})
+    before = {name: value for name, value, *_ in record.get("options", ())} | dict(manifest.versions)
+    now = {option.name: option.value for option in options}
+    now |= {"accel_trainer": __version__, "torch": torch.__version__}
+    return [
+        f"{name}: {before[name]} -> {value}"
+        for name, value in now.items()
+        if name in before and before[name] != value and not _IS_OF_PLACE.match(name)
+    ]
 
 
 def _place(source: Source) -> Source:

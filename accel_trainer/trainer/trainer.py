@@ -62,7 +62,6 @@ from accel_trainer.trainer.inputs import (
     shifts_labels,
 )
 from accel_trainer.trainer.loss_normalization import LossKind, LossNormalization, count_labels
-from accel_trainer.trainer.nonfinite import make_guard
 from accel_trainer.trainer.preparation import (
     ModelPreparation,
     TakenArguments,
@@ -377,7 +376,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             ignore_keys_for_eval=ignore_keys_for_eval,
             start_time=start_time,
             plan=self._step_plan,
-            guard=make_guard(self.args.on_nonfinite, self.accelerator),
+            guard=self.accelerator.nonfinite_guard,
             step=trained - 1,
             is_resumed=is_resumed,
         )

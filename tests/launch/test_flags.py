@@ -92,6 +92,7 @@ FLAGS = [
     "offload_optimizer_nvme_path",
     "offload_param_device",
     "offload_param_nvme_path",
+    "on_nonfinite",
     "output_dtype",
     "parallel_dp_replicate_size",
     "parallel_dp_shard_size",

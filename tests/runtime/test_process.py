@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime import process as process_module
+from accel_trainer.runtime.collectives import gather_object
 from accel_trainer.runtime.launchers import LaunchInfo
 from accel_trainer.runtime.process import _use_device, init_process, read_environment, select_device
 from tests.ranks import RankFailure, preload, run_ranks
@@ -396,3 +398,23 @@ def test_a_script_that_fails_does_not_wait_for_the_others(error: Exception | Non
 def test_contexts_are_plain_values():
     process = init_process({})
     assert pickle.loads(pickle.dumps(process)) == process
+
+
+def listening_addresses() -> set[str]:
+    """Return the addresses, in hexadecimal, at which this process listens."""
+    process = init_process(read_environment(), use_cpu=True, timeout_seconds=30)
+    gather_object(process.rank, process)
+    inodes = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(link))
+    tables = [Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_r17_ranks_that_meet_by_loopback_listen_to_no_network():
+    loopback = {"0100007F", "00000000000000000000000001000000"}
+    for seen in run_ranks(listening_addresses, 2, env={"TORCHELASTIC_USE_AGENT_STORE": None}):
+        assert seen <= loopback

@@ -31,7 +31,6 @@ from accel_trainer.runtime.process import find_process, hidden_variable, init_pr
 from accel_trainer.trainer.accelerate_states import share_process
 from accel_trainer.trainer.arguments.deepspeed_arguments import deepspeed_options, start_engine, unsharded_models
 from accel_trainer.trainer.arguments.fsdp_arguments import fill_fsdp_fields, resolve_arguments
-from accel_trainer.trainer.nonfinite import check_action
 
 __all__ = ["MIRRORED_FIELDS", "Seq2SeqTrainingArguments", "TrainingArguments"]
 
@@ -45,6 +44,7 @@ _OPTIONS = {
     "ddp_find_unused_parameters": "ddp.find_unused_parameters",
     "ddp_static_graph": "ddp.static_graph",
     "ddp_timeout": "timeout_seconds",
+    "on_nonfinite": "on_nonfinite",
     "preempt_grace_s": "preemption.grace_seconds",
     "preempt_signals": "preemption.signals",
     "use_cpu": "use_cpu",
@@ -188,7 +188,6 @@ class TrainingArguments(transformers.TrainingArguments):
         if getattr(self, "parallelism_config", None) is not None:
             self.parallelism_config = ParallelismConfig.of(self.parallelism_config)
         self.save_policy  # noqa: B018  it checks its two arguments
-        check_action(self.on_nonfinite)
         check_verify(self.verify)
         self._derive_compile_options()
         resolve = functools.partial(

@@ -34,6 +34,7 @@ from accel_trainer.data.loader import PreparedDataLoader, skip_first_batches
 from accel_trainer.errors import AccelTrainerError
 from accel_trainer.report.recorded_run import RECORD_KEY
 from accel_trainer.runtime.collectives import gather_object
+from accel_trainer.runtime.nonfinite import check_weights
 from accel_trainer.runtime.preemption import PREEMPTED_EXIT_CODE, PreemptedExit, StopSignals
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.trainer.checkpoint import upstream_files
@@ -177,6 +178,8 @@ class CheckpointMethods(_Upstream):
             or bool(self._signals_to_note())
             and self.args.gradient_accumulation_steps > 1,
         )
+        if given is not True:
+            given = checkpoints.find_own(Path(self.args.output_dir)) or given
         if given is not None and given is not False:
             checkpoints.select(given, Path(self.args.output_dir), is_sharded=self.is_sharded, verify=self.args.verify)
         is_over = False
@@ -359,6 +362,13 @@ class CheckpointMethods(_Upstream):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model so that `from_pretrained` reads it; see upstream. Collective."""
+        # Replicas are the same on every rank, and some scripts save on the main process alone.
+        check_weights(
+            self.model.named_parameters(),
+            f"save_model to {output_dir or self.args.output_dir}",
+            self.accelerator.process if self.is_sharded else None,
+            is_forced=self.args.on_nonfinite == "warn",
+        )
         if not self.is_sharded:
             super().save_model(output_dir, _internal_call)
             return
@@ -525,6 +535,7 @@ def _describe_progress(trainer: CheckpointingTrainer) -> dict[str, Any]:
         "update_batch": trainer.get_total_train_batch_size(trainer.args),
         "has_training_state": not trainer.args.save_only_model,
         "position": position,
+        "job": trainer.run_checkpoints.job,
         # Where a signal ends the run: the evaluation of this update, and a save after it.
         "pending": {"evaluate": True, "save": trainer.control.should_save} if trainer.control.should_evaluate else None,
     }

@@ -42,7 +42,7 @@ __all__ = [
     "TRAINER_STATE_NAME",
     "PassStreams",
     "Resumption",
-    "check_torch_files",
+    "check_contents",
     "files_to_read",
     "pass_streams_name",
     "rest_of_pass",
@@ -344,12 +344,27 @@ def _check_outline(path: Path) -> None:
                 raise CorruptCheckpointError(f"{file.absolute()} ends too early; its save never ended")
 
 
-def check_torch_files(path: Path, process: ProcessContext) -> None:
-    """Refuse torch's files in a checkpoint that upstream would wait for, or could not hold in memory.
+def check_contents(selection: Selection, process: ProcessContext) -> None:
+    """Refuse a checkpoint whose files match their checksums, and do not hold what a Trainer puts there.
+
+    Torch's files that upstream would wait for, or could not hold in memory, among them.
 
     Raises:
-        CorruptCheckpointError: see `check_torch_file`.
+        CorruptCheckpointError: a file is of other content; see `check_torch_file`.
     """
+    path = selection.path
+    if selection.stored is not None and process.is_main:
+        state = path / TRAINER_STATE_NAME
+        read_json(state)
+        with as_corrupt(state):
+            TrainerState.load_from_json(os.fspath(state))
+        with as_corrupt(path / MANIFEST_NAME):
+            progress = selection.stored.manifest.metadata.get("trainer", {})
+            if progress.get("position") is not None:
+                Position.read(progress["position"])
+        for file in sorted(path.glob("*.safetensors")):
+            check_regular(file)
+            SafetensorsFile(file)
     for file in sorted(path.iterdir()) if path.is_dir() else ():
         streams = _RANDOM_STREAMS.fullmatch(file.name)
         if file.suffix in _TORCH_SUFFIXES and (streams is None or int(streams[1] or 0) == process.rank):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
@@ -12,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.checkpointer import Checkpointer, CheckpointMetrics
+from accel_trainer.checkpoint.checkpointer import Checkpointer, CheckpointMetrics, FilesToRead
+from accel_trainer.checkpoint.commit.retention import numbered_checkpoints
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
-from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME
+from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from accel_trainer.checkpoint.format.regular_files import open_own, read_regular
 from accel_trainer.checkpoint.reader import Verify
+from accel_trainer.checkpoint.selection import Selection
 from accel_trainer.data.loader import PreparedDataLoader
-from accel_trainer.errors import ConfigError
-from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
+from accel_trainer.runtime.process import ProcessContext, find_attempt, read_environment
 from accel_trainer.runtime.rng import KeptStreams, get_rng_state, set_rng_state
 from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 from accel_trainer.trainer.checkpoint.resuming import (
@@ -27,13 +30,15 @@ from accel_trainer.trainer.checkpoint.resuming import (
     TRAINER_CHECKPOINTS,
     PassStreams,
     Resumption,
-    check_torch_files,
+    check_contents,
     files_to_read,
 )
 
 __all__ = ["RunCheckpoints", "RunMetrics", "UpdateNote"]
 
 logger = logging.get_logger(__name__)
+
+_trains = itertools.count()
 
 NOTE_NAME = "_last_update"
 """In a run's directory. Begins as `_lock` does: pushing the directory to a hub leaves such names out."""
@@ -95,6 +100,9 @@ class RunCheckpoints:
         """Of the pass over the training data that began last, where its order depends on them."""
         self._position: Callable[[], dict[str, Any]] | None = None
         self._saves_within_updates = saves_within_updates
+        self._attempt, job = find_attempt(read_environment())
+        self.job = f"{job}#{next(_trains)}"
+        """Name of this train() of this job, the same where the launcher has started the workers again."""
         self._streams: dict[str, Any] | None = None
         self._note: UpdateNote | None = None
         self.last_saved: int | None = None
@@ -121,20 +129,69 @@ class RunCheckpoints:
                 f"No valid checkpoint found in output directory ({run_dir}): it has no {PREFIX}N; train without "
                 "resume_from_checkpoint first"
             )
-            selection = self.checkpointer.select_newest(run_dir, verify, files, missing)
+            selection = self._select_newest(run_dir, verify, files, missing)
         else:
             selection = self.checkpointer.select_named(Path(str(given)), verify, files)
+            with raise_together(process, f"load of {selection.path}"):
+                check_contents(selection, process)
         is_own = selection.path.absolute().parent == run_dir.absolute()
         note = UpdateNote.read(run_dir) if is_own else None
         noted_update = gather_or_raise(process, f"load of {selection.path}", None, note)[0]
-        with raise_together(process, f"load of {selection.path}"):
-            check_torch_files(selection.path, process)
         self.resumption = Resumption(selection, noted_update)
         if selection.stored is None and selection.path.is_dir():
             logger.warning(
                 "%s was not written by accel_trainer: it has no %s, so that its contents cannot be verified",
                 selection.path, MANIFEST_NAME,
             )  # fmt: skip
+
+    def _select_newest(
+        self, run_dir: Path, verify: Verify, files: FilesToRead, missing: AccelTrainerError
+    ) -> Selection:
+        """Return the newest good checkpoint: one whose checksums fit may hold something else. Collective."""
+        process, passed_over = self.checkpointer.process, list[str]()
+        while True:
+            selection = self.checkpointer.select_newest(run_dir, verify, files, missing, passed_over)
+            try:
+                with raise_together(process, f"load of {selection.path}"):
+                    check_contents(selection, process)
+            except Exception as error:  # each rank has one
+                if not self.checkpointer.pass_over_together(selection, error):
+                    raise
+                passed_over = selection.passed_over
+            else:
+                return selection
+
+    def find_own(self, run_dir: Path) -> Path | bool | None:
+        """Return what a job whose workers were started again goes on from: True is the newest checkpoint. Collective.
+
+        None in the first attempt, and where this job has saved nothing in the directory: what an earlier run has left
+        there is not taken for it.
+        """
+        process, found, error = self.checkpointer.process, None, None
+        if self._attempt == 0:
+            return None
+        try:
+            if process.is_main:
+                found = self._newest_own(run_dir)
+        except Exception as raised:
+            error = raised
+        found = gather_or_raise(process, f"selection of a checkpoint in {run_dir}", error, found)[0]
+        logger.warning(
+            "the workers were started again, %d time(s): training %s", self._attempt,
+            "begins anew, this job had saved no checkpoint" if found is None
+            else "goes on from the newest checkpoint that this job has saved",
+        )  # fmt: skip
+        return found
+
+    def _newest_own(self, run_dir: Path) -> Path | bool | None:
+        is_newest = True
+        for _, path in reversed(numbered_checkpoints(run_dir, PREFIX)):
+            with suppress(CheckpointNotFoundError, IncompatibleCheckpointError):
+                progress = Manifest.read(path).metadata.get("trainer", {})
+                if isinstance(progress, dict) and progress.get("job") == self.job:
+                    return is_newest or path
+            is_newest = False
+        return None
 
     def note_pass(self, loader: Any) -> None:
         """Remember the streams and counts that fix the order of a pass over the training data, before it begins."""

@@ -25,6 +25,7 @@ from accel_trainer.errors import (
     ProcessGroupError,
 )
 from accel_trainer.launch.cli import main
+from tests.checkpoint.test_hostile_files import forge
 from tests.ranks import RankFailure, run_ranks
 from tests.trainer_jobs import TokenDataset, build_trainer, summary, train
 
@@ -442,3 +443,24 @@ def test_a_changed_file_is_refused_by_a_message_that_names_the_argument(tmp_path
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(CorruptCheckpointError, match=r"it was cut or changed .* or this one with verify='off'"):
         train(tmp_path, str(weights.parent), strategy="single", max_steps=2, verify="size")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("trainer_state.json", {"global_step": "many", "log_history": 3, "unknown": 1}), ("model.safetensors", [1])],
+)
+def test_a_checkpoint_with_fitting_checksums_that_holds_something_else_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, content: Any
+) -> None:
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "samples": 16}
+    whole = build_trainer(tmp_path, **options)
+    whole.train()
+    forge(tmp_path / "checkpoint-4", name, content)
+
+    again = build_trainer(tmp_path, **options, learning_rate=0.5)
+    again.train(resume_from_checkpoint=True)
+
+    assert "checkpoint-4 is not a good checkpoint and is passed over; it is kept as _bad-checkpoint-4" in caplog.text
+    assert again._initial_global_step == 2
+    # R16: options that are others than those of the run that saved it.
+    assert "checkpoint-2 is of a run that was set up otherwise: learning_rate: 0.01 -> 0.5" in caplog.text

@@ -1,0 +1,166 @@
+"""Updates whose gradients are no numbers: found before a checkpoint holds them, the same on all ranks.
+
+The norm of the gradients is the same on every rank, and one NaN or infinity on any of them makes it one: nothing more
+has to be exchanged. On an accelerator its flag is looked at one update later: the host runs at most one update ahead.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from math import isfinite
+from types import TracebackType
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from accel_trainer import logging
+from accel_trainer.errors import NonFiniteError
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.shared_errors import gather_or_raise
+
+__all__ = ["NonFiniteGuard", "check_weights"]
+
+logger = logging.get_logger(__name__)
+
+Action = Literal["raise", "skip_step", "warn"]
+
+
+class NonFiniteGuard:
+    """The look at every update's gradient norm, and at the loss where it is no number. Every rank calls its methods.
+
+    Attributes:
+        update: number of the last update that was looked at.
+        norm: of the gradients of the update under way, over all ranks; None where nothing has computed it.
+        loss: of this rank, the sum of those of the update under way; None without one.
+        is_late: an engine steps by itself, leaves such updates out, and tells the norm only then.
+    """
+
+    def __init__(self, action: Action, process: ProcessContext, *, is_late: bool, is_sharded: bool) -> None:
+        self.update = 0
+        self.norm: Tensor | float | None = None
+        self.loss: Tensor | None = None
+        self.is_late = is_late
+        self._action = action
+        self._process = process
+        self._is_sharded = is_sharded
+        self._pending: tuple[int, Tensor] | None = None
+
+    @property
+    def wants_norm(self) -> bool:
+        """Whether the norm is to be computed for the guard alone, where the loop has not.
+
+        The loss is enough on one process. Several have to be of one mind: replicas compare what is the same on all, and
+        with shards, where it is a collective, only updates that are to be left out are worth it.
+        """
+        if self.norm is not None or self.is_late:
+            return False
+        return self._action == "skip_step" or self._process.is_distributed and not self._is_sharded
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Take the loss of a micro-batch, if it is one number."""
+        if loss.ndim == 0:
+            loss = loss.detach()
+            self.loss = loss if self.loss is None else self.loss + loss
+
+    def skips(self) -> bool:
+        """Look at the update under way, before its step or, late, after it; return whether the step is to be left out.
+
+        Raises:
+            NonFiniteError: on every rank, with the action "raise": at the update, or on an accelerator at the next one.
+        """
+        self.update += 1
+        norm, loss, self.norm, self.loss = self.norm, self.loss, None, None
+        if norm is None and not self._process.is_distributed:
+            norm = loss
+        if norm is None:
+            return False
+        if isinstance(norm, Tensor) and norm.device.type != "cpu" and self._action != "skip_step":
+            self.look()
+            flags = torch.stack((norm.detach(), norm.detach() if loss is None else loss)).isfinite()
+            # The copy, to pinned memory, waits for nobody: it is looked at once the device has the next update to do.
+            self._pending = self.update, flags.to("cpu", non_blocking=True)
+            self._event = torch.Event(norm.device.type)
+            self._event.record()
+            return False
+        if isfinite(norm):
+            return False
+        self._act(self.update, loss is None or isfinite(loss))
+        return self._action == "skip_step"
+
+    def look(self) -> None:
+        """Look at the last update, if that has not been done: before a save, a log, and at the end. See `skips`."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._event.synchronize()
+            has_norm, has_loss = pending[1].tolist()
+            if not has_norm:
+                self._act(pending[0], has_loss)
+
+    def _act(self, update: int, has_loss: bool) -> None:
+        losses = gather_or_raise(self._process, f"update {update}", None, has_loss)
+        ranks = [str(rank) for rank, is_number in enumerate(losses) if not is_number]
+        where = f"the loss on rank {', '.join(ranks)} is, too" if ranks else "the loss is a number on all ranks"
+        found = f"update {update}: the norm of the gradients is NaN or infinite, and {where}"
+        if self._action == "raise":
+            _end_with_exit_code()
+            raise NonFiniteError(
+                f"{found}; nothing of it was saved. Look at that batch and the learning rate, resume from the last "
+                "checkpoint, or set on_nonfinite='skip_step' to leave such updates out"
+            )
+        is_left_out = self.is_late or self._action == "skip_step"
+        done = "it is left out" if is_left_out else "the weights have it (on_nonfinite='warn')"
+        logger.warning("%s; %s", found, done)
+
+
+def check_weights(
+    named: Iterable[tuple[str, Tensor]], section: str, process: ProcessContext | None, *, is_forced: bool
+) -> None:
+    """Refuse to save weights that are NaN or infinite.
+
+    Args:
+        named: this rank's weights, or shards of them.
+        section: what is saved, for the message.
+        process: of ranks that hold different shards, which all call this; None where this rank holds all.
+        is_forced: they are saved, with a warning.
+
+    Raises:
+        NonFiniteError: on every rank.
+    """
+    names, sums = [], []
+    for name, whole in named:
+        value = whole.to_local() if isinstance(whole, DTensor) else whole
+        if value.is_floating_point() and value.numel() and not value.is_meta:
+            names.append(name)
+            # One pass without a mask: NaN and infinity spread to the sum. One wait for the device for all of them.
+            sums.append(value.detach().sum(dtype=torch.float32))
+    flags = torch.stack([each.to(sums[0].device) for each in sums]).isfinite().tolist() if sums else []
+    bad = [name for name, is_number in zip(names, flags, strict=True) if not is_number]
+    found = [bad] if process is None else gather_or_raise(process, section, None, bad)
+    every = sorted({name for rank in found for name in rank})
+    if not every:
+        return
+    text = f"{section}: {len(every)} of the model's weights hold NaN or infinity, {every[0]!r} for one"
+    if is_forced:
+        logger.warning("%s; they are saved (on_nonfinite='warn')", text)
+        return
+    raise NonFiniteError(
+        f"{text}; nothing is saved. Go on from an earlier checkpoint, or save them as they are with on_nonfinite='warn'"
+    )
+
+
+def _end_with_exit_code() -> None:
+    """Have a NonFiniteError that nobody catches end the process with its own code: a scheduler need not requeue it."""
+    if getattr(sys.excepthook, "ends_with_exit_code", False):
+        return
+    previous = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, error, trace)
+        if isinstance(error, NonFiniteError):
+            raise SystemExit(error.exit_code)
+
+    report.ends_with_exit_code = True  # type: ignore[attr-defined]
+    sys.excepthook = report

@@ -1,0 +1,143 @@
+"""Gradients that are no numbers in native loops: found on all ranks alike; weights that are none are not saved."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_trainer import Accelerator
+from accel_trainer.errors import ConfigError, NonFiniteError
+from tests.ranks import preload, run_ranks
+
+preload("accel_trainer.accelerator")
+
+
+def train(
+    action: str, *, clips: bool = True, strategy: str = "auto", bad_rank: int = 0, **options: Any
+) -> dict[str, Any]:
+    """Do three updates, the second of which has a NaN in the loss of one rank."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, config={"on_nonfinite": action, "strategy": strategy, **options})
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loader = torch.utils.data.DataLoader(range(4), 2)  # from which an engine takes its batch size
+    model, optimizer, scheduler, _ = accelerator.prepare(model, optimizer, scheduler, loader)
+    weights, skipped, error = [], [], ""
+    try:
+        for update in (1, 2, 3):
+            with accelerator.accumulate(model):
+                loss = model(torch.ones(2, 3)).square().mean()
+                is_bad = (update, bad_rank) == (2, accelerator.process_index)
+                accelerator.backward(loss * float("nan") if is_bad else loss)
+                if clips:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            skipped.append(optimizer.step_was_skipped)
+            weights.append(accelerator.get_state_dict(model).get("weight", torch.zeros(0)).clone())
+    except NonFiniteError as raised:
+        error = str(raised)
+    return {"error": error, "weights": weights, "skipped": skipped, "schedule": scheduler.last_epoch}
+
+
+CASES = {
+    "clipped": {},
+    "unclipped": {"clips": False},
+    "sharded": {"strategy": "fsdp2"},
+}
+
+
+def train_all(folder: str) -> dict[str, Any]:
+    results: dict[str, Any] = {
+        name: {action: train(action, bad_rank=1, **case) for action in ("raise", "skip_step", "warn")}
+        for name, case in CASES.items()
+    }
+    results["sharded, unclipped"] = {"skip_step": train("skip_step", strategy="fsdp2", clips=False, bad_rank=1)}
+    for strategy in ("ddp", "fsdp2"):
+        results[f"save {strategy}"] = save(f"{folder}/{strategy}", strategy)
+    return results
+
+
+def save(folder: str, strategy: str) -> list[str]:
+    """Return the messages of saves of weights that are NaN; those with "warn" write."""
+    messages = []
+    for action in ("raise", "warn"):
+        accelerator = Accelerator(cpu=True, config={"on_nonfinite": action, "strategy": strategy})
+        model = nn.Linear(3, 4)
+        model.weight.data[1, 2] = float("inf")
+        model = accelerator.prepare(model)
+        for name, call in (("state", accelerator.save_state), ("model", lambda to: accelerator.save_model(model, to))):  # noqa: B023
+            try:
+                call(f"{folder}/{name}")
+            except NonFiniteError as error:
+                messages.append(str(error))
+    assert Path(folder, "state").is_dir()
+    assert Path(folder, "model", "model.safetensors").is_file()
+    return messages
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(train_all, 2, str(tmp_path_factory.mktemp("weights")), timeout=100)
+
+
+def check(seen: dict[str, Any], is_main: bool) -> None:
+    if "raise" in seen:
+        assert seen["raise"]["error"].startswith(
+            "update 2: the norm of the gradients is NaN or infinite, and the loss on"
+        )
+        assert len(seen["raise"]["weights"]) == 1
+        assert seen["warn"]["error"] == ""
+    skipping = seen["skip_step"]
+    assert (skipping["error"], skipping["skipped"], skipping["schedule"]) == ("", [False, True, False], 2)
+    first, second, third = skipping["weights"]
+    if is_main:
+        assert torch.equal(first, second)
+        assert not torch.equal(second, third)
+        assert third.isfinite().all()
+
+
+@pytest.mark.parametrize("case", [*CASES, "sharded, unclipped"])
+def test_r14_all_ranks_act_alike_on_one_ranks_nan(ranks: list[dict[str, Any]], case: str) -> None:
+    for rank, seen in enumerate(ranks):
+        check(seen[case], rank == 0)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_r14_weights_that_are_none_are_not_saved_unless_asked_to(ranks: list[dict[str, Any]], strategy: str) -> None:
+    for seen in ranks:
+        state, model = seen[f"save {strategy}"]
+        assert state.startswith("save to ")
+        assert "1 of the model's weights hold NaN or infinity, 'weight' for one; nothing is saved" in state
+        assert model.startswith("save_model to ")
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_r14_one_process_acts_as_several(clips: bool) -> None:
+    check({action: train(action, clips=clips) for action in ("raise", "skip_step", "warn")}, is_main=True)
+
+
+def test_an_unknown_action_is_refused() -> None:
+    with pytest.raises(ConfigError, match="on_nonfinite in the config dict is 'skip'; expected one of"):
+        Accelerator(cpu=True, config={"on_nonfinite": "skip"})
+
+
+def train_with_engine() -> list[dict[str, Any]]:
+    engine = {"strategy": "deepspeed", "deepspeed": {"zero_stage": 2}, "bad_rank": 1}
+    return [train(action, **engine) for action in ("raise", "skip_step")]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_r14_an_engine_that_steps_by_itself_leaves_the_update_out_and_tells() -> None:
+    for rank, (raising, skipping) in enumerate(run_ranks(train_with_engine, 2, timeout=100)):
+        assert raising["error"].startswith(
+            "update 2: the norm of the gradients is NaN or infinite, and the loss on rank 1"
+        )
+        check({"skip_step": skipping}, is_main=rank == 0)
