@@ -59,6 +59,13 @@ def _fact(tensor: Tensor) -> _Fact:
     return _Fact(tuple(tensor.shape), tensor.dtype, tensor.is_meta, bytes(digest.digest()))
 
 
+def _facts(named: Mapping[str, Tensor], process: ProcessContext) -> dict[str, _Fact]:
+    # A device's link has one direction to share, and each thread takes two pinned buffers.
+    is_on_host = all(tensor.device.type in ("cpu", "meta") for tensor in named.values())
+    with ThreadPoolExecutor(min(8 if is_on_host else 2, cores_of_rank(process.local_world_size))) as pool:
+        return dict(zip(named, pool.map(_fact, named.values()), strict=True))
+
+
 def compare_values(model: nn.Module, process: ProcessContext, *, may_await: bool) -> Values:
     """Compare the ranks' values of a model. Collective: every rank calls it with the same model.
 
@@ -70,10 +77,7 @@ def compare_values(model: nn.Module, process: ProcessContext, *, may_await: bool
         ProcessGroupError: the same, on the ranks whose models are as rank 0's.
     """
     named = _named(model)
-    # A device's link has one direction to share, and each thread takes two pinned buffers.
-    num_threads = 8 if all(tensor.device.type in ("cpu", "meta") for tensor in named.values()) else 2
-    with ThreadPoolExecutor(min(num_threads, cores_of_rank(process.local_world_size))) as pool:
-        own = dict(zip(named, pool.map(_fact, named.values()), strict=True))
+    own = _facts(named, process)
     sent: list[Any] = [own if process.is_main else None]
     dist.broadcast_object_list(sent, src=0)
     main: Mapping[str, _Fact] = sent[0]

@@ -271,7 +271,7 @@ class FSDP2Strategy(BaseStrategy):
     def _shard(
         self, job: TrainJob, selection: _Selection, precision: PrecisionPolicy, process: ProcessContext
     ) -> FSDPModule:
-        """Make units of sharding of what was selected and the model, with their hooks. Collective for a new mesh."""
+        """Make units of sharding of the selection and of the model, with their hooks. Collective for a new mesh."""
         model, config, outer = job.model, job.config.fsdp, selection.outer
         blocks = _units_below_root(model, selection.layers, outer)
         options: dict[str, Any] = {
@@ -550,29 +550,33 @@ def find_outer_units(model: nn.Module, layers: Sequence[nn.Module], unsharded: S
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):  # no model of transformers, or one without tokens
         return OuterUnits()
-    names = {id(module): name for name, module in model.named_modules()}
-    for layer in layers:
-        for module in layer.modules():
-            names.pop(id(module), None)
+    if head is None and not type(model).__module__.startswith("transformers."):
+        embedding = None  # a model of somebody else may multiply by its weight
+    inner = {id(module) for layer in layers for module in layer.modules()}
+    large = [*filter(_is_large_embedding, [embedding]), *filter(_is_large_head, [head])]
+    found = drop_tied_blocks(model, [m for m in large if id(m) not in inner and m.weight not in unsharded])
+    body = _body(model, head, layers) if head in found else None
+    return OuterUnits(embedding if embedding in found else None, head if body else None, body)
 
-    def pays(module: nn.Embedding | nn.Linear) -> bool:
-        is_own = id(module) in names and module.weight not in unsharded and bool(drop_tied_blocks(model, [module]))
-        return is_own and module.weight.numel() >= _MIN_OUTER_NUMEL
 
-    # Without a head, a model of somebody else may multiply by the embedding's weight.
-    is_called = head is not None or type(model).__module__.startswith("transformers.")
-    if not (is_called and type(embedding) is nn.Embedding and embedding.max_norm is None and pays(embedding)):
-        embedding = None
+def _is_large_embedding(module: Any) -> bool:
+    is_plain = type(module) is nn.Embedding and module.max_norm is None  # which changes the weight in a forward
+    return is_plain and module.weight.numel() >= _MIN_OUTER_NUMEL
+
+
+def _is_large_head(module: Any) -> bool:
     # With a bias torch returns a view, on which FSDP2's hooks are lost by an operation in place.
-    is_plain = type(head) is nn.Linear and head.bias is None
-    body = _body(model, names[id(head)], layers[-1]) if layers and is_plain and pays(head) else None
-    return OuterUnits(embedding, head if body else None, body)
+    is_plain = type(module) is nn.Linear and module.bias is None
+    return is_plain and module.weight.numel() >= _MIN_OUTER_NUMEL
 
 
-def _body(model: nn.Module, head: str, layer: nn.Module) -> nn.Module | None:
-    """Return the largest module that holds `layer` and not the head."""
-    outside = [module for name, module in model.named_modules() if name and not f"{head}.".startswith(f"{name}.")]
-    return next((module for module in outside if any(inner is layer for inner in module.modules())), None)
+def _body(model: nn.Module, head: nn.Module, layers: Sequence[nn.Module]) -> nn.Module | None:
+    """Return the largest module that holds the last layer and not the head."""
+    for module in model.modules():
+        inside = set(module.modules())
+        if head not in inside and not inside.isdisjoint(layers[-1:]):
+            return module
+    return None
 
 
 def _units_below_root(model: nn.Module, layers: Sequence[nn.Module], outer: OuterUnits) -> list[nn.Module]:
