@@ -1,4 +1,4 @@
-"""The axes of a job's mesh: how many ranks each of them has, by what was asked for and what the strategy lays out."""
+"""The axes of a job's mesh: sizes that were asked for, checked against the strategy and the number of processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import NamedTuple
 
-from accel_trainer.config.schema import RunConfig, get_value
+from accel_trainer.config.schema import ParallelConfig, RunConfig, get_value
 from accel_trainer.errors import ConfigError
 
 __all__ = ["AXES", "NOT_OFFERED", "AxisSizes", "axis_problems", "axis_sizes", "size_for_shards"]
@@ -27,8 +27,7 @@ _AXES_OF: Mapping[str, tuple[str, ...]] = {
     "fsdp2": AXES,
     "deepspeed": ("dp_shard",),
 }
-"""The axes under each of our strategies, the last of the dp ones takes the ranks that no size names; a registered
-strategy may have any."""
+"""The axes under each of our strategies; a registered one may have any."""
 
 
 class AxisSizes(NamedTuple):
@@ -51,34 +50,41 @@ def size_for_shards(config: RunConfig) -> str | None:
 
 
 def axis_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
-    """Return what is wrong with the sizes on any number of ranks, and on the number that the launcher was given."""
-    problems = []
-    axes = _AXES_OF.get(config.strategy, AXES)
-    for axis in AXES:
-        path = f"parallel.{axis}_size"
-        if axis not in axes and (get_value(config, path) or 1) > 1:
-            problems.append(
-                f"{describe(path)} does not go with {describe('strategy')}, which has no such axis; use strategy "
-                "'fsdp2' (distributed_type: FSDP, --use_fsdp), or a size of 1"
-            )
-    asked, fsdp = config.parallel.dp_replicate_size, config.fsdp
-    for path, is_other in (
-        ("fsdp.replicate_size", fsdp.replicate_size not in (1, asked)),
-        ("fsdp.replicate_per_node", fsdp.replicate_per_node),
-    ):
-        if asked is not None and is_other:
-            problems.append(f"{describe('parallel.dp_replicate_size')} contradicts {describe(path)}: keep one of them")
+    """Return the contradictions of the sizes with other options, and with the number of processes where it is given."""
+    problems = [*_missing_axes(config, describe), *_other_replicas(config, describe)]
     if config.parallel.tp_size > 1 and config.data.dispatch_batches:
         problems.append(
             f"{describe('data.dispatch_batches')} has one rank read for all, and {describe('parallel.tp_size')} needs "
             "ranks that read the same, each for itself; leave dispatch_batches off"
         )
-    if config.launch.num_processes is not None and not problems and config.parallel != type(config.parallel)():
+    if config.launch.num_processes is not None and not problems and config.parallel != ParallelConfig():
         try:
             axis_sizes(config, describe, config.launch.num_processes, config.launch.num_machines)
         except ConfigError as error:
             problems.append(str(error))
     return problems
+
+
+def _missing_axes(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
+    paths = [f"parallel.{axis}_size" for axis in AXES if axis not in _AXES_OF.get(config.strategy, AXES)]
+    return [
+        f"{describe(path)} does not go with {describe('strategy')}, which has no such axis; use strategy 'fsdp2' "
+        "(distributed_type: FSDP, --use_fsdp), or a size of 1"
+        for path in paths
+        if (get_value(config, path) or 1) > 1
+    ]
+
+
+def _other_replicas(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
+    asked, fsdp = config.parallel.dp_replicate_size, config.fsdp
+    if asked is None:
+        return []
+    others = {"replicate_size": fsdp.replicate_size not in (1, asked), "replicate_per_node": fsdp.replicate_per_node}
+    return [
+        f"{describe('parallel.dp_replicate_size')} contradicts {describe(f'fsdp.{name}')}: keep one of them"
+        for name, is_other in others.items()
+        if is_other
+    ]
 
 
 def axis_sizes(config: RunConfig, describe: Callable[[str], str], world_size: int, num_nodes: int | None) -> AxisSizes:
@@ -91,32 +97,39 @@ def axis_sizes(config: RunConfig, describe: Callable[[str], str], world_size: in
     Raises:
         ConfigError: they do not make this number of processes, or leave nothing to shard.
     """
-    axes = _AXES_OF.get(config.strategy, AXES)
+    shards = "dp_shard" in _AXES_OF.get(config.strategy, AXES)
     sizes = {axis: get_value(config, f"parallel.{axis}_size") for axis in AXES}
     paths = [f"parallel.{axis}_size" for axis, size in sizes.items() if size is not None and (size, axis) != (1, "tp")]
-    if "dp_shard" in axes and sizes["dp_replicate"] is None:
-        per_node = config.fsdp.replicate_per_node
-        if per_node and num_nodes is None:
-            raise ConfigError(
-                f"{describe('fsdp.replicate_per_node')}: nodes hold different numbers of the job's {world_size} "
-                "processes; start as many on each, or set fsdp.replicate_size"
-            )
-        sizes["dp_replicate"] = num_nodes if per_node else config.fsdp.replicate_size
-        paths.append("fsdp.replicate_per_node" if per_node else "fsdp.replicate_size")
-    rest_axis = "dp_shard" if "dp_shard" in axes else "dp_replicate"
-    product = prod(size for size in sizes.values() if size is not None)
-    rest, remainder = divmod(world_size, product)
+    if shards and sizes["dp_replicate"] is None:
+        path, sizes["dp_replicate"] = _replicas_of_fsdp(config, describe, world_size, num_nodes)
+        paths.append(path)
+    found = {axis: 1 if size is None else size for axis, size in sizes.items()}
+    rest_axis = "dp_shard" if shards else "dp_replicate"
+    rest, remainder = divmod(world_size, prod(found.values()))
     named = " x ".join(map(describe, paths))
     if remainder or (sizes[rest_axis] is not None and rest > 1):
         raise ConfigError(
-            f"{named} makes {product} process(es), and this job has {world_size}; the product of the sizes is the "
-            "number of processes, and a dp size that is not given takes the rest"
+            f"{named} makes {prod(found.values())} process(es), and this job has {world_size}; the product of the "
+            "sizes is the number of processes, and a dp size that is not given takes the rest"
         )
-    found = {axis: 1 if size is None else size for axis, size in sizes.items()}
-    found[rest_axis] *= rest if sizes[rest_axis] is None else 1
-    if "dp_shard" in axes and world_size > 1 and world_size == found["dp_replicate"]:
+    found[rest_axis] *= rest
+    if shards and 1 < world_size == found["dp_replicate"]:
         raise ConfigError(
             f"{named} leaves nothing to shard on {world_size} processes; use fewer replicas, or strategy 'ddp' for "
             "replicas only"
         )
     return AxisSizes(**found)
+
+
+def _replicas_of_fsdp(
+    config: RunConfig, describe: Callable[[str], str], world_size: int, num_nodes: int | None
+) -> tuple[str, int]:
+    """Return the option of `fsdp` that says how many replicas there are, and their number."""
+    if not config.fsdp.replicate_per_node:
+        return "fsdp.replicate_size", config.fsdp.replicate_size
+    if num_nodes is None:
+        raise ConfigError(
+            f"{describe('fsdp.replicate_per_node')}: nodes hold different numbers of the job's {world_size} "
+            "processes; start as many on each, or set fsdp.replicate_size"
+        )
+    return "fsdp.replicate_per_node", num_nodes

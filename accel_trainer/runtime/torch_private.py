@@ -250,7 +250,7 @@ def tensor_registry(module: nn.Module, name: str) -> dict[str, Any] | None:
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own parameters by name, as the module holds them: what is put there is what a forward finds."""
+    """Return the registry of a module's own parameters by name; a forward finds those that are put there."""
     registry: dict[str, Any] = _need(module, "torch.nn.Module._parameters")
     return registry
 

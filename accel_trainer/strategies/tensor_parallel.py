@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,24 +71,8 @@ def plan_layers(model: nn.Module, size: int, ignored: Collection[nn.Module], ori
         ConfigError: there is no plan, or the model cannot be sharded by it over so many ranks.
     """
     name = type(model).__name__
-    declared: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
-    rules = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in declared.items()]
     modules = dict(model.named_modules())
-    found = {where: style for where in modules for pattern, style in rules if pattern.fullmatch(where)}
-    if not found:
-        raise ConfigError(
-            f"{origin}: {name} declares no plan for tensor parallelism that names its modules (its _tp_plan is "
-            f"{declared}); set tp_size to 1 and shard with dp_shard_size, or give it one before prepare(): {_EXAMPLE}"
-        )
-    parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    bare = sorted({style for name in parameter_names for pattern, style in rules if pattern.fullmatch(name)})
-    unknown = sorted({*found.values(), *bare} - _STYLES.keys()) or [f"{style} of a bare parameter" for style in bare]
-    if unknown:
-        raise ConfigError(
-            f"{origin}: the plan of {name} has {', '.join(map(repr, unknown))}, and known are {', '.join(_STYLES)}; "
-            "set tp_size to 1 and shard with dp_shard_size"
-        )
-    plan = {where: _STYLES[style] for where, style in found.items()}
+    plan = {where: _STYLES[style] for where, style in _declared_styles(model, origin).items()}
     _follow_tied(modules, plan)
     left_out = {id(inner) for module in ignored for inner in module.modules()}
     for where, style in plan.items():
@@ -97,6 +81,31 @@ def plan_layers(model: nn.Module, size: int, ignored: Collection[nn.Module], ori
     if any(where.rpartition(".")[2] in _PER_HEAD and style.gives == "shard" for where, style in plan.items()):
         _check_heads(model, size, origin)
     return plan
+
+
+def _declared_styles(model: nn.Module, origin: str) -> dict[str, str]:
+    """Return the known styles of modules that the model's plan names; refuse others, and those of bare parameters."""
+    name = type(model).__name__
+    declared: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    rules = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in declared.items()]
+
+    def match(names: Iterable[str]) -> dict[str, str]:
+        return {where: style for where in names for pattern, style in rules if pattern.fullmatch(where)}
+
+    found = match(where for where, _ in model.named_modules())
+    if not found:
+        raise ConfigError(
+            f"{origin}: {name} declares no plan for tensor parallelism that names its modules (its _tp_plan is "
+            f"{declared}); set tp_size to 1 and shard with dp_shard_size, or give it one before prepare(): {_EXAMPLE}"
+        )
+    bare = match(where for where, _ in model.named_parameters(remove_duplicate=False))
+    unknown = sorted({*found.values(), *bare.values()} - _STYLES.keys()) or list(bare)
+    if unknown:
+        raise ConfigError(
+            f"{origin}: the plan of {name} has {', '.join(map(repr, unknown))}, and known are {', '.join(_STYLES)} of "
+            "modules; set tp_size to 1 and shard with dp_shard_size"
+        )
+    return found
 
 
 def _follow_tied(modules: Mapping[str, nn.Module], plan: dict[str, _Style]) -> None:
@@ -126,7 +135,7 @@ def _check_module(where: str, module: nn.Module, style: _Style, size: int, is_ig
 
 
 def _check_neighbours(model_name: str, modules: Mapping[str, nn.Module], plan: Plan, origin: str) -> None:
-    """Refuse parameters beside layers whose outputs stay sharded, where the plan does not say what they are used for.
+    """Refuse parameters beside layers whose outputs stay sharded, where the plan says nothing about them.
 
     On a shard of the activations, each rank's gradient of them is that of its shard: replicas would drift apart.
     """
@@ -161,12 +170,7 @@ def shard_layers(model: nn.Module, plan: Plan, mesh: DeviceMesh, unsharded: Coll
         mesh: one axis.
         unsharded: parameters that stay plain tensors.
     """
-    dims: dict[int, int] = {}
-    for where, module in model.named_modules():
-        style = plan.get(where, _Style())
-        for name, parameter in own_parameters(module).items():
-            if parameter is not None and style.dim is not None and (name != "bias" or style.dim == 0):
-                dims[id(parameter)] = style.dim
+    dims = _sharded_dims(model, plan)
     made: dict[int, nn.Parameter] = {}
     kept = set(map(id, unsharded))
     for where, module in model.named_modules():
@@ -178,6 +182,16 @@ def shard_layers(model: nn.Module, plan: Plan, mesh: DeviceMesh, unsharded: Coll
             registry[name] = made[id(parameter)]
         if own:
             module.forward = _ShardedForward(module, plan.get(where, _Style()), mesh)
+
+
+def _sharded_dims(model: nn.Module, plan: Plan) -> dict[int, int]:
+    """Return the dimension along which each parameter is sharded, by its id; a bias of inputs is not."""
+    return {
+        id(parameter): style.dim
+        for where, style in plan.items()
+        for name, parameter in own_parameters(model.get_submodule(where)).items()
+        if parameter is not None and style.dim is not None and (name != "bias" or style.dim == 0)
+    }
 
 
 def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
@@ -248,7 +262,7 @@ class _ShardedForward:
 
 
 class _Copy(torch.autograd.Function):
-    """What all ranks have goes to each rank's shard of a layer; backwards, the sum of what comes from there."""
+    """Input of a layer whose matrix is sharded, equal on all ranks; backwards, the sum of the shards' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -261,7 +275,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of what the ranks' shards of a layer give; backwards, each rank's is that of the sum."""
+    """Sum of the outputs of a layer's shards; backwards, the gradient of the sum is that of each."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -273,7 +287,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """All shards of the last dimension; backwards, this rank's shard of what all ranks have."""
+    """All shards of the last dimension; backwards, this rank's shard of the gradient, which is equal on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

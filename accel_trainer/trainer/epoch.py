@@ -271,7 +271,7 @@ class EpochRun:
             self.guard.add_loss(loss)
         trainer.current_flos += float(trainer.floating_point_ops(inputs))
         if trainer.args.include_num_input_tokens_seen != "no" or not self.plan.counts_tokens_itself:
-            trainer._track_num_input_tokens(self.reader.without_filler(inputs))
+            self._count_tokens(inputs)
         if is_last:
             self._update()
         else:
@@ -283,6 +283,15 @@ class EpochRun:
                 # The run that resumes begins the update again.
                 trainer.state.num_input_tokens_seen, trainer.current_flos = self.counts
                 trainer.save_and_end(self.model, self.trial)
+
+    def _count_tokens(self, inputs: Any) -> None:
+        """Count the tokens of a micro-batch; upstream adds up all ranks, of which some may have read the same."""
+        state, accelerator = self.trainer.state, self.trainer.accelerator
+        before = state.num_input_tokens_seen
+        self.trainer._track_num_input_tokens(self.reader.without_filler(inputs))
+        copies = accelerator.process.world_size // accelerator.readers.world_size
+        if copies > 1:
+            state.num_input_tokens_seen = before + (state.num_input_tokens_seen - before) // copies
 
     def _add_loss(self, loss: Tensor) -> None:
         """Add to the running loss; a NaN or infinite one counts as the mean since the last log. Waits for no device."""

@@ -34,15 +34,15 @@ def is_sharded_or_replicated(tensor: Tensor) -> bool:
 
 
 def is_sharded_again(placement: Placement) -> bool:
-    """Whether an axis of the mesh shards what later ones have sharded already, as FSDP2 does after tensor parallelism.
+    """Whether an axis of the mesh shards the shards of later ones, as FSDP2 those of tensor parallelism.
 
-    torch gives them to later axes first, then, which it calls a strided shard.
+    torch calls it a strided shard: it counts along the full tensor.
     """
     return hasattr(placement, "split_factor")
 
 
 def _shards_again(tensor: DTensor, axis: int) -> bool:
-    """Whether all later axes that shard the same dimension come first, so that what a rank holds is one box."""
+    """Whether all later axes that shard the same dimension come first, so that each rank holds one box."""
     own: Any = tensor.placements[axis]
     later = zip(tensor.placements[axis + 1 :], tensor.device_mesh.shape[axis + 1 :], strict=True)
     sizes = [size for placement, size in later if type(placement) is Shard and placement.dim == own.dim]

@@ -272,7 +272,9 @@ class CheckpointMethods(_Upstream):
             if (
                 checkpoint is None
                 or resumption is None
-                or resumption.restores_random_streams(process, self.args.seed, self.state.global_step)
+                or resumption.restores_random_streams(
+                    process, self.accelerator.readers, self.args.seed, self.state.global_step
+                )
             ):
                 super()._load_rng_state(checkpoint)
 
@@ -532,6 +534,7 @@ def _describe_progress(trainer: CheckpointingTrainer) -> dict[str, Any]:
     return {
         "global_step": trainer.state.global_step,
         "best_step": trainer.state.best_global_step,
+        "readers": trainer.accelerator.readers.world_size,
         "update_batch": trainer.get_total_train_batch_size(trainer.args),
         "has_training_state": not trainer.args.save_only_model,
         "position": position,

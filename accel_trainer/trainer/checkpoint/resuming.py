@@ -182,15 +182,16 @@ class Resumption:
         control.should_evaluate, control.should_save = True, bool(pending["save"])
         return True
 
-    def restores_random_streams(self, process: ProcessContext, seed: int, step: int) -> bool:
+    def restores_random_streams(self, process: ProcessContext, readers: ProcessContext, seed: int, step: int) -> bool:
         """Whether each rank is to go on with its streams as they were saved; seeds new ones where ranks are others.
 
         Raises:
             CheckpointNotFoundError: the checkpoint should have this rank's streams and has not.
         """
         name = f"rng_state_{process.rank}.pth" if process.is_distributed else "rng_state.pth"
-        if self.num_writers not in (None, process.world_size):
-            set_seed(mix_seed(seed, step, process.rank) % 2**32)
+        num_readers = self.progress.get("readers", process.world_size)
+        if self.num_writers not in (None, process.world_size) or num_readers != readers.world_size:
+            set_seed(mix_seed(seed, step, readers.rank) % 2**32)
             return False
         if (self.path / name).is_file():
             return True

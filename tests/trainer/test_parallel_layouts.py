@@ -1,0 +1,93 @@
+"""The Trainer on meshes where ranks compute a batch together: numbers, evaluation, resumed runs of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import preload, run_ranks
+
+preload("transformers.trainer", "transformers.models.qwen3.modeling_qwen3", "accel_trainer.trainer.trainer")
+
+NUM_SAMPLES = 11
+
+
+def samples() -> list[dict[str, torch.Tensor]]:
+    """Return rows of equal length with unequally many labels."""
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randint(3, 64, (NUM_SAMPLES, 10), generator=generator)
+    labels = rows.clone()
+    for index, row in enumerate(labels):
+        row[: index % 4] = -100
+    return [{"input_ids": ids, "labels": own} for ids, own in zip(rows, labels, strict=True)]
+
+
+def build() -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8, "vocab_size": 64}
+    return Qwen3ForCausalLM(
+        Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.0, use_cache=False)
+    )
+
+
+def run(directory: str, batch: int, sizes: Any, resume: str | None = None, **options: Any) -> dict[str, Any]:
+    """Train four updates with saves after each two, or the last two; evaluate and predict."""
+    from accel_trainer import Trainer, TrainingArguments
+
+    args = TrainingArguments(
+        directory, use_cpu=True, per_device_train_batch_size=batch, per_device_eval_batch_size=batch, max_steps=4,
+        gradient_accumulation_steps=2, learning_rate=1e-2, max_grad_norm=0.5, logging_steps=1, save_steps=2,
+        report_to=[], disable_tqdm=True, seed=3, parallelism_config=sizes, include_num_input_tokens_seen="all",
+        **options,
+    )  # fmt: skip
+    trainer = Trainer(model=build(), args=args, train_dataset=samples(), eval_dataset=samples()[:7])
+    trainer.train(resume_from_checkpoint=resume)
+    logs = [(log["step"], log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
+    predicted = trainer.predict(samples()[:5])
+    metrics = trainer.evaluate()
+    return {
+        "logs": logs,
+        "eval_loss": metrics["eval_loss"],
+        "predictions": predicted.predictions.tolist(),
+        "tokens": trainer.state.num_input_tokens_seen,
+        "batch": trainer.get_total_train_batch_size(args),
+        "samples": len(predicted.predictions),
+    }
+
+
+def both(directory: str, sizes: dict[str, int], resume: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a run on a mesh, and one that goes on from one process's checkpoint."""
+    batch = 2 // sizes.get("dp_shard_size", 1)
+    return run(directory, batch, sizes, **options), run(f"{directory}-resumed", batch, sizes, resume, **options)
+
+
+LAYOUTS = {"tp": {"tp_size": 2}, "tp x shards": {"tp_size": 2, "dp_shard_size": 2}}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    directory = str(tmp_path_factory.mktemp("alone"))
+    return run_ranks(run, 1, directory, 2, None)[0], directory
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_on_a_mesh_is_that_of_one_process(name: str, alone: tuple[dict[str, Any], str], tmp_path: Path):
+    expected, directory = alone
+    world_size = 2 * LAYOUTS[name].get("dp_shard_size", 1)
+    resume = f"{directory}/checkpoint-2"
+    for trained, resumed in run_ranks(both, world_size, str(tmp_path / "run"), LAYOUTS[name], resume, timeout=150):
+        for found in (trained, resumed):
+            assert (found["tokens"], found["batch"]) == (expected["tokens"], expected["batch"])
+            assert found["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-5)
+            assert torch.allclose(torch.tensor(found["predictions"]), torch.tensor(expected["predictions"]), atol=1e-4)
+        flat = [number for log in trained["logs"] for number in log]
+        assert flat == pytest.approx([number for log in expected["logs"] for number in log], rel=2e-5)
+        assert [log[0] for log in resumed["logs"]][-2:] == [3, 4]
+    again = run_ranks(run, 1, str(tmp_path / "again"), 2, None, f"{tmp_path}/run/checkpoint-2")[0]
+    flat = [number for log in again["logs"][-2:] for number in log]
+    assert flat == pytest.approx([number for log in expected["logs"][-2:] for number in log], rel=2e-5)
