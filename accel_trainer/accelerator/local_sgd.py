@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from accel_trainer.accelerator.accelerator import Accelerator
 from accel_trainer.errors import ConfigError
+from accel_trainer.strategies.local_replicas import OuterOptimizer
 
 __all__ = ["LocalSGD"]
 
@@ -30,16 +33,27 @@ class LocalSGD:
     `save_state` in the block writes every rank's replica. On as many ranks, `load_state` before or in a new block goes
     on as if nothing had happened, also within a round; elsewhere it loads the mean of the replicas.
 
+    With an `outer_optimizer` the exchange is DiLoCo's: what the replicas have changed on average is its gradient, and
+    all ranks go on from the weights that it makes of those of the last exchange.
+
     On one process, and with `enabled=False`, it does nothing.
     """
 
     def __init__(
-        self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int | None, enabled: bool = True
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        local_sgd_steps: int | None,
+        enabled: bool = True,
+        outer_optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
     ) -> None:
         """Check that replicas of `model`, which is prepared, can be updated apart.
 
         Args:
             local_sgd_steps: updates between two exchanges; micro-batches of an accumulation window are one update.
+            outer_optimizer: builds the outer optimizer over copies of the weights, for instance
+                `lambda weights: SGD(weights, lr=0.7, momentum=0.9, nesterov=True)`. `save_state` writes it, and
+                `load_state` reads it where it comes after this object was made.
 
         Raises:
             ConfigError: the strategy keeps no replicas, the precision is fp16, or `local_sgd_steps` is less than 1.
@@ -47,6 +61,10 @@ class LocalSGD:
         self.enabled = enabled and accelerator.num_processes > 1
         self.num_steps = 0
         """Updates in this block."""
+        self._outer = None
+        if outer_optimizer is not None:
+            self._outer = OuterOptimizer(accelerator._prepared.get(model).unit.module, outer_optimizer)
+            accelerator.register_for_checkpointing(self._outer)
         if not self.enabled:
             return
         if not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
@@ -70,7 +88,7 @@ class LocalSGD:
     def __enter__(self) -> LocalSGD:
         """Let every rank update its own replica. Ranks do not communicate."""
         if self.enabled:
-            self._replicas.begin()
+            self._replicas.begin(self._outer)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:

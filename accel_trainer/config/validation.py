@@ -273,7 +273,7 @@ def cross_problems(config: RunConfig, describe: Callable[[str], str]) -> list[st
 
 
 def _fp8_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
-    """Return what stands against fp8 whatever the device is."""
+    """Return the contradictions of fp8 with other options, whatever the device is."""
     problems = []
     if config.fp8.backend != Fp8Backend.AO:
         problems.append(

@@ -1,24 +1,67 @@
 """Replicas of a model that their ranks update apart for a while, and that become alike again: local SGD.
 
-Zhang et al. 2016 (arXiv:1606.07365), Stich 2018 (arXiv:1805.09767). What decides when they become alike is elsewhere;
-another rule than the mean, an outer optimizer for one, takes the place of `average_weights`.
+Zhang et al. 2016 (arXiv:1606.07365), Stich 2018 (arXiv:1805.09767). What decides when they become alike is elsewhere.
+With an outer optimizer they become its update towards the mean: DiLoCo, Douillard et al. 2023 (arXiv:2311.08105).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.broadcast_values import broadcast_tensors, buckets_of, split_like
 
-__all__ = ["LocalReplicas"]
+__all__ = ["LocalReplicas", "OuterOptimizer"]
+
+
+class OuterOptimizer:
+    """The weights that the replicas left from, and an optimizer that updates them towards the mean of the replicas.
+
+    Its gradient is what the replicas have changed on average, with the opposite sign. All ranks hold the same.
+    """
+
+    def __init__(self, module: nn.Module, build: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+        """Copy the parameters of `module` that are trained, and build the optimizer over the copies."""
+        trained = ((name, each) for name, each in module.named_parameters() if each.requires_grad)
+        self._weights = {name: nn.Parameter(each.detach().clone()) for name, each in trained}
+        self.optimizer = build(list(self._weights.values()))
+
+    @torch.no_grad()
+    def leave_from(self, module: nn.Module) -> None:
+        """Take the weights as they are for those that the replicas leave from."""
+        for name, parameter in module.named_parameters():
+            if name in self._weights:
+                self._weights[name].copy_(parameter)
+
+    @torch.no_grad()
+    def step(self, module: nn.Module) -> None:
+        """Update towards the weights of `module`, which are the mean, and put the result into it."""
+        own = [(each, self._weights[name]) for name, each in module.named_parameters() if name in self._weights]
+        for parameter, weight in own:
+            weight.grad = weight - parameter
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for parameter, weight in own:
+            parameter.copy_(weight)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights by name and the optimizer's state, alike on all ranks."""
+        weights = {name: weight.detach() for name, weight in self._weights.items()}
+        return {"weights": weights, "optimizer": self.optimizer.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` has returned, on any number of ranks."""
+        for name, weight in self._weights.items():
+            weight.copy_(state["weights"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
 
 
 class LocalReplicas:
@@ -41,9 +84,14 @@ class LocalReplicas:
         """Whether the replicas may differ."""
         self.is_open = False
         """Whether somebody has begun with local updates, and is going to finish."""
+        self.outer: OuterOptimizer | None = None
+        """Of whoever has begun; None makes the mean the weights of all."""
 
-    def begin(self) -> None:
+    def begin(self, outer: OuterOptimizer | None = None) -> None:
         """Exchange no gradients from now on. Replicas that are apart already go on as they are. Not collective.
+
+        Args:
+            outer: updates the weights at each exchange, instead of the mean.
 
         Raises:
             ConfigError: somebody has begun already, or DDP has to exchange gradients in its first backward.
@@ -56,7 +104,7 @@ class LocalReplicas:
                 f"the replicas of {name} cannot be updated apart with static_graph=True: DDP learns the graph in its "
                 "first exchange of gradients; leave static_graph out"
             )
-        self.is_open = True
+        self.is_open, self.outer = True, outer
         if not self.is_apart:
             self._part(0)
 
@@ -65,6 +113,8 @@ class LocalReplicas:
         self._trained = self._trained_names()
         self._wrapper.require_backward_grad_sync = False
         self._wrapper.require_forward_param_sync = False  # else the next forward takes rank 0's buffers
+        if self.outer is not None and num_steps == 0:
+            self.outer.leave_from(self._wrapper.module)
 
     def resume(self, num_steps: int | None) -> None:
         """Take over where a checkpoint has left off: after this many local updates, or with all alike if None."""
@@ -90,10 +140,15 @@ class LocalReplicas:
 
     @torch.no_grad()
     def average_weights(self) -> None:
-        """Give every rank the mean of the parameters over the ranks, and rank 0's buffers. Collective."""
+        """Give every rank the mean of the parameters over the ranks, or the outer update towards it. Collective.
+
+        Buffers become rank 0's.
+        """
         names = self._trained | self._trained_names()
         named = self._wrapper.module.named_parameters()
         self._average(parameter.detach() for name, parameter in named if name in names)
+        if self.outer is not None and self.num_steps:  # without a local update its momentum would move the weights
+            self.outer.step(self._wrapper.module)
         broadcast_tensors(self._wrapper.module.buffers(), self._device)
         self.num_steps = 0
         self._trained = self._trained_names()

@@ -250,6 +250,74 @@ def test_what_cannot_be_updated_apart_is_refused() -> None:
     run_ranks(what_is_refused, 2)
 
 
+def outer_optimizer(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def diloco_by_hand() -> State:
+    """The exchanges after steps 3 and 6, and that of leaving the block after step 8."""
+    accelerator = Accelerator(cpu=True)  # for the loader alone
+    model, optimizer = build()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    outer_weights = [nn.Parameter(parameter.detach().clone()) for parameter in trained]
+    outer = outer_optimizer(outer_weights)
+    for step, (inputs,) in enumerate(accelerator.prepare(DataLoader(TensorDataset(INPUTS), BATCH)), 1):
+        model(inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % ROUND == 0 or step == STEPS:
+            for parameter, weight in zip(trained, outer_weights, strict=True):
+                dist.all_reduce(parameter.data)
+                weight.grad = weight.detach() - parameter.detach() / 2
+            outer.step()
+            for parameter, weight in zip(trained, outer_weights, strict=True):
+                parameter.data.copy_(weight)
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def diloco(directory: Path) -> list[State]:
+    """Return the weights by hand, of a run, and of runs that went on from its states in a round and between two."""
+    results = [diloco_by_hand()]
+    for load, done in (("", 0), ("4", 4), ("6", 6)):
+        accelerator, model, optimizer, loader = prepare()
+        block = LocalSGD(accelerator, model, ROUND, outer_optimizer=outer_optimizer)
+        if load:
+            accelerator.load_state(directory / load)
+            loader = accelerator.skip_first_batches(loader, done)
+        with block:
+            for step, (inputs,) in enumerate(loader, done + 1):
+                accelerator.backward(model(inputs))
+                optimizer.step()
+                optimizer.zero_grad()
+                block.step()
+                if not load and step in (4, 6):
+                    accelerator.save_state(directory / str(step))
+        results.append({name: tensor.clone() for name, tensor in model.module.state_dict().items()})
+    return results
+
+
+def load_diloco_alone(directory: Path) -> State:
+    accelerator, model, *_ = prepare()
+    block = LocalSGD(accelerator, model, ROUND, outer_optimizer=outer_optimizer)
+    accelerator.load_state(directory)
+    assert not block.enabled
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.multirank
+def test_an_outer_optimizer_is_that_of_a_loop_by_hand_also_after_a_resume(tmp_path: Path) -> None:
+    first, second = run_ranks(diloco, 2, tmp_path)
+    assert all(same(own, other) for own, other in zip(first, second, strict=True))
+    by_hand, whole, within_a_round, between_rounds = first
+    for name, expected in by_hand.items():
+        torch.testing.assert_close(whole[name], expected, rtol=1e-6, atol=1e-7)
+    assert same(within_a_round, whole)
+    assert same(between_rounds, whole)
+    assert load_diloco_alone(tmp_path / "6").keys() == whole.keys()
+
+
 def fail_in_block() -> None:
     accelerator, model, optimizer, loader = prepare()
 

@@ -90,9 +90,7 @@ def _read_accelerate(given: Mapping[str, str]) -> Layer:
     for name, path in _DIRECT.items():
         if name in given and not _is_launcher_default(name, given):
             layer.put(path, _variable(name, given[name]))
-    if given.get("ACCELERATE_MIXED_PRECISION", "").strip().lower() == "fp8":
-        for name in _FP8.keys() & given.keys():
-            layer.put(_FP8[name], _variable(name, given[name]))
+    _read_fp8(given, layer)
     engines = [name for name in _ENGINES if _is_true(given, name, layer)]
     if len(engines) > 1:
         layer.problems.append(f"environment variables {' and '.join(engines)} are both true; a run has one strategy")
@@ -108,6 +106,12 @@ def _read_accelerate(given: Mapping[str, str]) -> Layer:
     if _is_true(given, "ACCELERATE_USE_PARALLELISM_CONFIG", layer):
         _read_parallelism(given, layer)
     return layer
+
+
+def _read_fp8(given: Mapping[str, str], layer: Layer) -> None:
+    if given.get("ACCELERATE_MIXED_PRECISION", "").strip().lower() == "fp8":
+        for name in _FP8.keys() & given.keys():
+            layer.put(_FP8[name], _variable(name, given[name]))
 
 
 def _is_launcher_default(name: str, given: Mapping[str, str]) -> bool:

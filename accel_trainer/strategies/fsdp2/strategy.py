@@ -244,9 +244,7 @@ class FSDP2Strategy(BaseStrategy):
         originals = [(name, weakref.ref(p)) for name, p in model.named_parameters() if p not in selection.unsharded]
         if precision.compute is not None:
             _upcast_trainable(model)
-        if precision.float8 is not None:
-            apply_float8(model, precision, shards=True)
-            selection = _select_modules(job, precision, process)  # layers that were units are other objects now
+        selection = _apply_float8(job, selection, precision, process)
         values = compare_values(model, process, may_await=config.cpu_ram_efficient_loading)
         broadcast_differing(model, values, process.device)
         awaited = awaited_tensors(model, values, process)
@@ -343,6 +341,16 @@ def _select_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessC
     origin = job.resolved.describe("parallel.tp_size")
     plan = plan_layers(model, tp_size, ignored, origin) if tp_size > 1 else {}
     return _Selection(layers, outer, ignored, frozenset(unsharded), plan)
+
+
+def _apply_float8(
+    job: TrainJob, selection: _Selection, precision: PrecisionPolicy, process: ProcessContext
+) -> _Selection:
+    """Let linear layers compute in fp8, and return the selection with those that took the place of others."""
+    if precision.float8 is None:
+        return selection
+    apply_float8(job.model, precision, shards=True)
+    return _select_modules(job, precision, process)
 
 
 def _warn_of_unused_options(job: TrainJob, precision: PrecisionPolicy) -> None:
