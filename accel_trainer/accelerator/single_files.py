@@ -7,11 +7,11 @@ Any number of ranks reads both, with either type. `save_state` writes all of a r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,10 +31,7 @@ from accel_trainer.errors import CheckpointNotFoundError, ConfigError, Incompati
 from accel_trainer.logging import get_logger
 from accel_trainer.runtime.process import ProcessContext, current_process
 from accel_trainer.runtime.shared_errors import raise_together
-from accel_trainer.strategies.api import CheckpointIO
-
-if TYPE_CHECKING:
-    from accel_trainer.accelerator.accelerator import Accelerator
+from accel_trainer.strategies.api import CheckpointIO, TrainUnit
 
 __all__ = [
     "clean_state_dict_for_safetensors",
@@ -47,6 +44,17 @@ __all__ = [
 ]
 
 logger = get_logger(__name__)
+
+
+class PreparedBy(Protocol):
+    """The members that are used here of the Accelerator that has prepared a model."""
+
+    process: ProcessContext
+
+    def unit_of(self, item: nn.Module | Optimizer) -> TrainUnit:
+        """Return the unit of a prepared model or optimizer."""
+        ...
+
 
 # What pickles of arrays and of random states refer to: numbers and their types, no code of anybody's.
 _SAFE_CLASSES = [np._core.multiarray._reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType]  # type: ignore[attr-defined]
@@ -121,7 +129,7 @@ class LoadedKeys(NamedTuple):
 
 def save_fsdp_model(
     fsdp_plugin: Any,
-    accelerator: Accelerator,
+    accelerator: PreparedBy,
     model: nn.Module,
     output_dir: str | Path,
     model_index: int = 0,
@@ -147,9 +155,7 @@ def save_fsdp_model(
     if in_shards or is_partial:
         own = get_model_state_dict(unit.module, options=StateDictOptions(ignore_frozen_params=is_partial))
     if not in_shards:
-        lazy = unit.checkpoint_io().lazy_model_state()
-        gathered = ((name, tensor()) for name, tensor in lazy.items() if name in own or not is_partial)
-        full = {name: tensor.cpu() for name, tensor in gathered if process.is_main}
+        full = _gather_full(unit, process, own if is_partial else None)
     with raise_together(process, f"save to {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
         if process.is_main and not in_shards:
@@ -158,9 +164,16 @@ def save_fsdp_model(
         dcp.save({"model": own}, storage_writer=dcp.FileSystemWriter(directory / f"pytorch_model_fsdp_{model_index}"))
 
 
+def _gather_full(unit: TrainUnit, process: ProcessContext, names: Collection[str] | None) -> dict[str, Tensor]:
+    """Return the full weights, or those of some names, on the CPU of rank 0; elsewhere `{}`. Collective."""
+    lazy = unit.checkpoint_io().lazy_model_state()
+    gathered = ((name, tensor()) for name, tensor in lazy.items() if names is None or name in names)
+    return {name: tensor.cpu() for name, tensor in gathered if process.is_main}
+
+
 def load_fsdp_model(
     fsdp_plugin: Any,
-    accelerator: Accelerator,
+    accelerator: PreparedBy,
     model: nn.Module,
     input_dir: str | Path,
     model_index: int = 0,
@@ -193,7 +206,7 @@ def load_fsdp_model(
 
 def save_fsdp_optimizer(
     fsdp_plugin: Any,
-    accelerator: Accelerator,
+    accelerator: PreparedBy,
     optimizer: Optimizer,
     model: nn.Module,
     output_dir: str | Path,
@@ -209,7 +222,7 @@ def save_fsdp_optimizer(
     state = {} if in_shards else io.full_optimizer_state()
     with raise_together(accelerator.process, f"save to {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
-        if accelerator.is_main_process and not in_shards:
+        if accelerator.process.is_main and not in_shards:
             torch.save(state, directory / _file("optimizer", optimizer_index))
     if in_shards:
         io.save_sharded_optimizer(directory / f"optimizer_{optimizer_index}")
@@ -217,7 +230,7 @@ def save_fsdp_optimizer(
 
 def load_fsdp_optimizer(
     fsdp_plugin: Any,
-    accelerator: Accelerator,
+    accelerator: PreparedBy,
     optimizer: Optimizer,
     model: nn.Module,
     input_dir: str | Path,
@@ -241,7 +254,7 @@ def load_fsdp_optimizer(
     io.load_full_optimizer_state(state or {})
 
 
-def _optimizer_io(accelerator: Accelerator, optimizer: Optimizer, model: nn.Module) -> CheckpointIO:
+def _optimizer_io(accelerator: PreparedBy, optimizer: Optimizer, model: nn.Module) -> CheckpointIO:
     unit = accelerator.unit_of(model)
     if accelerator.unit_of(optimizer) is not unit:
         raise ConfigError(
