@@ -34,6 +34,7 @@ from accel_trainer.runtime.cores import usable_cores
 from accel_trainer.tracking import mask_secrets
 
 __all__ = [
+    "MIN_PROCESSES",
     "Job",
     "check_job",
     "count_devices",
@@ -58,6 +59,8 @@ _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIB
 _DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg", "/dev/dri/renderD*", "/dev/accel*", "/dev/davinci[0-9]*")
 # The strategies that a process without a group can run; the capabilities of any other cost an import of torch.
 _WITHOUT_GROUP = ("auto", "single")
+MIN_PROCESSES = {"ddp": 1, "fsdp2": 2}
+"""The fewest of strategies that check no configuration themselves: to ask them costs an import of torch, too."""
 _CHECKS = "accel_trainer.launch.self_check"
 
 
@@ -396,7 +399,7 @@ def device_files() -> list[str]:
 def _check_strategy(resolved: Resolved, num_processes: int, options: Options, argv: Sequence[str]) -> None:
     strategy = resolved.config.strategy
     counted = resolved.source("launch.num_processes").kind is not SourceKind.DEFAULT
-    source = resolved.source("launch.num_processes").where if counted else "num_processes is not set"
+    source = resolved.source("launch.num_processes").where if counted else _device_count(resolved)
     if strategy == "single" and num_processes > 1:
         raise ConfigError(
             f"{resolved.describe('strategy')} is one process, and {num_processes} were asked for ({source}); "
@@ -405,23 +408,37 @@ def _check_strategy(resolved: Resolved, num_processes: int, options: Options, ar
     axis_sizes(resolved.config, resolved.describe, num_processes, resolved.config.launch.num_machines)
     if strategy in _WITHOUT_GROUP:
         return
-    loaded = load_strategy(strategy)
-    loaded.check_config(resolved, num_processes)
-    facts = loaded.capabilities
-    if num_processes < facts.min_world_size:
+    fewest, most = _process_bounds(resolved, num_processes)
+    if num_processes < fewest:
         before = argv[: len(argv) - len(options.rest)]
         before = before[:-1] if before and before[-1] == "--" else before
-        words = ["accel-trainer", "launch", *before, "--num_processes", str(facts.min_world_size), *options.rest]
+        words = ["accel-trainer", "launch", *before, "--num_processes", str(fewest), *options.rest]
         raise ConfigError(
-            f"{resolved.describe('strategy')} needs at least {facts.min_world_size} processes, and this job has "
+            f"{resolved.describe('strategy')} needs at least {fewest} processes, and this job has "
             f"{num_processes} ({source}); launch it with:\n  {shlex.join(words)}\n"
             "On a machine with fewer devices than that, add --cpu; or set strategy to single"
         )
-    if facts.max_world_size is not None and num_processes > facts.max_world_size:
+    if most is not None and num_processes > most:
         raise ConfigError(
-            f"{resolved.describe('strategy')} runs at most {facts.max_world_size} process(es), and this job has "
+            f"{resolved.describe('strategy')} runs at most {most} process(es), and this job has "
             f"{num_processes} ({source}); set num_processes, or another strategy"
         )
+
+
+def _device_count(resolved: Resolved) -> str:
+    config = resolved.config
+    count = count_devices(config.use_cpu, config.launch.gpu_ids)
+    return f"num_processes is not set, and {'--cpu leaves' if config.use_cpu else 'this machine has'} {count} device(s)"
+
+
+def _process_bounds(resolved: Resolved, num_processes: int) -> tuple[int, int | None]:
+    """Return the fewest and the most processes of a strategy, which finds nothing wrong with its configuration."""
+    strategy = resolved.config.strategy
+    if strategy in MIN_PROCESSES:
+        return MIN_PROCESSES[strategy], None
+    loaded = load_strategy(strategy)
+    loaded.check_config(resolved, num_processes)
+    return loaded.capabilities.min_world_size, loaded.capabilities.max_world_size
 
 
 def worker_environment(

@@ -18,13 +18,11 @@ from accel_trainer.config.schema import set_key, thaw
 from accel_trainer.config.validation import COMPILE_MODES, WrongValueError, coerce
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.launch.flags import launch_flags
-from accel_trainer.launch.job import count_devices
+from accel_trainer.launch.job import MIN_PROCESSES, count_devices
 from accel_trainer.runtime.launchers import DEFAULT_PORT
 
 __all__ = ["Interview", "ask_configuration", "run_interview"]
 
-_MIN_PROCESSES = {"fsdp2": 2}
-"""Strategies that need several processes."""
 _BACK, _EXPLAIN = "<", "?"
 _NONE = "none"
 _YES_NO = {"yes": "", "no": ""}
@@ -332,7 +330,7 @@ def _ask_hostfile(interview: Interview, content: dict[str, Any]) -> bool:
 
 
 def _ask_processes(interview: Interview, content: dict[str, Any], strategy: str, num_machines: int) -> None:
-    fewest = _MIN_PROCESSES.get(strategy, 1)
+    fewest = MIN_PROCESSES.get(strategy, 1)
 
     def fits(number: int) -> str | None:
         if number < fewest:
@@ -364,16 +362,27 @@ def _ask_fsdp(interview: Interview, content: dict[str, Any]) -> None:
     interview.option(content, "fsdp.cpu_ram_efficient_loading", text)
     text = "Optimizer state in the Trainer's checkpoints?"
     interview.option(content, "fsdp.state_dict_type", text, choices=_STATES)
-    num_processes = content["launch"]["num_processes"]
+    _ask_mesh(interview, content, content["launch"]["num_processes"])
+
+
+def _ask_mesh(interview: Interview, content: dict[str, Any], num_processes: int) -> None:
+    """Ask how the processes are divided, where there are several ways to do it."""
+    if all(num_processes % size for size in range(2, num_processes)):
+        return
 
     def divides(size: int) -> str | None:
-        if num_processes % size or size == num_processes > 1:
-            return f"a divisor of the {num_processes} processes, and fewer"
-        return None
+        return f"a divisor of the {num_processes} processes" if num_processes % size else None
 
-    if any(divides(size) is None for size in range(2, num_processes)):
+    text = "How many processes share the matrices of a layer (tensor parallelism)?"
+    tp_size = interview.option(content, "parallel.tp_size", text, check=divides)
+
+    def leaves_shards(size: int) -> str | None:
+        rest = num_processes // tp_size
+        return f"a divisor of {rest}, and smaller" if rest % size or size == rest > 1 else None
+
+    if tp_size < num_processes:
         text = "How many replicas of the model (hybrid sharding)? 1 shards over all processes"
-        interview.option(content, "fsdp.replicate_size", text, check=divides)
+        interview.option(content, "parallel.dp_replicate_size", text, "1", check=leaves_shards)
 
 
 def _ask_deepspeed(interview: Interview, content: dict[str, Any]) -> None:

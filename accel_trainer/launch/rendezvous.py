@@ -307,7 +307,7 @@ class MachineFailure:
 
 
 class Launchers:
-    """What the launchers of a job on several machines know of each other, through the store on machine 0.
+    """The state of the launchers of a job on several machines, through the store on machine 0.
 
     A thread counts up a heartbeat. Machine 0 watches those of the others, which watch the store itself.
 
@@ -336,7 +336,7 @@ class Launchers:
         return self._failure
 
     def tell(self, code: int, text: str) -> None:
-        """Tell the others what failed here, unless they know of an earlier failure, which is then known here, too."""
+        """Publish a failure of this machine, unless there is an earlier one, which is then known here, too."""
         self._publish(MachineFailure(self._machine, code, text))
 
     def wait_until_all_are_done(self) -> None:
@@ -382,7 +382,7 @@ class Launchers:
                 self._failure = self._failure or _lost(0)
 
     def _look(self) -> None:
-        """Read what there is to know; nothing here waits."""
+        """Read the others' keys; nothing here waits."""
         if self._failure is None and self._store.check(["failure"]):
             self._failure = _read(self._store.get("failure"))
         machines = [self._machine, *self._others]

@@ -62,6 +62,16 @@ def test_commands_show_their_flags_without_importing_torch(command: str) -> None
     assert " torch" not in done.stderr
 
 
+def test_a_job_of_one_process_under_fsdp_is_refused_without_importing_torch(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    words = [sys.executable, "-X", "importtime", "-m", "accel_trainer", "launch", "--cpu", "--use_fsdp", "train.py"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path)}
+    done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert "needs at least 2 processes" in done.stderr
+    assert " torch" not in done.stderr
+
+
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"accel-trainer {__version__}\n"
@@ -146,7 +156,10 @@ def test_explain_shows_the_remarks_on_a_file(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--use_fsdp", "--cpu"], "strategy=fsdp2 .* needs at least 2 processes, and this job has 1"),
+        (
+            ["--use_fsdp", "--cpu"],
+            "strategy=fsdp2 .* needs at least 2 processes, and this job has 1 .num_processes is .*--cpu leaves 0",
+        ),
         (["--fsdp_wrap_classes", "A"], "--fsdp_wrap_classes: without effect with strategy=auto"),
         (["--strategy", "single", "--num_processes", "2"], "strategy=single .* is one process, and 2 were asked for"),
     ],

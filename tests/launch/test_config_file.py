@@ -143,12 +143,13 @@ def test_several_machines_are_asked_for_their_place(tmp_path: Path, monkeypatch:
 
 def test_every_option_can_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     parts = [
-        ["yes", "", "fsdp2", "8", "", "size", "1000", "", "", "yes", "", "3", "2"],
+        ["yes", "", "fsdp2", "8", "", "size", "1000", "", "", "yes", "", "3", "2", "2"],
         ["", "", "inductor", "yes", "max-autotune", "yes", "true", "none", "yes", "4", "yes", "yes"],
     ]
     content = run(tmp_path / "a.yaml", monkeypatch, *itertools.chain(*parts))
     fsdp = content["fsdp"]
-    assert (fsdp["wrap_policy"], fsdp["min_num_params"], fsdp["replicate_size"]) == ("size", 1000, 2)
+    assert (fsdp["wrap_policy"], fsdp["min_num_params"]) == ("size", 1000)
+    assert content["parallel"] == {"tp_size": 2, "dp_replicate_size": 2}
     assert fsdp["cpu_ram_efficient_loading"] is True
     compiled = {"backend": "inductor", "mode": "max-autotune", "fullgraph": True, "dynamic": True}
     assert content["compile"] == compiled
@@ -258,7 +259,7 @@ def test_show_prints_a_file_of_accelerate_as_one_of_ours(tmp_path: Path, capsys:
     printed = capsys.readouterr().out
     assert printed.startswith(f"# {path}\n")
     assert resolve(file=yaml.safe_load(printed)).config == resolve(file=str(path)).config
-    assert "mixed_precision: bf16  # no, bf16 or fp16" in printed
+    assert "mixed_precision: bf16  # no, bf16" in printed
 
 
 def test_update_writes_a_file_anew_as_one_of_ours(tmp_path: Path):

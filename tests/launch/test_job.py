@@ -14,8 +14,10 @@ import pytest
 from accel_trainer.config import resolve
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.default_file import default_config_path
-from accel_trainer.launch.job import Job, plan_job, read_options, run_job
+from accel_trainer.launch.job import MIN_PROCESSES, Job, plan_job, read_options, run_job
+from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.cores import usable_cores
+from accel_trainer.strategies.api import BaseStrategy
 
 
 @pytest.fixture
@@ -294,3 +296,11 @@ def test_a_module_that_does_not_exist_starts_none(tmp_path: Path, monkeypatch: p
     for name, part in (("no.such", "no"), ("folder.missing", "folder.missing"), ("folder.train.x", "folder.train.x")):
         with pytest.raises(ConfigError, match=f"module '{name}' is not found .there is no '{part}'; looked from"):
             plan(tmp_path, "--cpu", "-m", name)
+
+
+@pytest.mark.parametrize("strategy", MIN_PROCESSES)
+def test_what_the_launcher_knows_without_torch_is_what_the_strategies_say(strategy: str) -> None:
+    loaded = load_strategy(strategy)
+    assert loaded.capabilities.min_world_size == MIN_PROCESSES[strategy]
+    assert loaded.capabilities.max_world_size is None
+    assert type(loaded).check_config is BaseStrategy.check_config  # and has nothing to check
