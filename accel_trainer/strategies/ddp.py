@@ -34,6 +34,7 @@ class DDPUnit(NativeUnit):
     def __init__(self, model: nn.Module, module: nn.Module, loss_scale: LossScale | None = None) -> None:
         super().__init__(model, module, loss_scale)
         self._replicas = model if isinstance(model, DistributedDataParallel) else None
+        self.keeps_buffers_apart = self._replicas is not None and not self._replicas.broadcast_buffers
         # A static graph is learnt in the first backward, which fails where it does not exchange. The mean of gradients
         # that are averaged already is the same, so a window may exchange once more.
         self._must_sync = self._replicas is not None and self._replicas.static_graph

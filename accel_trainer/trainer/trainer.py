@@ -218,7 +218,13 @@ class Trainer(CheckpointMethods, transformers.Trainer):
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader:
         name = {"Training": "train_dataset", "Evaluation": "eval_dataset"}.get(description, "test_dataset")
         check_dataset(dataset, name)
-        return super()._get_dataloader(dataset, description, *args, **kwargs)
+        drop_last = self.args.dataloader_drop_last
+        # Whatever is evaluated or predicted counts, also where updates are to have equally many samples.
+        self.args.dataloader_drop_last = drop_last and name == "train_dataset"
+        try:
+            return super()._get_dataloader(dataset, description, *args, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = drop_last
 
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
         collator = super()._get_collator_with_removed_columns(data_collator, description)

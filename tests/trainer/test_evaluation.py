@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import default_data_collator
 
 from accel_trainer.errors import ConfigError
+from accel_trainer.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.trainer_jobs import TokenDataset, build_model, build_trainer
+from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer, strategy_arguments
 
 pytestmark = pytest.mark.timeout(240)  # the first test waits for the runs that all look at
 EVAL_SAMPLES = 11
@@ -70,6 +72,40 @@ CLASSIFIER: dict[str, Any] = {"model": "bert", "per_device_eval_batch_size": 4, 
 ACCUMULATIONS: list[dict[str, Any]] = [{}, {"eval_accumulation_steps": 1}, {"eval_accumulation_steps": 3}]
 
 
+class Normed(torch.nn.Module):
+    """A model with statistics of batches, which each rank's forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.head = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.norm(x))[:, 0]
+        return {"loss": torch.nn.functional.mse_loss(logits, labels), "logits": logits}
+
+
+def points(count: int) -> list[dict[str, torch.Tensor]]:
+    rows = torch.randn(count, 4, generator=torch.Generator().manual_seed(count)) * torch.arange(1, 5)
+    return [{"x": row, "labels": row.sum()} for row in rows]
+
+
+def evaluate_normed(folder: str, strategy: str) -> tuple[float, float]:
+    """Return the loss of an evaluation after training, and that of rank 0's model over all samples."""
+    options = {**strategy_arguments(strategy), "max_steps": 2, "dataloader_drop_last": True}
+    trainer = Trainer(
+        Normed(), arguments(folder, **options), train_dataset=points(16), eval_dataset=points(EVAL_SAMPLES)
+    )
+    trainer.train()
+    loss = trainer.evaluate()["eval_loss"]
+    assert len(trainer.predict(points(EVAL_SAMPLES)).predictions) == EVAL_SAMPLES
+    saved = Normed().eval()
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    saved.load_state_dict(state, strict=trainer.is_world_process_zero())  # the only one that has all of it
+    with torch.no_grad():
+        return loss, saved(**default_data_collator(points(EVAL_SAMPLES)))["loss"].item()
+
+
 def run_on_two(folder: str) -> dict[Any, Any]:
     """What all tests look at that needs two ranks."""
     filled_up = {"per_device_eval_batch_size": 4, "accelerator_config": {"even_batches": True}}
@@ -87,6 +123,7 @@ def run_on_two(folder: str) -> dict[Any, Any]:
         found[strategy, "stream"] = evaluate_stream(folder, strategy)
         found[strategy, "ragged"] = evaluate_ragged(folder, strategy)
         found[strategy, "by batch"] = evaluate_by_batch(folder, strategy)
+        found[strategy, "normed"] = evaluate_normed(folder, strategy)
     return found
 
 
@@ -100,6 +137,13 @@ def on_two(tmp_path_factory) -> list[dict[Any, Any]]:
 def test_two_ranks_are_exact_at_any_batch_size(on_two, strategy, batch_size):
     for found in on_two:
         check(found[strategy, batch_size])
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_model_that_is_evaluated_is_the_one_that_is_saved(on_two, strategy):
+    logged, of_saved = on_two[0][strategy, "normed"]
+    assert logged == pytest.approx(of_saved)
 
 
 def run_on_three(folder: str) -> list[dict[str, Any]]:
