@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 __all__ = [
     "AccelTrainerError",
@@ -16,12 +17,15 @@ __all__ = [
     "CheckpointNotFoundError",
     "ConfigError",
     "CorruptCheckpointError",
+    "DesyncError",
     "DiskFullError",
     "DistributedOperationException",
+    "HangError",
     "IncompatibleCheckpointError",
     "MissingExtraError",
     "NonFiniteError",
     "ProcessGroupError",
+    "RemoteRankError",
     "SaveTimeoutError",
     "UnsupportedTypeError",
     "did_you_mean",
@@ -45,6 +49,32 @@ class ProcessGroupError(AccelTrainerError, RuntimeError):
 
 class DistributedOperationException(ProcessGroupError):
     """The ranks called different collectives, or one on tensors that do not fit; nothing was sent."""
+
+
+class RemoteRankError(ProcessGroupError):
+    """Another rank has failed or is gone, and this one cannot go on without it.
+
+    Attributes:
+        failure: what that rank wrote down; None where the ranks have voted.
+    """
+
+    def __init__(self, message: str, failure: Any = None) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
+class HangError(ProcessGroupError):
+    """A rank did not come to a collective within its timeout."""
+
+    exit_code = 75
+    """Of the process, where nobody catches it."""
+
+
+class DesyncError(DistributedOperationException):
+    """The ranks have taken different paths: what one of them calls is another collective than that of the others."""
+
+    exit_code = 75
+    """Of the process, where nobody catches it."""
 
 
 class UnsupportedTypeError(ConfigError, TypeError):

@@ -12,6 +12,7 @@ from accel_trainer.accelerator.accumulation import PreparedUnit
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
+from accel_trainer.runtime.rank_watch import PROGRESS
 from accel_trainer.runtime.tensor_trees import send_to_device
 from accel_trainer.strategies.api import TrainUnit
 
@@ -106,6 +107,7 @@ class AcceleratedOptimizer(Optimizer):
             self._require_one_window()
             return None
         fault_point("train.opt")
+        PROGRESS.updates += 1
         if self._has_updated:
             return None
         if not self.prepared:

@@ -22,7 +22,7 @@ from accel_trainer.accelerator.shared_state import (
     AcceleratorState,
     DistributedType,
     GradientState,
-    stated_timeout,
+    stated_waits,
 )
 from accel_trainer.accelerator.stepping import AcceleratorStepping
 from accel_trainer.accelerator.trackers import AcceleratorTracking, TrackerChoice, Trackers
@@ -213,8 +213,8 @@ class Accelerator(
         self.process = init_process(
             environ,
             use_cpu=self.resolved.config.use_cpu,
-            timeout_seconds=stated_timeout(self.resolved),
             backend=self._options.backend,
+            **stated_waits(self.resolved),
         )
         self.strategy = build_strategy(self.resolved, self.process)
         self._options.check(self.resolved, self.strategy.capabilities)

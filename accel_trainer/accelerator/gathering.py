@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from accel_trainer.accelerator.settings import AcceleratorSettings
@@ -232,8 +231,7 @@ def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator 
 
 def wait_for_everyone() -> None:
     """Wait until every rank is here. Collective; returns at once on one process."""
-    if current_process().is_distributed:
-        dist.barrier()
+    collectives.barrier(current_process())
 
 
 def GatheredParameters(  # the name that users of DeepSpeed know

@@ -12,13 +12,13 @@ from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from accel_trainer.config import Resolved, SourceKind, resolve
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.data.plan import BatchRows
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin, DeepSpeedPlugins
+from accel_trainer.runtime.collectives import barrier
 from accel_trainer.runtime.process import (
     ProcessContext,
     destroy_process_group,
@@ -36,7 +36,7 @@ __all__ = [
     "ProcessView",
     "has_accelerator",
     "is_initialized",
-    "stated_timeout",
+    "stated_waits",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -130,8 +130,7 @@ class ProcessView:
 
     def wait_for_everyone(self) -> None:
         """Wait until every rank is here. Collective; returns at once on one process."""
-        if self.process.is_distributed:
-            dist.barrier()
+        barrier(self.process)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
@@ -210,10 +209,11 @@ class ProcessView:
         return self._only_if(self.local_process_index == local_process_index, function)
 
 
-def stated_timeout(resolved: Resolved) -> float | None:
-    """Return the collectives' timeout where one is configured; None leaves a group that exists as it is."""
-    is_stated = resolved.source("timeout_seconds").kind is not SourceKind.DEFAULT
-    return resolved.config.timeout_seconds if is_stated else None
+def stated_waits(resolved: Resolved) -> dict[str, float]:
+    """Return the bounds of waits that are configured, for `init_process`; the others leave a group as it is."""
+    config = resolved.config
+    waits = {"timeout_seconds": config.timeout_seconds, "hang_seconds": config.hang_seconds}
+    return {name: value for name, value in waits.items() if resolved.source(name).kind is not SourceKind.DEFAULT}
 
 
 class PartialState(ProcessView):
@@ -319,10 +319,7 @@ def _resolve(name: str, given: dict[str, Any]) -> Resolved:
 
 
 def _join(resolved: Resolved, backend: str | None = None) -> ProcessContext:
-    timeout_seconds = stated_timeout(resolved)
-    return init_process(
-        read_environment(), use_cpu=resolved.config.use_cpu, timeout_seconds=timeout_seconds, backend=backend
-    )
+    return init_process(read_environment(), use_cpu=resolved.config.use_cpu, backend=backend, **stated_waits(resolved))
 
 
 _living: weakref.WeakSet[AcceleratorState] = weakref.WeakSet()

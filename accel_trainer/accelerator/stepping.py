@@ -22,6 +22,7 @@ from accel_trainer.data.sampler import ShardedBatchSampler
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.kwargs import AutocastKwargs
 from accel_trainer.runtime.fault_injection import fault_point
+from accel_trainer.runtime.rank_watch import names_failed_rank, raise_if_theirs
 from accel_trainer.strategies.api import TrainUnit
 
 __all__ = ["AcceleratorStepping"]
@@ -57,8 +58,10 @@ class _Accumulate:
         self._outer, self._prepared.current = self._prepared.current, units
         state.sync_gradients = units[0].window.is_last
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._prepared.current = self._outer
+        if error is not None:
+            raise_if_theirs(error)
 
 
 class AcceleratorStepping(AcceleratorSettings):
@@ -201,6 +204,7 @@ class AcceleratorStepping(AcceleratorSettings):
         prepared.unit.set_gradient_sync(enabled)
         self.gradient_state.sync_gradients = enabled
 
+    @names_failed_rank
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate the gradients of `loss`; in `accumulate()` those of a window are the mean over its micro-batches.
 
@@ -214,6 +218,7 @@ class AcceleratorStepping(AcceleratorSettings):
 
         Raises:
             Exception: a background save has failed; on all ranks.
+            RemoteRankError: another rank has failed or is gone, and gradients cannot be exchanged.
         """
         if self.has_lomo_optimizer:
             return self.lomo_backward(loss, **kwargs)

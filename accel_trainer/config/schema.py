@@ -330,6 +330,8 @@ class RunConfig:
     """How long a rank waits for the others in a collective, in seconds."""
     on_nonfinite: NonFiniteAction = NonFiniteAction.RAISE
     """NaN in an update: raise ends the run (code 76) before it is saved, skip_step leaves it out, warn trains on."""
+    hang_seconds: float = 60.0
+    """Seconds without progress after which a warning names the ranks that the others wait for, and where they are."""
     data: DataConfig = field(default_factory=DataConfig)
     """Data loaders."""
     accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)

@@ -79,6 +79,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "strategy": (lambda name: bool(name.strip()), "the name of a strategy such as auto, single, ddp or fsdp2"),
     # torch counts nanoseconds in 64 bits, and waits not at all beyond 292 years.
     "timeout_seconds": (lambda seconds: 0 < seconds <= 1e9, "a positive number of seconds, 1e9 at most"),
+    "hang_seconds": (lambda seconds: 0 < seconds <= 1e9, "a positive number of seconds, 1e9 at most"),
     "data.data_seed": _at_least(0),
     "accumulation.num_steps": _at_least(1),
     "compile.backend": (

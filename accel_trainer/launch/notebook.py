@@ -39,6 +39,7 @@ from accel_trainer.launch.outer_job import refuse_nesting
 from accel_trainer.launch.rendezvous import build_rendezvous
 from accel_trainer.launch.torchrun import AGENT_LOGGERS, log_destination, worker_variables
 from accel_trainer.runtime.process import destroy_process_group
+from accel_trainer.runtime.rank_watch import current_watch
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 
@@ -318,6 +319,8 @@ def _call(function: Callable[..., Any], args: Sequence[Any], folder: Path) -> No
         if isinstance(error, SystemExit) and error.code in (None, 0):
             destroy_process_group()
             return
+        if (watch := current_watch()) is not None:
+            watch.tell(error, is_final=True)
         report.write_text(traceback.format_exc())
         raise SystemExit(1) from None
 

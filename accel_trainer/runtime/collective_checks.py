@@ -1,22 +1,132 @@
-"""Checks that all ranks call the same collective with fitting tensors, before any data moves; all ranks raise alike."""
+"""Checks that all ranks call the same collective with fitting tensors, before any data moves; all ranks raise alike.
+
+Each collective of the library is noted, with its place in the order of calls and the update that it belongs to: a rank
+that leaves one out pairs its next one with another of the others, and where the shapes are the same that would be a
+wrong number and no error. With `debug` the ranks compare each call before its data moves; otherwise a checksum over all
+calls, every 64th call and wherever they vote (saves, loads, evaluations of a Trainer).
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_trainer.errors import DistributedOperationException
+from accel_trainer.errors import DesyncError, DistributedOperationException
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.rank_watch import PROGRESS, CallRecord, RankWatch, current_watch
 from accel_trainer.runtime.tensor_trees import is_tensor
+from accel_trainer.runtime.whereabouts import users_line
 from accel_trainer.tree import leaves
 
-__all__ = ["UNEVEN_HINT", "check_same_call", "describe_leaves", "describe_rows"]
+__all__ = [
+    "UNEVEN_HINT",
+    "check_same_call",
+    "describe_leaves",
+    "describe_rows",
+    "note_call",
+    "raise_difference",
+    "recording_watch",
+]
 
 UNEVEN_HINT = ", pass pad_index= or as_samples=True where they may differ,"
+_CALLS_PER_CHECK = 64
+
+
+def note_call(
+    name: str,
+    process: ProcessContext,
+    data: Any = (),
+    *,
+    checked: Sequence[str] | None = None,
+    way_out: str = "",
+) -> None:
+    """Note a collective that this rank is about to call; every 64th time, compare the calls of all ranks.
+
+    Every rank of the job calls it, in the thread of its loop; elsewhere nothing is noted. What the ranks compare goes
+    through the job's store, which a rank in another collective does not disturb.
+
+    Args:
+        data: a nesting with tensors of the same shapes and dtypes on all ranks.
+        checked: descriptions of the leaves, for a comparison of this call (`debug`); None compares nothing.
+        way_out: a further remedy, for the message.
+
+    Raises:
+        DesyncError: on every rank that comes, the ranks call different operations, or have called.
+        DistributedOperationException: with `checked`, on every rank, their tensors do not fit.
+    """
+    watch = recording_watch(process)
+    if watch is None:
+        if checked is not None:
+            check_same_call(name, checked, process, way_out=way_out)
+        return
+    calls = watch.calls
+    tensors = [leaf for leaf in leaves(data, is_leaf=is_tensor) if isinstance(leaf, Tensor)]
+    shapes = "".join(f" {_dtype(tensor)} {tuple(tensor.shape) or (1,)}" for tensor in tensors)
+    if checked is not None:
+        doing = f"{name} in update {PROGRESS.updates}"
+        mine = json.dumps([doing, users_line(), list(checked)])
+        everyone = [json.loads(text) for text in watch.exchange(mine, doing)]
+        _check_operations(name, everyone)
+        _check_leaves(name, [entries for _, _, entries in everyone], way_out)
+    calls.note(f"{name}{shapes} in update {PROGRESS.updates}")
+    if checked is None and calls.number % _CALLS_PER_CHECK == 0:
+        _check_records(watch, calls)
+
+
+def recording_watch(process: ProcessContext) -> RankWatch | None:
+    """Return the watch that notes this thread's collectives over `process`; None where nothing is noted."""
+    watch = current_watch()
+    is_noted = watch is not None and process.is_distributed and process.group is None and watch.is_in_loop
+    return watch if is_noted else None
+
+
+def _check_operations(name: str, everyone: Sequence[Sequence[Any]]) -> None:
+    first = everyone[0]
+    for rank, call in enumerate(everyone):
+        if call[0] != first[0]:
+            raise DesyncError(
+                f"the ranks do not agree on the operation: rank 0 calls {first[0]}, {first[1]}; rank {rank} calls "
+                f"{call[0]}, {call[1]}. Nothing was sent; call the same collectives, in the same order, on every rank: "
+                "look for one under `if is_main_process`, and for loops of different lengths"
+            )
+
+
+def _check_records(watch: RankWatch, calls: CallRecord) -> None:
+    """Raise on every rank unless all have called the same."""
+    doing = calls.last[-1]
+    if not watch.all_equal(calls.digest, doing):
+        raise_difference(watch, doing)
+
+
+def raise_difference(watch: RankWatch, doing: str) -> NoReturn:
+    """Raise a DesyncError that names the first difference between the calls of the ranks, and begin a new record.
+
+    Every rank calls it.
+    """
+    mine = json.dumps((watch.calls.number, list(watch.calls.last)))
+    records = [json.loads(text) for text in watch.exchange(mine, doing)]
+    watch.calls = CallRecord()
+    raise DesyncError(
+        f"the ranks have called different collectives: {_find_difference(records)}. Values that they have exchanged "
+        "since then belong to different calls, and nothing of this was saved; call the same collectives, in the same "
+        "order, on every rank. debug=True (ACCEL_TRAINER_DEBUG) compares each call before it begins, and names its line"
+    )
+
+
+def _find_difference(records: Sequence[tuple[int, list[str]]]) -> str:
+    """Return the first difference between the records of the ranks, in words."""
+    begin = max(number - len(texts) for number, texts in records)
+    aligned = [texts[begin - (number - len(texts)) :] for number, texts in records]
+    for index, calls in enumerate(zip_longest(*aligned, fillvalue="nothing more")):
+        for rank, call in enumerate(calls):
+            if call != calls[0]:
+                return f"call {begin + index + 1} was {calls[0]} on rank 0, and {call} on rank {rank}"
+    return f"one before the last {len(aligned[0])} calls"
 
 
 def check_same_call(
@@ -39,17 +149,21 @@ def check_same_call(
     if not process.is_distributed:
         return [value]
     everyone: list[Any] = [None] * process.world_size
-    dist.all_gather_object(everyone, ([name, *entries], value), group=process.group)
-    calls = [words for words, _ in everyone]
+    dist.all_gather_object(everyone, (name, list(entries), value), group=process.group)
+    _check_operations(name, [(operation, "", ()) for operation, _, _ in everyone])
+    _check_leaves(name, [words for _, words, _ in everyone], way_out)
+    return [given for _, _, given in everyone]
+
+
+def _check_leaves(name: str, calls: Sequence[Sequence[str]], way_out: str) -> None:
     for rank, words in enumerate(calls):
         for index, (first, other) in enumerate(zip_longest(calls[0], words, fillvalue="nothing")):
             if first != other:
-                subject = f"leaf {index - 1} of {name}" if index else "the operation"
                 raise DistributedOperationException(
-                    f"the ranks do not agree on {subject}: rank 0 {first}, rank {rank} {other}. Nothing was sent; make "
-                    f"the shapes equal (pad_across_processes does){way_out} or call the same collective on every rank"
+                    f"the ranks do not agree on leaf {index} of {name}: rank 0 {first}, rank {rank} {other}. Nothing "
+                    f"was sent; make the shapes equal (pad_across_processes does){way_out} or call the same collective "
+                    "on every rank"
                 )
-    return [given for _, given in everyone]
 
 
 def describe_leaves(data: Any) -> list[str]:

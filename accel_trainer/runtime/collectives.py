@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel_trainer.errors import CannotPadNestedTensorWarning, ConfigError, did_you_mean
-from accel_trainer.runtime.collective_checks import UNEVEN_HINT, check_same_call, describe_leaves, describe_rows
+from accel_trainer.runtime.collective_checks import UNEVEN_HINT, describe_leaves, describe_rows, note_call
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.rank_watch import names_failed_rank
 from accel_trainer.runtime.transport import (
     SENDABLE_DTYPES,
     all_gather,
@@ -33,6 +34,7 @@ from accel_trainer.runtime.uneven_gather import check_pad_value, check_uneven_op
 __all__ = [
     "ReduceOp",
     "all_gather_integers",
+    "barrier",
     "broadcast",
     "broadcast_object",
     "broadcast_object_list",
@@ -57,6 +59,7 @@ class ReduceOp(StrEnum):
     """No reduction and no communication: each rank keeps its own value."""
 
 
+@names_failed_rank
 def gather(
     data: Any,
     process: ProcessContext,
@@ -87,12 +90,12 @@ def gather(
     """
     if check_uneven_options(pad_index, as_samples):
         return gather_any_shapes(data, process, pad_index=pad_index)
-    if debug:
-        check_same_call("gather", describe_leaves(data), process, way_out=UNEVEN_HINT)
+    note_call("gather", process, data, checked=describe_leaves(data) if debug else None, way_out=UNEVEN_HINT)
     gathered = iter(gather_tensors(tensors_of("gather", data), process))
     return map_tensors("gather", lambda _: next(gathered), data)
 
 
+@names_failed_rank
 def gather_object(data: Any, process: ProcessContext) -> list[Any]:
     """Collect picklable objects of all ranks into one list, in the order of the ranks.
 
@@ -104,6 +107,7 @@ def gather_object(data: Any, process: ProcessContext) -> list[Any]:
     """
     objects = [data]
     if process.is_distributed:
+        note_call("gather_object", process)
         objects = [None] * process.world_size
         dist.all_gather_object(objects, data, group=process.group)
     if all(type(item) in (list, tuple) for item in objects):
@@ -111,6 +115,7 @@ def gather_object(data: Any, process: ProcessContext) -> list[Any]:
     return objects
 
 
+@names_failed_rank
 def reduce(
     data: Any,
     process: ProcessContext,
@@ -139,8 +144,8 @@ def reduce(
         raise ConfigError(
             f"unknown reduction {reduction!r}, expected one of {', '.join(known)}{did_you_mean(str(reduction), known)}"
         ) from None
-    if debug:
-        check_same_call(f"reduce({op.value})", describe_leaves(data), process)
+    if op is not ReduceOp.NONE:
+        note_call(f"reduce({op.value})", process, data, checked=describe_leaves(data) if debug else None)
 
     def apply(tensor: Tensor) -> Tensor:
         reduced = tensor if op is ReduceOp.NONE else _reduce_tensor(tensor, process, op)
@@ -149,6 +154,7 @@ def reduce(
     return map_tensors("reduce", apply, data)
 
 
+@names_failed_rank
 def broadcast(data: Any, process: ProcessContext, from_process: int = 0, *, debug: bool = False) -> Any:
     """Return the tensors of one rank on every rank; `data` stays as it is.
 
@@ -158,8 +164,7 @@ def broadcast(data: Any, process: ProcessContext, from_process: int = 0, *, debu
         ConfigError: a leaf is no tensor; `broadcast_object_list` takes anything.
         ProcessGroupError: with `debug`, the ranks do not have the same shapes.
     """
-    if debug:
-        check_same_call("broadcast", describe_leaves(data), process)
+    note_call("broadcast", process, data, checked=describe_leaves(data) if debug else None)
 
     def apply(tensor: Tensor) -> Tensor:
         if not process.is_distributed:
@@ -171,12 +176,14 @@ def broadcast(data: Any, process: ProcessContext, from_process: int = 0, *, debu
     return map_tensors("broadcast", apply, data)
 
 
+@names_failed_rank
 def broadcast_object_list(objects: list[Any], process: ProcessContext, from_process: int = 0) -> list[Any]:
     """Replace the entries of a list by those of one rank, in place, and return the list.
 
     Collective: every rank calls it, with lists of the same length.
     """
     if process.is_distributed:
+        note_call("broadcast_object_list", process)
         dist.broadcast_object_list(objects, group=process.group, group_src=from_process)
     return objects
 
@@ -186,6 +193,15 @@ def broadcast_object(value: Any, process: ProcessContext, from_process: int = 0)
     return broadcast_object_list([value], process, from_process)[0]
 
 
+@names_failed_rank
+def barrier(process: ProcessContext) -> None:
+    """Wait until every rank is here. Collective; returns at once on one process."""
+    if process.is_distributed:
+        note_call("wait_for_everyone", process)
+        dist.barrier()
+
+
+@names_failed_rank
 def scatter_objects(objects: Sequence[Any] | None, process: ProcessContext, from_process: int = 0) -> Any:
     """Return this rank's entry of one rank's list of picklable objects.
 
@@ -211,6 +227,7 @@ def all_gather_integers(values: Sequence[int], process: ProcessContext) -> Calla
     everyone = mine.new_empty((process.world_size * len(values),))
     work = all_gather(everyone, mine, group=process.group, async_op=True)
 
+    @names_failed_rank
     def wait() -> list[list[int]]:
         work.wait()
         return everyone.view(process.world_size, -1).tolist()
@@ -218,6 +235,7 @@ def all_gather_integers(values: Sequence[int], process: ProcessContext) -> Calla
     return wait
 
 
+@names_failed_rank
 def pad_across_processes(
     data: Any,
     process: ProcessContext,
@@ -253,8 +271,7 @@ def pad_across_processes(
         return data
     for tensor in tensors:
         check_pad_value(pad_index, tensor.dtype)
-    if debug:
-        check_same_call("pad_across_processes", describe_rows(tensors, None), process)
+    note_call("pad_across_processes", process, checked=describe_rows(tensors, None) if debug else None)
     if not tensors:
         return data
     sizes = torch.tensor([tensor.shape[dim] if _has_dim(tensor, dim) else 0 for tensor in tensors])

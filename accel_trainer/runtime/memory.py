@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from accel_trainer import logging
 from accel_trainer.errors import BatchSizeError, ConfigError, ProcessGroupError, UnsupportedTypeError
+from accel_trainer.runtime.rank_watch import current_watch, start_watch, unexplained_errors
 from accel_trainer.runtime.torch_private import (
     clear_dtensor_caches,
     default_group,
@@ -245,7 +246,8 @@ def _attempt(function: Callable[[], Any], name: str) -> tuple[bool, Any]:
         vote, result = _call(function, name)
         return vote == _DONE, result
     ballot = _Ballot(name)
-    with _released_with_others(ballot) if ballot.aborts else nullcontext():
+    # A rank that runs out of memory leaves, and the votes tell it from one that failed.
+    with unexplained_errors(), _released_with_others(ballot) if ballot.aborts else nullcontext():
         vote, result = _call(function, name)
     ballot.cast(vote)
     if vote == _OUT_OF_MEMORY:
@@ -319,6 +321,8 @@ class _Ballot:
         self._store = default_store()
         group = default_group()
         self._timeout = group_timeout(group)
+        watch = current_watch()
+        self._watch_options: dict[str, Any] = {} if watch is None else watch.options
         self._recipe: dict[str, Any] = {"backend": dist.get_backend_config(), "device_id": group.bound_device_id}
         self.aborts = _is_on_devices(group)
         """Whether the group has to be aborted, before whoever waits in it learns of anything."""
@@ -373,3 +377,5 @@ class _Ballot:
             timeout=self._timeout,
             **self._recipe,
         )
+        if self._watch_options:
+            start_watch(self.rank, len(self._keys), **self._watch_options)

@@ -26,6 +26,7 @@ from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.fault_injection import install_faults
 from accel_trainer.runtime.launchers import DEFAULT_PORT, LaunchInfo, find_launch_info
+from accel_trainer.runtime.rank_watch import start_watch, stop_watch
 from accel_trainer.runtime.torch_private import default_group, forget_default_groups, set_group_timeout
 
 __all__ = [
@@ -286,6 +287,7 @@ def init_process(
     *,
     use_cpu: bool = False,
     timeout_seconds: float | None = None,
+    hang_seconds: float | None = None,
     backend: str | None = None,
 ) -> ProcessContext:
     """Join the job that a launcher started, or stand alone when none did.
@@ -296,6 +298,8 @@ def init_process(
     Args:
         timeout_seconds: how long a collective may wait, on any backend, the CPU's included. None is half an hour for a
             group that is made here, and leaves one that exists as it is.
+        hang_seconds: after which time without progress ranks that do not come are named; None is a minute, or leaves it
+            as it is. Half of the timeout at most.
         backend: for `torch.distributed`, e.g. "nccl"; None chooses one for the device, and takes that of a group that
             exists.
 
@@ -328,10 +332,16 @@ def init_process(
         _init_process_group(info, device, backend or _select_backend(device), seconds)
     logging.set_rank(info.rank, info.world_size, _wait_for_ranks)
     _leave_interrupts_to_launcher(environ)
+    start_watch(info.rank, info.world_size, hang_seconds, hosts_store=_hosts_store(environ, info.rank))
     _current = ProcessContext(
         info.rank, info.local_rank, info.world_size, info.local_world_size, device, _backends()[device.type]
     )
     return _current
+
+
+def _hosts_store(environ: Mapping[str, str], rank: int) -> bool:
+    """Whether the job's store goes with this process: with rank 0, unless the launcher hosts it."""
+    return rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _leave_interrupts_to_launcher(environ: Mapping[str, str]) -> None:
@@ -421,6 +431,7 @@ def destroy_process_group() -> None:
     """Leave the process group, if there is one. Collective where the backend says so; safe to call twice."""
     global _current
     _current = None
+    stop_watch()
     if dist.is_available() and dist.is_initialized():
         forget_default_groups()
         _groups.clear()

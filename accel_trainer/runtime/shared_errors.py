@@ -9,8 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accel_trainer.errors import ProcessGroupError
+from accel_trainer.errors import RemoteRankError
+from accel_trainer.runtime.collective_checks import raise_difference, recording_watch
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.rank_watch import names_failed_rank
 
 __all__ = ["gather_or_raise", "raise_together"]
 
@@ -32,22 +34,39 @@ def gather_or_raise(
         group: the ranks that take part; all of the job when None. A thread needs a group of its own.
 
     Raises:
-        ProcessGroupError: another rank failed; the message has its number, the section and its error.
+        RemoteRankError: another rank failed; the message has its number, the section and its error.
+        DesyncError: the ranks have called different collectives before; see `collective_checks`.
     """
-    votes: list[Any] = [(None, value)]
-    if process.is_distributed:
-        votes = [None] * process.world_size
-        message = None if error is None else "".join(traceback.format_exception_only(error)).strip()
-        dist.all_gather_object(votes, (message, value if error is None else None), group=group)
-        failed = {rank: message for rank, (message, _) in enumerate(votes) if message is not None}
-        if failed and error is None:
-            lines = "; ".join(f"rank {rank} failed in {section}: {message}" for rank, message in failed.items())
-            raise ProcessGroupError(
-                f"{lines}. This rank ({process.rank}) stopped with it; nothing of {section} was published"
-            )
+    if not process.is_distributed:
+        if error is not None:
+            raise error
+        return [value]
+    # A thread of its own votes at any time of the loop's.
+    watch = recording_watch(process) if group is None else None
+    message = None if error is None else "".join(traceback.format_exception_only(error)).strip()
+    digest = watch.calls.digest if watch is not None else 0
+    votes = _gather_votes(process, (message, value if error is None else None, digest), group)
     if error is not None:
         raise error
-    return [said for _, said in votes]
+    _raise_for_others(process, section, votes)
+    if watch is not None and len({digest for _, _, digest in votes}) > 1:
+        raise_difference(watch, section)
+    return [said for _, said, _ in votes]
+
+
+def _raise_for_others(process: ProcessContext, section: str, votes: list[Any]) -> None:
+    failed = [f"rank {rank} failed in {section}: {text}" for rank, (text, *_) in enumerate(votes) if text is not None]
+    if failed:
+        raise RemoteRankError(
+            f"{'; '.join(failed)}. This rank ({process.rank}) stopped with it; nothing of {section} was published"
+        )
+
+
+@names_failed_rank
+def _gather_votes(process: ProcessContext, vote: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    votes: list[Any] = [None] * process.world_size
+    dist.all_gather_object(votes, vote, group=group)
+    return votes
 
 
 @contextmanager

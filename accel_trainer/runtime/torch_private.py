@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -32,6 +33,7 @@ __all__ = [
     "RESET_METHODS",
     "SEEN_IN",
     "abandon_exchange",
+    "begun_collectives",
     "check_scaler",
     "clear_dtensor_caches",
     "clear_forward_hooks",
@@ -53,6 +55,7 @@ __all__ = [
     "group_timeout",
     "joined_groups",
     "keeps_iterator",
+    "last_collective",
     "non_persistent_buffers",
     "own_parameters",
     "parameter_like",
@@ -74,6 +77,7 @@ PRIVATE_NAMES = {
     **{f"torch._foreach_{name}_": _FOREACH for name in ("add", "clamp_max", "clamp_min", "copy", "mul", "zero")},
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod": "torch.compile(model) is taken for a model of the user",
     "torch.Tensor._make_subclass": _REFUSED,
+    "torch._C._distributed_c10d._dump_fr_trace_json": "reports of hangs do not name each rank's last collective",
     "torch.amp.GradScaler._per_optimizer_states": f"{_REFUSED}: fp16 asks it whether an optimizer's step was skipped",
     "torch.autograd.Variable._execution_engine": f"{_REFUSED}: FSDP2's unsharded gradients are averaged after backward",
     "torch.distributed.Reducer._reset_state": (
@@ -81,6 +85,9 @@ PRIVATE_NAMES = {
     ),
     "torch.distributed.ProcessGroup._device_types": _REFUSED,
     "torch.distributed.ProcessGroup._get_backend": _REFUSED,
+    "torch.distributed.ProcessGroup._get_sequence_number_for_group": (
+        "reports of hangs do not say how many collectives each rank has begun"
+    ),
     "torch.distributed.ProcessGroupGloo._set_default_timeout": "the timeout of a group that exists stays as it is",
     "torch.distributed.ProcessGroupGloo.Options._timeout": "torch's default of 30 minutes is taken for the timeout",
     "torch.distributed.distributed_c10d._get_default_group": _REFUSED,
@@ -324,6 +331,26 @@ def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta:
         if timeout is not None:
             return timeout
     return default_pg_timeout
+
+
+def begun_collectives() -> dict[str, int]:
+    """Return the number of collectives that this rank has begun, by the name of the group. Callable from any thread."""
+    counts: dict[str, int] = {}
+    for group in joined_groups():
+        read = getattr(group, "_get_sequence_number_for_group", None)
+        with suppress(RuntimeError):  # a backend that does not count
+            counts[str(group.group_name)] = read() if read is not None else 0
+    return counts
+
+
+def last_collective() -> str:
+    """Return the last collective in torch's flight recorder, in words; empty where the backend records none."""
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
+    entries = [] if dump is None else json.loads(dump() or b"{}").get("entries", [])
+    if not entries:
+        return ""
+    last = max(entries, key=lambda entry: entry.get("record_id", 0))
+    return f"{last['profiling_name']} of {last['input_dtypes']} {last['input_sizes']}"
 
 
 def forget_default_groups() -> None:

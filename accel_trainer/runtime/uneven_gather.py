@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from accel_trainer.errors import ConfigError, ProcessGroupError
-from accel_trainer.runtime.collective_checks import UNEVEN_HINT, check_same_call, describe_rows
+from accel_trainer.runtime.collective_checks import UNEVEN_HINT, check_same_call, describe_rows, note_call
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.rank_watch import names_failed_rank
 from accel_trainer.runtime.tensor_trees import pad_to
 from accel_trainer.runtime.transport import gather_tensor, map_tensors, tensors_of
 
@@ -27,6 +28,7 @@ def check_uneven_options(pad_index: float | None, as_samples: bool) -> bool:
     return as_samples or pad_index is not None
 
 
+@names_failed_rank
 def gather_known_rows(data: Any, sizes: Sequence[int], process: ProcessContext, *, debug: bool = False) -> Any:
     """Concatenate tensors whose first dimension differs between ranks in a way that all ranks know beforehand.
 
@@ -45,8 +47,8 @@ def gather_known_rows(data: Any, sizes: Sequence[int], process: ProcessContext, 
     """
     if len(sizes) != process.world_size:
         raise ConfigError(f"got {len(sizes)} sizes for {process.world_size} ranks; give one for each rank")
-    if debug:
-        check_same_call("gather", describe_rows(data, sizes[process.rank]), process, way_out=UNEVEN_HINT)
+    checked = describe_rows(data, sizes[process.rank]) if debug else None
+    note_call("gather", process, checked=checked, way_out=UNEVEN_HINT)
     _check_rows_for_each(tensors_of("gather_known_rows", data), sizes[process.rank], process)
     return map_tensors("gather_known_rows", lambda tensor: _gather_rows(tensor, sizes, process), data)
 
@@ -84,6 +86,7 @@ def _check_rows_for_each(tensors: Sequence[Tensor], num_samples: int, process: P
             )
 
 
+@names_failed_rank
 def gather_any_shapes(data: Any, process: ProcessContext, *, pad_index: float | None) -> Any:
     """Concatenate tensors that may differ between ranks in the size of any dimension.
 
@@ -94,11 +97,13 @@ def gather_any_shapes(data: Any, process: ProcessContext, *, pad_index: float | 
     tensors = tensors_of("gather", data)
     for tensor in tensors:
         check_pad_value(pad_index or 0, tensor.dtype)
+    note_call("gather", process)
     own = [tuple(tensor.shape) or (1,) for tensor in tensors]
     shapes = iter(zip(*check_same_call("gather", describe_rows(tensors, None), process, value=own), strict=True))
     return map_tensors("gather", lambda tensor: _gather_shapes(tensor, next(shapes), process, pad_index), data)
 
 
+@names_failed_rank
 def gather_unknown_rows(data: Any, process: ProcessContext) -> Any:
     """Concatenate tensors that differ between ranks in their first dimension, by sizes that no rank knows beforehand.
 
@@ -106,6 +111,7 @@ def gather_unknown_rows(data: Any, process: ProcessContext) -> Any:
     first, as one object.
     """
     tensors = tensors_of("gather", data)
+    note_call("gather", process)
     own = [tuple(tensor.shape) or (1,) for tensor in tensors]
     tails = [f"has rows of {shape[1:]} and {tensor.dtype}" for tensor, shape in zip(tensors, own, strict=True)]
     shapes = iter(zip(*check_same_call("gather", tails, process, value=own, way_out=UNEVEN_HINT), strict=True))

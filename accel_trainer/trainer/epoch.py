@@ -20,6 +20,8 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.rank_watch import PROGRESS
+from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.runtime.tensor_trees import find_batch_size
 from accel_trainer.trainer.loss_normalization import LossKind, count_labels
 from accel_trainer.trainer.run_clock import BACKWARD_DONE, BATCHES_READ, UPDATE_BEGUN, UPDATE_DONE, RunClock
@@ -337,6 +339,7 @@ class EpochRun:
         if clock.sample is not None:
             clock.sample.mark(UPDATE_DONE)
         trainer.state.global_step += 1
+        PROGRESS.updates = trainer.state.global_step
         trainer.run_checkpoints.end_update(trainer.state.global_step)
         trainer.state.epoch = self.epoch + (self.step + 1) / self.steps_in_epoch
         trainer.control = handler.on_step_end(args, trainer.state, trainer.control)
@@ -372,7 +375,8 @@ class EpochRun:
                 f" num_steps ({trainer.state.max_steps}) higher than the number of available samples."
             )
             trainer.control.should_training_stop = True
-        trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
+        with raise_together(trainer.accelerator.process, "on_epoch_end"):
+            trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
         if trainer.decisions is not None:
             trainer.decisions.end_epoch(trainer.control)
         if self.guard is not None:

@@ -29,6 +29,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.collectives import gather, gather_object
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.trainer.loss_normalization import counts_by_rows
 from accel_trainer.trainer.running_trainer import EvaluatingTrainer
 from accel_trainer.tree import leaves, map_leaves
@@ -379,7 +380,8 @@ def _finish(trainer: EvaluatingTrainer, evaluation: _Pass, prefix: str) -> EvalL
             "losses": evaluation.collect(evaluation.losses) if evaluation.wants_losses else None,
             "inputs": evaluation.collect(evaluation.inputs) if evaluation.wants_inputs else None,
         }
-        metrics = trainer.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels, **extra))
+        with raise_together(trainer.accelerator.process, "compute_metrics()"):
+            metrics = trainer.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels, **extra))
     loss = evaluation.mean_loss.value(trainer.accelerator, args.logging_nan_inf_filter)
     results = {} if loss is None else {f"{prefix}_loss": loss}
     for key, value in denumpify_detensorize(dict(metrics or {})).items():

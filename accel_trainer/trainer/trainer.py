@@ -39,6 +39,7 @@ from accel_trainer.runtime import collectives
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.memory import clear_device_cache, is_out_of_memory
 from accel_trainer.runtime.preemption import StopSignals
+from accel_trainer.runtime.rank_watch import failing_together
 from accel_trainer.runtime.rng import KeptStreams
 from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
 from accel_trainer.trainer.batch_size_search import BatchSizeSearch
@@ -257,7 +258,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         is_failed = True
         self.stop_signals = StopSignals(self._signals_to_note())
         try:
-            with self.stop_signals, self._resuming(resume_from_checkpoint) as checkpoint:
+            with failing_together(), self.stop_signals, self._resuming(resume_from_checkpoint) as checkpoint:
                 run = functools.partial(super().train, checkpoint, trial, ignore_keys_for_eval)
                 output = self._search_batch_size(run, checkpoint) if searches else run()
                 is_failed = False
@@ -563,6 +564,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
 
     # --- evaluation ------------------------------------------------------------------------------------------------
 
+    @failing_together()
     def evaluation_loop(
         self,
         dataloader: DataLoader,

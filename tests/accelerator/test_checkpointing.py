@@ -152,7 +152,7 @@ def test_r12_what_fails_on_one_rank_is_raised_on_both_and_the_group_lives_on(tmp
         message, seconds, total = failing[place]
         expected = "CheckpointNotFoundError" if place == "missing directory" else f"ValueError: no {place}"
         assert message.startswith(expected)
-        assert other[place][0].startswith("ProcessGroupError: rank 1 failed in ")
+        assert other[place][0].startswith("RemoteRankError: rank 1 failed in ")
         assert expected.rpartition(": ")[2] in other[place][0]
         assert max(seconds, other[place][1]) < 40
         assert total == other[place][2] == 3.0

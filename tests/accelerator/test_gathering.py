@@ -143,6 +143,10 @@ def test_a_feature_adds_what_the_page_says(counts: dict[str, int], feature: str,
     assert counts[feature] - counts["ddp"] == per_step * NUM_STEPS + per_pass
 
 
-@pytest.mark.parametrize("feature", ["gather_for_metrics of strings", "dispatch", "debug"])
+def test_debug_compares_calls_beside_the_collectives(counts: dict[str, int]):
+    assert counts["debug"] == counts["gather_for_metrics"]
+
+
+@pytest.mark.parametrize("feature", ["gather_for_metrics of strings", "dispatch"])
 def test_what_sends_objects_takes_more(counts: dict[str, int], feature: str):
     assert counts[feature] >= counts["ddp"] + 2 * NUM_STEPS

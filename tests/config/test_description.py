@@ -31,6 +31,7 @@ VALUES: dict[str, list[Any]] = {
     "debug": [True],
     "gradient_accumulation_steps": [4],
     "timeout_seconds": [30.5, 60],
+    "hang_seconds": [0.5, 60],
 }
 
 

@@ -71,6 +71,7 @@ FLAGS = [
     "gpu_ids",
     "gradient_accumulation_steps",
     "gradient_clipping",
+    "hang_seconds",
     "image",
     "kubernetes",
     "log_dir",

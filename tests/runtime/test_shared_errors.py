@@ -44,7 +44,7 @@ def test_an_error_on_one_rank_is_everyones_and_the_group_lives_on():
         if rank == 1:
             assert (name, message) == ("Full", "no space on 1")
         else:
-            assert name == "ProcessGroupError"
+            assert name == "RemoteRankError"
             assert "rank 1 failed in save: " in message
             assert "Full: no space on 1" in message
             assert f"This rank ({rank}) stopped with it; nothing of save was published" in message

@@ -20,7 +20,7 @@ from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 
 from accel_trainer import logging
 from accel_trainer.accelerator.options import check_num_processes
-from accel_trainer.accelerator.shared_state import AcceleratorState, PartialState, is_initialized, stated_timeout
+from accel_trainer.accelerator.shared_state import AcceleratorState, PartialState, is_initialized, stated_waits
 from accel_trainer.checkpoint.commit.retry import SavePolicy
 from accel_trainer.checkpoint.reader import check_verify
 from accel_trainer.config import Resolved, field_specs
@@ -310,8 +310,8 @@ class TrainingArguments(transformers.TrainingArguments):
         process = init_process(
             read_environment(),
             use_cpu=self.resolved.config.use_cpu,
-            timeout_seconds=stated_timeout(self.resolved),
             backend=self.ddp_backend,
+            **stated_waits(self.resolved),
         )
         self.distributed_state = PartialState(process=process)
         share_process(self.distributed_state, keep=self.accelerator_config.use_configured_state)

@@ -145,7 +145,8 @@ class CheckpointMethods(_Upstream):
         except SaveSkippedError:
             self.control.should_save = False  # and no on_save, whose callbacks look for the checkpoint
             return False
-        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        with raise_together(self.accelerator.process, "on_save"):
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         return True
 
     def _finish_boundary(

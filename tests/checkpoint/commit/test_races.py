@@ -75,7 +75,7 @@ def test_a_rank_that_cannot_bring_it_back_tells_the_others(tmp_path: Path):
     publish(tmp_path / "s", "old")
     told = run_ranks(load_while_rank_0_brings_it_back, 2, tmp_path / "s", True)
     assert told[0].startswith("PermissionError")
-    assert told[1].startswith("ProcessGroupError: rank 0 failed in load of")
+    assert told[1].startswith("RemoteRankError: rank 0 failed in load of")
     assert "not yours" in told[1]
 
 

@@ -70,7 +70,7 @@ def test_r13_a_limit_that_one_rank_meets_is_everyones_and_the_last_good_one_stay
     assert told[1].startswith("DiskFullError: ")
     assert "could not be written: it exceeds the limit on the size of a file (0.0 MiB; see `ulimit -f`)" in told[1]
     assert "MiB are free. Earlier checkpoints are untouched" in told[1]
-    assert told[0].startswith("ProcessGroupError: rank 1 failed in ")
+    assert told[0].startswith("RemoteRankError: rank 1 failed in ")
     assert "DiskFullError" in told[0]
     assert not list(tmp_path.rglob(".tmp-*"))
     assert assert_survived(tmp_path) == 0

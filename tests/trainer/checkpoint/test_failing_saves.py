@@ -74,7 +74,7 @@ def on_two(folder) -> list[dict[Any, Any]]:
 def test_no_rank_waits_for_one_that_could_not_push(folder, on_two):
     own, told = (found["failing push"] for found in on_two)
     assert own == "OSError: no space left for the random streams"
-    assert told.startswith("ProcessGroupError: rank 0 failed in push of ")
+    assert told.startswith("RemoteRankError: rank 0 failed in push of ")
     assert os.listdir(folder / "failing-push") == ["checkpoint-4"]
     assert [found["push"] for found in on_two] == [8, 8]
     assert sorted(os.listdir(folder / "push")) == ["checkpoint-4", "checkpoint-8"]
@@ -95,6 +95,6 @@ def test_no_rank_waits_for_one_that_could_not_write_the_model(folder, on_two):
     for strategy in ("fsdp", "fsdp_sharded"):
         own, told = (found[strategy, "failing between"] for found in on_two)
         assert own == "OSError: no space left for the random streams"
-        assert told.startswith("ProcessGroupError: rank 0 failed in save of ")
+        assert told.startswith("RemoteRankError: rank 0 failed in save of ")
         assert "no space left for the random streams" in told
         assert os.listdir(folder / strategy) == []

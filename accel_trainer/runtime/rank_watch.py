@@ -1,0 +1,656 @@
+"""What the ranks of a job tell each other beside its collectives: that one has failed, and where each of them is.
+
+Every rank has a thread that sleeps, and twice a second asks the job's key-value store whether anything has happened.
+Steps exchange nothing for it, and do nothing but count. Three things happen through it:
+
+- A rank that fails writes its error down before its process ends. The others, whose connections to it break then, raise
+  a RemoteRankError that names it, its error and the line.
+- A rank that has made no progress for `hang_seconds` calls the roll: every thread answers with the collectives that
+  its rank has begun and the stack of its loop. A warning names the ranks that the others wait for, and where they are.
+  Ranks that do not answer are stopped, hold the interpreter's lock, or are gone.
+- A rank that waits for one whose process ends in an error, and whose connections do not break, ends, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import wraps
+from types import TracebackType
+from typing import Any, TypeVar
+from zlib import crc32
+
+import torch.distributed as dist
+
+from accel_trainer import logging
+from accel_trainer.errors import DesyncError, HangError, ProcessGroupError, RemoteRankError
+from accel_trainer.runtime.torch_private import (
+    begun_collectives,
+    default_group,
+    default_store,
+    group_timeout,
+    last_collective,
+)
+from accel_trainer.runtime.whereabouts import (
+    COMPARISON,
+    RankState,
+    Whereabouts,
+    describe_failure,
+    describe_ranks,
+    describe_thread,
+    users_line,
+)
+
+__all__ = [
+    "PROGRESS",
+    "CallRecord",
+    "Progress",
+    "RankWatch",
+    "current_watch",
+    "failing_together",
+    "names_failed_rank",
+    "raise_if_theirs",
+    "start_watch",
+    "stop_watch",
+    "unexplained_errors",
+]
+
+logger = logging.get_logger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_POLL_SECONDS = 0.5
+_POLL_SECONDS_PER_RANK = 0.001
+"""With very many ranks they look more seldom: the store serves about 2,000 questions a second of all of them."""
+_BEAT_SECONDS = 2.0
+_POLLS_PER_ANSWER = 6
+"""A thread that has not answered after so many has no turn: its process is stopped or holds the interpreter's lock."""
+_STUCK_SECONDS = 5.0
+"""Of a wait for a rank whose process ends in an error. Connections to it mostly break at once."""
+_LINES = 4000
+"""Characters of a traceback that travel."""
+_KEPT_CALLS = 64
+_NO_MORE_CALLS = 1 << 40
+_LEFT = "has left the job"
+_BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
+_EXPIRED = ("Timed out waiting", "operation timeout", "wait timeout after")
+"""What gloo, NCCL and the store say."""
+
+
+class Progress:
+    """Count of this rank's updates; the loops set it.
+
+    Attributes:
+        updates: optimizer steps of a loop of the user's own since the process began; of a Trainer, its global step.
+    """
+
+    __slots__ = ("updates",)
+
+    def __init__(self) -> None:
+        self.updates = 0
+
+
+PROGRESS = Progress()
+"""Of this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What is known of a rank that has failed, as it stands in the store."""
+
+    rank: int
+    how: str
+    """What follows the rank's number: "failed", "is gone without a word", "has left the job"."""
+    error: str
+    """Class and message, empty where it said nothing."""
+    section: str
+    line: str
+    updates: int | None
+    is_final: bool
+    """Its process ends; else a caller may still catch the error."""
+
+    def __str__(self) -> str:
+        where = f" in {self.section}" if self.section else ""
+        known = [] if self.updates is None else [f"update {self.updates}"]
+        facts = ", ".join([*known, self.line] if self.line else known)
+        said = f": {self.error}" if self.error else ""
+        return f"rank {self.rank} {self.how}{where}{f' ({facts})' if facts else ''}{said}"
+
+
+class CallRecord:
+    """The library's collectives that this rank has called.
+
+    Attributes:
+        number: of the last one, from 1.
+        digest: over all of them.
+        last: the words of the last ones.
+    """
+
+    __slots__ = ("digest", "last", "number")
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.digest = 0
+        self.last: deque[str] = deque(maxlen=_KEPT_CALLS)
+
+    def note(self, call: str) -> None:
+        """Add a call."""
+        self.number += 1
+        self.digest = crc32(call.encode(), self.digest)
+        self.last.append(call)
+
+
+class RankWatch:
+    """The thread of this rank, and its page of the store. One at a time in a process; every rank has one.
+
+    Attributes:
+        hang_seconds: how long this rank may make no progress before the roll is called.
+        timeout_seconds: of collectives.
+        calls: collectives that the ranks compare.
+        is_muted: whether broken connections are explained by someone else.
+        is_guarded: whether errors are told where they leave a block of `failing_together`.
+    """
+
+    def __init__(self, rank: int, world_size: int, hang_seconds: float, *, hosts_store: bool) -> None:
+        """Begin to watch. The calling thread is the one whose position is told.
+
+        Args:
+            hang_seconds: half of the group's timeout at most, so that it comes before.
+            hosts_store: the job's store goes with this process.
+        """
+        self.hang_seconds = hang_seconds
+        self.calls = CallRecord()
+        self.is_muted = False
+        self.is_guarded = False
+        self._rank = rank
+        self._world_size = world_size
+        self._hosts_store = hosts_store
+        # A connection of its own: a rank that waits in the store, for the beginning of a group for instance, holds the
+        # other one.
+        self._store: dist.Store = default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
+        self._prefix = f"accel_trainer/watch {next(_numbers)}"
+        self._group = weakref.ref(default_group())
+        self.timeout_seconds = group_timeout().total_seconds()
+        self._loop_thread = threading.get_ident()
+        self._process_id = os.getpid()
+        self._lock = threading.Lock()
+        """Around what the thread of the loop and that of the watch both say."""
+        self._poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_RANK * world_size)
+        self._own: tuple[int, _Failure, BaseException | None] | None = None
+        """Number of this rank's record, what stands there, and the error that it is of."""
+        self._num_exchanges = 0
+        self._written: list[str] = []
+        """Keys of this rank's last exchange."""
+        self._position: Whereabouts | None = None
+        """Of the loop, while it is in here."""
+        self._found: _Failure | None = None
+        """Another rank's, kept for when the store has gone with that rank."""
+        self._num_answered = 0
+        self._seen: tuple[int, ...] = ()
+        self._looked_at, self._idle_seconds, self._reported_seconds = time.monotonic(), 0.0, 0.0
+        self._is_heard, self._heard_at = False, 0.0
+        """Whether this rank's place has been written since its last progress, and when."""
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `start_watch` for another group of the same ranks."""
+        return {"hang_seconds": self.hang_seconds, "hosts_store": self._hosts_store}
+
+    @property
+    def is_own_process(self) -> bool:
+        """Whether this is the rank's process, and none that was forked from it."""
+        return os.getpid() == self._process_id
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the job that it watches is still that of the process."""
+        return dist.is_initialized() and self._group() is default_group()
+
+    @property
+    def is_in_loop(self) -> bool:
+        """Whether the calling thread is the one of the loop."""
+        return threading.get_ident() == self._loop_thread
+
+    def exchange(self, text: str, doing: str) -> list[str]:
+        """Return the texts of all ranks. Every rank calls it as often as the others; through the store alone.
+
+        Args:
+            doing: what the ranks are about to do, for the message.
+
+        Raises:
+            HangError: a rank does not come within the group's timeout.
+            RemoteRankError: another rank has failed.
+            DesyncError: a rank waits for this one in a collective of torch's own.
+        """
+        self._num_exchanges += 1
+        keys = [self._key("exchange", self._num_exchanges, rank) for rank in range(self._world_size)]
+        self._store.set(keys[self._rank], text)
+        self._meet(doing, [keys[self._rank]])
+        return [text.decode() for text in self._store.multi_get(keys)]
+
+    def all_equal(self, value: int, doing: str) -> bool:
+        """Whether all ranks give the same value, in a few questions to the store; else as `exchange`."""
+        self._num_exchanges += 1
+        key = self._key("exchange", self._num_exchanges, "of", value)
+        self._store.add(key, 1)
+        self._meet(doing, [key])
+        return self._store.add(key, 0) == self._world_size
+
+    def _meet(self, doing: str, written: list[str]) -> None:
+        """Wait until every rank is in this exchange, and delete what this one has written for the one before."""
+        count = self._key("exchange", self._num_exchanges)
+        self._store.add(count, 1)
+        begin, waited, look = time.monotonic(), 0.0, _STUCK_SECONDS
+        before: list[RankState | None] = []
+        while self._store.add(count, 0) < self._world_size:
+            time.sleep(min(0.05, waited / 10 + 0.0002))
+            waited = time.monotonic() - begin
+            if waited > self.timeout_seconds:
+                raise HangError(self._report(self._call_roll(), is_final=True))
+            if waited > look:
+                look += _STUCK_SECONDS
+                if (failure := self.find_failure()) is not None:
+                    raise self._remote_error(failure, COMPARISON, users_line())
+                before = self._check_not_crossed(doing, before)
+        for key in self._written:
+            self._store.delete_key(key)  # all are here, and have read it
+        self._written = [*written, count] if self._rank == 0 else written
+
+    def _check_not_crossed(self, doing: str, before: list[RankState | None]) -> list[RankState | None]:
+        """Raise where a rank that does not come stands in another collective, which waits for this one."""
+        states = self._call_roll()
+        for rank, state in enumerate(states):
+            if state is not None and state.operation not in ("", COMPARISON) and state in before:
+                raise DesyncError(
+                    f"rank {self._rank} is about to call {doing}, {users_line()}, and rank {rank} waits for it in "
+                    f"{state.operation}, {state.line} (update {state.updates}). Call the same collectives, in the same "
+                    "order, on every rank"
+                )
+        return states
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_over.set()
+        self._thread.join(_STUCK_SECONDS)  # it may wait for an answer of a machine that is gone
+
+    # --- failures --------------------------------------------------------------------------------------------------
+
+    def tell(self, error: BaseException, *, is_final: bool) -> None:
+        """Write this rank's error down for the others, unless it has been.
+
+        Args:
+            is_final: nobody has caught it, and the process ends; else `withdraw` takes it back.
+        """
+        if self._own is not None and self._own[2] is error and self._own[1].is_final >= is_final:
+            return
+        where = describe_failure(error)
+        text = _short(error)
+        kind = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        if isinstance(error, RemoteRankError) and error.failure is not None:
+            # Of the rank that began it: those that wait for this one learn of that one.
+            failure = replace(error.failure, is_final=is_final)
+        else:
+            failure = _Failure(self._rank, "failed", kind, where.section, where.line, PROGRESS.updates, is_final)
+        self._write(failure, error)
+
+    def tell_end(self) -> None:
+        """Write down that this rank leaves the job, for those that wait for it; wait for them with the store."""
+        failure = _Failure(self._rank, _LEFT, "", "", "", PROGRESS.updates, True)
+        if self._own is not None:
+            failure = replace(self._own[1], is_final=True)
+        self._write(failure, None)
+        with suppress(RuntimeError):
+            left = self._store.add(self._key("left"), 1)
+            if self._hosts_store and left < self._world_size:
+                # The threads of the others would complain loudly of a store that is gone. They stop asking.
+                self._store.add(self._key("calls"), _NO_MORE_CALLS)
+                self._let_others_ask(lambda: self._store.add(self._key("left"), 0) == self._world_size)
+
+    def withdraw(self) -> None:
+        """Take this rank's error back: somebody has caught it, and the rank goes on."""
+        if self._own is not None:
+            with suppress(RuntimeError):
+                self._store.set(self._key("failure", self._own[0]), "")
+            self._own = None
+
+    def _let_others_ask(self, is_done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 1.2 * self._poll_seconds
+        while time.monotonic() < deadline and not is_done():
+            time.sleep(self._poll_seconds / 20)
+
+    def find_failure(self) -> _Failure | None:
+        """Return the first record of another rank's failure; without one, of a rank that has left."""
+        left = None
+        for number in range(1, self._store.add(self._key("failures"), 0) + 1):
+            key = self._key("failure", number)
+            text = self._store.get(key).decode() if self._store.check([key]) else ""
+            if text and (failure := _Failure(**json.loads(text))).rank != self._rank:
+                if failure.how != _LEFT:
+                    return failure
+                left = left or failure
+        return left
+
+    def explain(self, error: BaseException) -> ProcessGroupError | None:
+        """Return the error for a rank whose collective broke or timed out: it names the rank that did not come.
+
+        None where `error` is this rank's own.
+        """
+        is_expired, is_broken = _classify(error)
+        if not (is_expired or is_broken):
+            return None
+        where = describe_failure(error)
+        doing = where.operation or where.section or "a collective"
+        self._position = replace(where, operation=doing)
+        try:
+            failure = self.find_failure()  # written before the rank's connections closed
+            if failure is None and is_expired:
+                report = self._report(self._call_roll(), is_final=True)
+                return HangError(
+                    f"{report}\nRank {self._rank} gives up after {self.timeout_seconds:g} s (timeout_seconds)"
+                )
+            failure = failure or self._find_gone()
+        except RuntimeError:
+            failure = self._found
+            if failure is None:
+                failure = _Failure(0, "is gone, or the launcher", "", "", "", None, True)
+                doing += ", and the job's store cannot be reached"
+        finally:
+            self._position = None
+        if failure is None:
+            return None
+        return self._remote_error(failure, doing, where.line)
+
+    def _remote_error(self, failure: _Failure, doing: str, line: str) -> RemoteRankError:
+        return RemoteRankError(
+            f"{failure}. Rank {self._rank} stopped with it, in {doing} (update {PROGRESS.updates}, {line})", failure
+        )
+
+    def _find_gone(self) -> _Failure | None:
+        """Return what is known of the first rank that does not answer any more."""
+        for rank, state in enumerate(self._call_roll()):
+            if state is None:
+                heard = self._last_heard(rank)
+                how = "is gone without a word (killed, or its machine is)"
+                if heard is None:
+                    return _Failure(rank, how, "", "", "", None, True)
+                return _Failure(rank, f"{how}, last heard of", "", heard.section, heard.line, heard.updates, True)
+        return None
+
+    def _write(self, failure: _Failure, error: BaseException | None) -> None:
+        with suppress(RuntimeError), self._lock:
+            number = self._store.add(self._key("failures"), 1) if self._own is None else self._own[0]
+            self._own = number, failure, error
+            self._store.set(self._key("failure", number), json.dumps(asdict(failure)))
+            if failure.is_final and failure.error:
+                self._store.add(self._key("calls"), 1)  # the threads of the others look, and keep it
+                if self._hosts_store:
+                    self._let_others_ask(lambda: False)
+
+    # --- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over.wait(self._poll_seconds) and self.is_current:
+                self._answer()
+                self._look_at_progress(time.monotonic())
+        except (RuntimeError, ValueError):  # the store or the group is gone: whoever needs them says so
+            return
+
+    def _look_at_progress(self, now: float) -> None:
+        seen = (PROGRESS.updates, *begun_collectives().values())
+        # A machine that was suspended has waited for nobody.
+        self._idle_seconds += min(now - self._looked_at, 2 * self._poll_seconds)
+        self._looked_at = now
+        if seen != self._seen:
+            self._seen, self._idle_seconds, self._reported_seconds, self._is_heard = seen, 0.0, 0.0, False
+        if not self._is_heard and now >= self._heard_at + _BEAT_SECONDS:
+            self._is_heard, self._heard_at = True, now
+            self._store.set(self._key("heard", self._rank), self._state(with_stack=False))
+        idle = self._idle_seconds
+        if idle >= max(2 * self._reported_seconds, min(self.hang_seconds, self.timeout_seconds / 2)):
+            self._reported_seconds = idle
+            self._report_hang(idle)
+        if idle >= _STUCK_SECONDS and not self.is_muted:
+            self._leave_if_stuck(idle)
+
+    def _answer(self) -> None:
+        called = self._store.add(self._key("calls"), 0)
+        if called >= _NO_MORE_CALLS:
+            self._is_over.set()
+        elif called > self._num_answered:
+            state = self._state(with_stack=True)
+            for number in range(self._num_answered + 1, called + 1):
+                self._store.set(self._key("answer", number, self._rank), state)
+            self._num_answered = called
+            self._found = self.find_failure()
+
+    def _state(self, *, with_stack: bool) -> str:
+        where = self._position or describe_thread(self._loop_thread)
+        where = where or Whereabouts("", "", "its loop has ended", "")
+        stack = where.stack[-_LINES:] if with_stack else ""
+        last = last_collective() if with_stack else ""
+        begun = begun_collectives()
+        state = RankState(PROGRESS.updates, begun, last, where.section, where.operation, where.line, stack)
+        return json.dumps(asdict(state))
+
+    def _report_hang(self, seconds: float) -> None:
+        """Print where everyone is, on one of the ranks that find so: the first that comes."""
+        called = self._store.add(self._key("calls"), 0)
+        mine = str(self._rank)
+        if self._store.compare_set(self._key("reporter", called), "", mine).decode() != mine:
+            return
+        report = self._report(self._call_roll())
+        if report:
+            logger.warning("no progress for %.0f s. %s", seconds, report, main_process_only=False)
+
+    def _leave_if_stuck(self, seconds: float) -> None:
+        """End the process whose loop waits for a rank that has failed: nothing else interrupts a collective."""
+        where = describe_thread(self._loop_thread)
+        if where is None or not where.operation:
+            return
+        failure = self.find_failure()
+        if failure is None or not failure.is_final and seconds < self.hang_seconds:
+            return
+        self._write(failure, None)
+        sys.stderr.write(
+            f"{where.stack}{RemoteRankError.__module__}.{RemoteRankError.__name__}: {failure}. Rank {self._rank} has "
+            f"waited in {where.operation} for {seconds:.0f} s (update {PROGRESS.updates}, {where.line}) and ends\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)
+
+    # --- the roll --------------------------------------------------------------------------------------------------
+
+    def _call_roll(self) -> list[RankState | None]:
+        """Return where every rank is; None for one that does not answer. From any thread."""
+        number = self._store.add(self._key("calls"), 1)
+        keys = [self._key("answer", number, rank) for rank in range(self._world_size)]
+        deadline = time.monotonic() + _POLLS_PER_ANSWER * self._poll_seconds
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            if threading.current_thread() is self._thread:
+                self._answer()  # other ranks may call at the same time
+            time.sleep(self._poll_seconds / 10)
+        answers: list[RankState | None] = []
+        for key in keys:
+            found = self._store.check([key])
+            answers.append(RankState(**json.loads(self._store.get(key))) if found else None)
+        return answers
+
+    def _last_heard(self, rank: int) -> RankState | None:
+        key = self._key("heard", rank)
+        return RankState(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+    def _report(self, answers: list[RankState | None], *, is_final: bool = False) -> str:
+        """Return who waits for whom; empty where nobody does, and all of them compute."""
+        heard = [answer or self._last_heard(rank) for rank, answer in enumerate(answers)]
+        failure = self.find_failure()
+        return describe_ranks(answers, heard, f"\n  {failure}" if failure else "", is_final=is_final)
+
+    def _key(self, *words: Any) -> str:
+        return "/".join([self._prefix, *map(str, words)])
+
+
+def _classify(error: BaseException) -> tuple[bool, bool]:
+    """Return whether a collective has timed out, and whether one has broken."""
+    text, is_distributed = str(error), isinstance(error, dist.DistError)
+    if not is_distributed and not (isinstance(error, RuntimeError) and "gloo" in text):
+        return False, False
+    is_expired = any(words in text for words in _EXPIRED)
+    return is_expired, is_distributed or any(words in text for words in _BROKEN)
+
+
+def _short(error: BaseException) -> str:
+    text = str(error).strip()
+    return text if len(text) <= 600 else f"{text[:600]}..."
+
+
+# --- of this process ------------------------------------------------------------------------------------------------
+
+
+_HANG_SECONDS = 60.0
+
+_numbers = itertools.count()
+_watch: RankWatch | None = None
+
+
+def current_watch() -> RankWatch | None:
+    """Return the watch of this process; None where it is alone, or has left its job."""
+    return _watch
+
+
+def start_watch(rank: int, world_size: int, hang_seconds: float | None, *, hosts_store: bool) -> None:
+    """Watch over the job that this process has joined; one of one rank needs nobody. Every rank calls it.
+
+    Args:
+        hang_seconds: see `RankWatch`; None leaves it, at a minute to begin with.
+        hosts_store: see there.
+    """
+    global _watch
+    if world_size == 1:
+        return
+    if _watch is not None and not _watch.is_current:
+        _watch.close()
+        _watch = None
+    if _watch is None:
+        PROGRESS.updates = 0
+        _watch = RankWatch(rank, world_size, _HANG_SECONDS, hosts_store=hosts_store)
+        _hook_errors()
+    _watch.timeout_seconds = group_timeout().total_seconds()
+    if hang_seconds is not None:
+        _watch.hang_seconds = hang_seconds
+
+
+def stop_watch() -> None:
+    """Watch no more: this rank leaves the job."""
+    global _watch
+    watch, _watch = _watch, None
+    if watch is not None and watch.is_own_process:
+        watch.tell_end()
+        watch.close()
+
+
+atexit.register(stop_watch)
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Tell the others of an error that leaves the block, and raise theirs in the place of a connection that broke.
+
+    For calls as long as a training: whatever fails in them is written down for the others, who learn of it when they
+    next wait for this rank. Ranks do not communicate.
+
+    Raises:
+        RemoteRankError: another rank has failed or is gone, and this one's collective broke.
+        HangError: a collective timed out.
+    """
+    watch = _watch
+    if watch is None:
+        yield
+        return
+    is_outermost, watch.is_guarded = not watch.is_guarded, True
+    if is_outermost:
+        watch.withdraw()
+    try:
+        yield
+    except Exception as error:
+        theirs = watch.explain(error)
+        if is_outermost:
+            watch.tell(theirs or error, is_final=False)
+        if theirs is not None:
+            raise theirs from None
+        raise
+    finally:
+        watch.is_guarded = not is_outermost
+
+
+@contextmanager
+def unexplained_errors() -> Iterator[None]:
+    """Leave errors of broken connections as they are in the block, for a caller who knows what they mean."""
+    watch = _watch
+    if watch is None:
+        yield
+        return
+    watch.is_muted = True
+    try:
+        yield
+    finally:
+        watch.is_muted = False
+
+
+def raise_if_theirs(error: BaseException) -> None:
+    """Raise the error of the rank that a broken collective is due to; return where `error` is this rank's own."""
+    theirs = None if _watch is None or _watch.is_muted else _watch.explain(error)
+    if theirs is not None:
+        raise theirs from None
+
+
+def names_failed_rank(function: F) -> F:
+    """Have a collective raise, where its connections break, the error of the rank that is the reason. Decorator."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            raise_if_theirs(error)
+            raise
+
+    return call  # type: ignore[return-value]
+
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+def _hook_errors() -> None:
+    """Tell the others of an error that nobody has caught, before it is printed."""
+    previous: _Hook = sys.excepthook
+    if getattr(previous, "tells_ranks", False):
+        return
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        watch = _watch
+        if watch is not None and watch.is_own_process:
+            theirs = watch.explain(error)
+            watch.tell(theirs or error, is_final=True)
+            if theirs is not None:
+                theirs.__suppress_context__ = True
+                kind, error, trace = type(theirs), theirs, trace
+        previous(kind, error, trace)
+        if isinstance(error, HangError | DesyncError):
+            raise SystemExit(error.exit_code)
+
+    vars(report).update(getattr(previous, "__dict__", {}), tells_ranks=True)  # marks of others, who look for their own
+    sys.excepthook = report

@@ -1,0 +1,241 @@
+"""Where a rank is, in words: the section of the run, the collective it waits in, and the line of the user's code.
+
+Read from frames, when somebody asks: a run does nothing for it.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
+from types import FrameType
+
+__all__ = [
+    "COMPARISON",
+    "RankState",
+    "Whereabouts",
+    "describe_failure",
+    "describe_ranks",
+    "describe_thread",
+    "users_line",
+]
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_SECTIONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("accel_trainer/trainer/evaluation.py", ("run_evaluation",), "evaluation"),
+    ("", ("save_state", "save_model", "_save_checkpoint"), "save"),
+    ("", ("load_state", "_load_from_checkpoint", "_load_optimizer_and_scheduler"), "load"),
+    ("accel_trainer/data/", (), "data loading"),
+    ("torch/utils/data/", (), "data loading"),
+    ("torch/nn/modules/module.py", ("_call_impl",), "forward"),
+    ("torch/autograd/graph.py", ("_engine_run_backward",), "backward"),
+    ("torch/optim/", (), "optimizer step"),
+    ("transformers/trainer_callback.py", ("call_event",), "callback"),
+)
+"""By the end of a file's path and the names of its functions, none for all, what runs within."""
+_COLLECTIVES = "torch/distributed/distributed_c10d.py"
+_WAITS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (_COLLECTIVES, ()),
+    ("torch/distributed/", ()),
+    ("torch/nn/parallel/distributed.py", ()),
+    ("torch/autograd/graph.py", ("_engine_run_backward",)),
+    ("accel_trainer/runtime/transport.py", ()),
+    ("accel_trainer/runtime/uneven_gather.py", ()),
+    ("accel_trainer/runtime/collectives.py", ()),
+    ("accel_trainer/runtime/collective_checks.py", ()),
+    ("accel_trainer/runtime/rank_watch.py", ("_meet",)),
+    ("accel_trainer/runtime/meeting.py", ("_collect_answers",)),
+)
+"""Where the innermost frame of a rank is that waits for others."""
+COMPARISON = "a comparison of calls"
+_SPOKEN = {"_engine_run_backward": "backward", "_meet": COMPARISON, "_collect_answers": "a meeting"}
+_STACK_LIMIT = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """What a thread does; what failed, if it comes from an error."""
+
+    section: str
+    """"evaluation > forward", "callback on_save"; empty in code that is none of these."""
+    operation: str
+    """The collective, or whatever else it waits for other ranks in; empty if it does not."""
+    line: str
+    """The user's: "collate (train.py:41)"."""
+    stack: str
+
+    def __str__(self) -> str:
+        return f"{self.section or 'the loop'}, {self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """Where a rank is, as it stands in the job's store."""
+
+    updates: int
+    begun: dict[str, int]
+    """Collectives that it has begun, by the name of their group."""
+    last: str
+    """The last one of the job's group, as torch's flight recorder has it; empty where the backend has none."""
+    section: str
+    operation: str
+    line: str
+    stack: str
+
+
+def describe_thread(thread_id: int) -> Whereabouts | None:
+    """Return where a thread of this process is; None for one that has ended. Callable from another thread."""
+    frame = sys._current_frames().get(thread_id)
+    if frame is None:
+        return None
+    frames = [(each, line) for each, line in traceback.walk_stack(frame)][::-1]
+    return _describe(frames)
+
+
+def describe_failure(error: BaseException) -> Whereabouts:
+    """Return where an error was raised, while it is handled."""
+    trace = error.__traceback__
+    callers = [] if trace is None else list(traceback.walk_stack(trace.tb_frame.f_back))[::-1]
+    return _describe([*callers, *traceback.walk_tb(trace)])
+
+
+def users_line() -> str:
+    """Return the line of the user's code that has led to this call."""
+    return _line([(each, line) for each, line in traceback.walk_stack(sys._getframe(1))][::-1])
+
+
+def _describe(frames: list[tuple[FrameType, int]]) -> Whereabouts:
+    sections: dict[str, None] = {}
+    for frame, _ in frames:
+        section = _section(frame)
+        if section:
+            sections[section] = None
+    stack = traceback.StackSummary.extract(iter(frames[-_STACK_LIMIT:]))
+    return Whereabouts(" > ".join(sections), _operation(frames), _line(frames), "".join(stack.format()))
+
+
+def _section(frame: FrameType) -> str:
+    path, name = frame.f_code.co_filename, frame.f_code.co_name
+    for end, names, section in _SECTIONS:
+        if end in path and (not names or name in names) and (end or _PACKAGE in path):
+            return f"callback {frame.f_locals.get('event')}" if section == "callback" else section
+    return ""
+
+
+def _operation(frames: list[tuple[FrameType, int]]) -> str:
+    if not frames or not _is_among(frames[-1][0], _WAITS):
+        return ""
+    waiting = list(takewhile(lambda frame: _is_among(frame, _WAITS), _innermost_first(frames)))
+    names = [frame.f_code.co_name for frame in waiting if _COLLECTIVES in frame.f_code.co_filename]
+    # Decorators around a collective; and all_gather_object() is what was called, not the all_gather within.
+    names = [name for name in names if name not in ("wrapper", "inner")] or [waiting[-1].f_code.co_name]
+    return _SPOKEN.get(names[-1], names[-1])
+
+
+def _innermost_first(frames: list[tuple[FrameType, int]]) -> Iterator[FrameType]:
+    # torch/distributed/c10d_logger.py and contextlib stand around each collective.
+    return (frame for frame, _ in reversed(frames) if not frame.f_code.co_filename.endswith("contextlib.py"))
+
+
+def _is_among(frame: FrameType, places: Iterable[tuple[str, tuple[str, ...]]]) -> bool:
+    path, name = frame.f_code.co_filename, frame.f_code.co_name
+    return any(end in path and (not names or name in names) for end, names in places)
+
+
+def _line(frames: list[tuple[FrameType, int]]) -> str:
+    if not frames:
+        return "an unknown line"
+    own = [entry for entry in frames if not _is_librarys(entry[0].f_code.co_filename)]
+    frame, line = (own or frames)[-1]
+    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{line})"
+
+
+@cache
+def _is_librarys(path: str) -> bool:
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return path.startswith(("<", _PACKAGE, *folders)) or "site-packages" in path
+
+
+# --- who waits for whom ---------------------------------------------------------------------------------------------
+
+_SILENT = "stopped, killed, or in a call that keeps the interpreter's lock"
+_MAX_RANKS = 16
+"""Of a report."""
+
+
+def describe_ranks(
+    answers: list[RankState | None], heard: list[RankState | None], failure: str, *, is_final: bool
+) -> str:
+    """Return who waits for whom, and the stacks of those that have not come; empty where all ranks compute.
+
+    Args:
+        answers: where each rank is; None for one that does not answer.
+        heard: the same, or where it was last heard of.
+        failure: what is known of a rank that has failed, or nothing.
+        is_final: somebody has waited in vain, whatever it looks like now.
+    """
+    group, most = _busiest_group(heard)
+    silent = [rank for rank, answer in enumerate(answers) if answer is None]
+    waiting = [rank for rank, answer in enumerate(answers) if answer is not None and answer.operation]
+    absent = sorted({*silent, *_behind(heard, group, most)})
+    if not (absent or waiting or is_final):
+        return ""
+    absent = absent or sorted(set(range(len(answers))).difference(waiting))
+    lines = [_headline(absent, waiting, answers, most) + failure]
+    for rank in sorted(range(len(answers)), key=lambda rank: rank not in absent)[:_MAX_RANKS]:
+        has_stack = rank in absent or not absent
+        lines += _describe_state(rank, heard[rank], group, is_silent=rank in silent, has_stack=has_stack)
+    return "\n".join(lines)
+
+
+def _behind(states: list[RankState | None], group: str, most: int) -> list[int]:
+    """Return the ranks that have begun fewer collectives of a group than the most."""
+    return [rank for rank, state in enumerate(states) if state is not None and state.begun.get(group, most) < most]
+
+
+def _busiest_group(states: list[RankState | None]) -> tuple[str, int]:
+    """Return the group in which ranks have begun the most unequal numbers of collectives, and the largest of them."""
+    counts: dict[str, list[int]] = {}
+    for state in states:
+        for group, number in ({} if state is None else state.begun).items():
+            counts.setdefault(group, []).append(number)
+    if not counts:
+        return "", 0
+    group = max(counts, key=lambda name: (max(counts[name]) - min(counts[name]), len(counts[name])))
+    return group, max(counts[group])
+
+
+def _headline(absent: list[int], waiting: list[int], answers: list[RankState | None], most: int) -> str:
+    if not absent:
+        return f"All ranks wait, in what may be different collectives (number {most} of the group):"
+    others = [rank for rank in waiting if rank not in absent]
+    operations = sorted({state.operation for rank in others if (state := answers[rank]) is not None})
+    return (
+        f"{_ranks(others) if others else 'The others'} wait{'s' if len(others) == 1 else ''} in "
+        f"{', '.join(operations) or 'collectives'} (number {most} of the group) for {_ranks(absent)}, which "
+        f"{'has' if len(absent) == 1 else 'have'} not arrived there:"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _describe_state(rank: int, state: RankState | None, group: str, *, is_silent: bool, has_stack: bool) -> list[str]:
+    if state is None:
+        return [f"  rank {rank} does not answer ({_SILENT})"]
+    doing = f"waits in {state.operation}," if state.operation else "is"
+    if is_silent:
+        doing = f"does not answer ({_SILENT}); was last heard of"
+    last = f", the last one {state.last}" if state.last else ""
+    stack = [f"    {line}" for line in state.stack.rstrip().splitlines()]
+    return [
+        f"  rank {rank} {doing} in {state.section or 'the loop'}, {state.line}: update {state.updates}, collective "
+        f"{state.begun.get(group, 0)}{last}",
+        *(stack if has_stack else ()),
+    ]

@@ -1,0 +1,325 @@
+"""What a rank tells the others beside the collectives: that it has failed, and where it is when nothing moves."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accel_trainer import Accelerator
+from accel_trainer.errors import DesyncError, ProcessGroupError
+from accel_trainer.runtime import rank_watch
+from accel_trainer.runtime.rank_watch import PROGRESS, current_watch
+from tests.ranks import RankFailure, preload, run_ranks
+
+preload("accel_trainer.accelerator")
+
+FAULTS = "ACCEL_TRAINER_FAULT"
+POLL_SECONDS = 0.1
+"""Of the threads, in these tests: what takes a roll five polls takes half a second."""
+
+
+def fault(text: str) -> dict[str, str]:
+    return {"ACCEL_TRAINER_TEST_MODE": "1", FAULTS: text}
+
+
+def as_script(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function as the interpreter runs a script: an error goes through the hook for those that nobody caught."""
+    rank_watch._POLL_SECONDS = POLL_SECONDS
+    printed = io.StringIO()
+    logging.getLogger("accel_trainer").addHandler(logging.StreamHandler(printed))
+    try:
+        return function(*args)
+    except Exception as error:
+        with contextlib.redirect_stderr(printed), contextlib.suppress(SystemExit):
+            sys.excepthook(type(error), error, error.__traceback__)
+        raise RuntimeError(re.sub(r"(?m)^\[rank\d\]: ", "", printed.getvalue())) from None
+
+
+class Blocks(nn.Module):
+    _no_split_modules = ("Linear",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(batch))
+
+
+def native_loop(strategy: str, directory: str, **options: Any) -> None:
+    """Train four updates, evaluate two batches, save."""
+    accelerator = Accelerator(config={"strategy": strategy, "use_cpu": True, "timeout_seconds": 30, **options})
+    model = Blocks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loaders = DataLoader(torch.ones(16, 4), batch_size=2), DataLoader(torch.ones(8, 4), batch_size=2)
+    model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, *loaders)
+    for batch in train_loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    model.eval()
+    for batch in eval_loader:
+        with torch.no_grad():
+            accelerator.gather_for_metrics(model(batch))
+    accelerator.save_state(directory)
+
+
+def native_script(strategy: str, directory: str, options: dict[str, Any]) -> None:
+    as_script(lambda: native_loop(strategy, directory, **options))
+
+
+def failures_of(function: Callable[..., Any], *args: Any, text: str = "", world_size: int = 2) -> dict[int, str]:
+    with pytest.raises(RankFailure) as failed:
+        run_ranks(function, world_size, *args, env=fault(text), timeout=40)
+    return failed.value.failures
+
+
+@pytest.mark.parametrize(
+    ("strategy", "point", "section"),
+    [
+        ("ddp", "data.next", ""),
+        ("ddp", "train.forward", " in forward"),
+        ("ddp", "train.backward", ""),
+        ("ddp", "train.opt", ""),
+        ("ddp", "eval.gather", ""),
+        ("fsdp2", "data.next", ""),
+        ("fsdp2", "train.backward", ""),
+        ("fsdp2", "eval.batch", " in forward"),
+    ],
+)
+def test_an_error_of_one_rank_reaches_the_other_in_a_native_loop(tmp_path, strategy: str, point: str, section: str):
+    failures = failures_of(native_script, strategy, str(tmp_path), {}, text=f"raise@{point}:rank=1:step=1")
+
+    assert re.search(
+        rf"RemoteRankError: rank 1 failed{section}.* \(update \d, .*native_loop \(test_rank_watch\.py:\d+\)\): "
+        rf"RuntimeError: fault injected at {point}. Rank 0 stopped with it, in \w+ \(update \d, ",
+        failures[0],
+    ), failures[0]
+    assert "RemoteRankError" not in failures[1]
+    assert f"RuntimeError: fault injected at {point}" in failures[1]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        ("ddp", "kill9@train.backward:rank=1:step=2"),
+        ("fsdp2", "kill9@data.next:rank=1:step=2"),
+        ("ddp", "exit0@eval.gather:rank=1:step=1"),
+        ("ddp", "kill9@save.mid_shard:rank=1"),
+    ],
+)
+def test_a_rank_that_is_gone_is_named_by_the_other(tmp_path, strategy: str, text: str):
+    failures = failures_of(native_script, strategy, str(tmp_path), {}, text=text)
+
+    assert re.search(
+        r"RemoteRankError: rank 1 is gone without a word \(killed, or its machine is\).* Rank 0 stopped with it, in ",
+        failures[0],
+    ), failures[0]
+
+
+def test_ranks_that_hang_are_named_with_their_places(tmp_path):
+    options = {"hang_seconds": 1.0, "timeout_seconds": 3.5}
+    kinds = {1: "stop", 2: "gil", 3: "sleep"}
+    text = "; ".join(f"{kind}@data.next:rank={rank}:step=1:seconds=6" for rank, kind in kinds.items())
+
+    failures = failures_of(native_script, "ddp", str(tmp_path), options, text=text, world_size=4)
+
+    silent = r"does not answer \(stopped, killed, or in a call that keeps the interpreter's lock\)"
+    found = (
+        r"rank 0 waits in \w+ \(number \d+ of the group\) for ranks 1, 2, 3, which have not arrived there:\n"
+        rf"  rank 1 {silent}.*\n(.*\n)*  rank 2 {silent}.*\n(.*\n)*"
+        r"  rank 3 is in data loading, native_loop \(test_rank_watch\.py:\d+\): update 1, collective \d+.*\n(.*\n)*"
+        r".*time.sleep\(self.seconds\)\n"
+        r"  rank 0 waits in \w+, in \w+, native_loop \(test_rank_watch\.py:\d+\): update 1, collective \d+"
+    )
+    # First a warning, before the group's own timeout; then the error.
+    assert re.search(rf"\[rank \d\] no progress for 1 s\. {found}", failures[0]), failures[0]
+    assert re.search(rf"HangError: {found}(.*\n)*Rank 0 gives up after 3.5 s \(timeout_seconds\)", failures[0])
+
+
+def reduce_by_hand() -> None:
+    """Fail on one rank, where the other is in a collective of torch's own."""
+    accelerator = Accelerator(cpu=True)
+    if accelerator.process_index == 1:
+        raise KeyError("label")
+    dist.all_reduce(torch.ones(1))
+
+
+def hand_script() -> None:
+    as_script(reduce_by_hand)
+
+
+def test_a_collective_of_torch_that_breaks_is_explained_where_it_is_printed():
+    failures = failures_of(hand_script)
+
+    assert re.search(
+        r"RemoteRankError: rank 1 failed \(update 0, reduce_by_hand .*\): KeyError: 'label'\. Rank 0 ", failures[0]
+    )
+    assert "Connection closed" not in failures[0]
+
+
+def stay_alive() -> None:
+    """Fail on one rank, whose process lives on, as one does whose trackers finish."""
+    accelerator = Accelerator(cpu=True)
+    if accelerator.process_index == 0:
+        dist.barrier()
+    with contextlib.suppress(RuntimeError):
+        as_script(fail)
+    signal.pause()
+
+
+def fail() -> None:
+    raise ValueError("no such label")
+
+
+def stuck_script() -> None:
+    rank_watch._POLL_SECONDS, rank_watch._STUCK_SECONDS = POLL_SECONDS, 0.5
+    os.dup2(os.open(f"{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT), 2)
+    stay_alive()
+
+
+def test_a_rank_whose_connections_do_not_break_ends_with_the_one_that_failed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    failures = failures_of(stuck_script)
+
+    assert "rank 0 died without an answer: exit code 1" in failures[0]
+    assert re.search(
+        r"RemoteRankError: rank 1 failed \(update 0, fail .*\): ValueError: no such label\. Rank 0 has waited in "
+        r"barrier for \d s \(update 0, stay_alive \(test_rank_watch.py:\d+\)\) and ends",
+        (tmp_path / "0.txt").read_text(),
+    )
+
+
+def watch_a_pause() -> list[str]:
+    """Compute for longer than a step may take, on both ranks: nobody waits for anybody."""
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accel_trainer").addHandler(handler)
+    rank_watch._POLL_SECONDS = POLL_SECONDS
+    accelerator = Accelerator(config={"use_cpu": True, "hang_seconds": 0.3})
+    accelerator.wait_for_everyone()
+    time.sleep(1)
+    accelerator.wait_for_everyone()
+    threads = [thread.name for thread in threading.enumerate()]
+    accelerator.end_training()
+    assert "rank-watch" in threads
+    assert "rank-watch" not in [thread.name for thread in threading.enumerate()]
+    return warnings
+
+
+def test_ranks_that_all_compute_are_no_hang_and_the_thread_goes_with_the_group():
+    assert run_ranks(watch_a_pause, 2) == [[], []]
+
+
+def skip_one(kind: str, debug: bool) -> list[str]:
+    """Gather twice in each update; rank 1 leaves one out. Go on once the ranks have been told."""
+    accelerator = Accelerator(config={"use_cpu": True, "debug": debug})
+    model = nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    told, number = [], torch.tensor([10.0 * (accelerator.process_index + 1)])
+    try:
+        for update in range(40):
+            optimizer.step()
+            if not (update == 3 and accelerator.process_index == 1):
+                accelerator.gather(number.repeat(3 if kind == "shape" else 1))
+            accelerator.reduce(number) if kind == "operation" else accelerator.gather(number)
+    except ProcessGroupError as error:
+        told = [type(error).__name__, str(error)]
+    PROGRESS.updates = 0
+    assert accelerator.reduce(number).item() == 30  # the group has stayed in step
+    return told
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            "same",
+            r"do not agree on the operation: rank 0 calls gather in update 4, skip_one \(.*:\d+\); rank 1 calls gather "
+            r"in update 5, skip_one \(.*:\d+\)\. Nothing was sent",
+        ),
+        ("operation", r"rank 0 calls gather in update 4, .*; rank 1 calls reduce\(sum\) in update 4, "),
+        ("shape", r"do not agree on leaf 0 of gather: rank 0 has float32 \(3,\), rank 1 has float32 \(1,\)"),
+    ],
+)
+def test_debug_names_a_collective_that_a_rank_leaves_out_before_data_moves(kind: str, message: str):
+    for name, text in run_ranks(skip_one, 2, kind, True):
+        assert name == ("DistributedOperationException" if kind == "shape" else "DesyncError")
+        assert re.search(message, text), text
+
+
+def test_a_collective_left_out_that_gives_wrong_numbers_is_found_without_debug():
+    for name, text in run_ranks(skip_one, 2, "same", False):
+        assert name == "DesyncError"
+        assert re.search(
+            r"called different collectives: call 8 was gather float32 \(1,\) in update 4 on rank 0, and gather float32 "
+            r"\(1,\) in update 5 on rank 1\. .*debug=True",
+            text,
+        ), text
+
+
+def gather_on_one() -> None:
+    """Gather on one rank, where the other begins the next backward."""
+    accelerator = Accelerator(config={"use_cpu": True, "debug": True})
+    rank_watch._STUCK_SECONDS = 1.0 if accelerator.is_main_process else 30.0
+    model = accelerator.prepare(nn.Linear(1, 1))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    if accelerator.is_main_process:
+        accelerator.gather(torch.ones(1))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+
+
+def gathering_script() -> None:
+    as_script(gather_on_one)
+
+
+def test_debug_names_a_collective_that_meets_one_of_torch():
+    failures = failures_of(gathering_script)
+
+    assert re.search(
+        r"DesyncError: rank 0 is about to call gather in update 0, gather_on_one \(.*:\d+\), and rank 1 waits for it "
+        r"in \w+, gather_on_one \(.*:\d+\) \(update 0\)\. Call the same collectives",
+        failures[0],
+    ), failures[0]
+    assert re.search(r"RemoteRankError: rank 0 failed \(.*\): DesyncError: rank 0 is about to call", failures[1])
+
+
+def save_out_of_step(directory: str) -> str:
+    accelerator = Accelerator(cpu=True)
+    accelerator.gather(torch.ones(1))
+    if accelerator.process_index == 0:
+        accelerator.gather(torch.ones(1))  # meets the other's next one
+    accelerator.gather(torch.ones(1)) if accelerator.process_index else None
+    accelerator.reduce(torch.ones(1))
+    accelerator.prepare(nn.Linear(1, 1))
+    if accelerator.process_index == 0:
+        current_watch().calls.note("gather")
+    with pytest.raises(DesyncError) as caught:
+        accelerator.save_state(directory)
+    return str(caught.value)
+
+
+def test_a_save_of_ranks_that_are_out_of_step_is_refused(tmp_path):
+    for text in run_ranks(save_out_of_step, 2, str(tmp_path / "saved")):
+        assert re.search(
+            r"call 4 was gather on rank 0, and nothing more on rank 1\. .*nothing of this was saved", text
+        ), text
+    assert not (tmp_path / "saved").exists()
