@@ -66,8 +66,9 @@ test: $(VENV)/.installed ## run the tests
 	$(PYTEST) $(TESTS)
 
 .PHONY: soak
-soak: $(VENV)/.installed ## kill 200 runs while they save, and load 20,000 changed checkpoints
+soak: $(VENV)/.installed ## kill 200 runs while they save, load 20,000 changed checkpoints, send runs 20 signals
 	$(BIN)/python -m tests.checkpoint.soak $(SOAK_ARGS)
+	$(BIN)/python -m tests.trainer.signal_soak
 
 .PHONY: test-accelerate
 test-accelerate: $(VENV)/.installed .compat/accelerate/.installed ## run the tests with Hugging Face accelerate present

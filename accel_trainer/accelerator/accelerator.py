@@ -178,14 +178,9 @@ class Accelerator(
         self._pass_start = PassStart(
             self.process, self.readers, self.gradient_state, check_rng_types(rng_types or (), self.process.device)
         )
-        self.nonfinite_guard = None
-        if self.config.mixed_precision is not MixedPrecision.FP16:  # whose loss scale leaves such updates out
-            self.nonfinite_guard = NonFiniteGuard(
-                self.config.on_nonfinite.value,
-                self.process,
-                is_late=facts.builds_engine,
-                is_sharded=facts.shards_parameters,
-            )
+        self.nonfinite_guard = NonFiniteGuard.of(
+            self.config, self.process, is_late=facts.builds_engine, is_sharded=facts.shards_parameters
+        )
         self._prepared = Prepared(self.nonfinite_guard)
         self._checkpointer = Checkpointer(self.process, SAVED_STATES)
         self._registered = RegisteredState()

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from accel_trainer import logging
+from accel_trainer.config import MixedPrecision, RunConfig
 from accel_trainer.errors import NonFiniteError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_or_raise
@@ -47,6 +48,15 @@ class NonFiniteGuard:
         self._process = process
         self._is_sharded = is_sharded
         self._pending: tuple[int, Tensor] | None = None
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, process: ProcessContext, *, is_late: bool, is_sharded: bool
+    ) -> NonFiniteGuard | None:
+        """Return the guard of a configuration; None under fp16, whose loss scale leaves such updates out."""
+        if config.mixed_precision is MixedPrecision.FP16:
+            return None
+        return cls(config.on_nonfinite.value, process, is_late=is_late, is_sharded=is_sharded)
 
     @property
     def wants_norm(self) -> bool:
@@ -129,15 +139,7 @@ def check_weights(
     Raises:
         NonFiniteError: on every rank.
     """
-    names, sums = [], []
-    for name, whole in named:
-        value = whole.to_local() if isinstance(whole, DTensor) else whole
-        if value.is_floating_point() and value.numel() and not value.is_meta:
-            names.append(name)
-            # One pass without a mask: NaN and infinity spread to the sum. One wait for the device for all of them.
-            sums.append(value.detach().sum(dtype=torch.float32))
-    flags = torch.stack([each.to(sums[0].device) for each in sums]).isfinite().tolist() if sums else []
-    bad = [name for name, is_number in zip(names, flags, strict=True) if not is_number]
+    bad = _nonfinite_names(named)
     found = [bad] if process is None else gather_or_raise(process, section, None, bad)
     every = sorted({name for rank in found for name in rank})
     if not every:
@@ -149,6 +151,18 @@ def check_weights(
     raise NonFiniteError(
         f"{text}; nothing is saved. Go on from an earlier checkpoint, or save them as they are with on_nonfinite='warn'"
     )
+
+
+def _nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    names, sums = [], []
+    for name, whole in named:
+        value = whole.to_local() if isinstance(whole, DTensor) else whole
+        if value.is_floating_point() and value.numel() and not value.is_meta:
+            names.append(name)
+            # One pass without a mask: NaN and infinity spread to the sum. One wait for the device for all of them.
+            sums.append(value.detach().sum(dtype=torch.float32))
+    flags = torch.stack([each.to(sums[0].device) for each in sums]).isfinite().tolist() if sums else []
+    return [name for name, is_number in zip(names, flags, strict=True) if not is_number]
 
 
 def _end_with_exit_code() -> None:

@@ -102,7 +102,7 @@ class CheckpointMethods(_Upstream):
         return self.decisions.is_preempted
 
     def begin_decisions(self) -> None:
-        """Begin with what the ranks of a run on several decide together, unless that has begun. Collective."""
+        """Begin the decisions that the ranks of a run take together, unless they have begun. Collective."""
         if self.decisions is None and self.accelerator.num_processes > 1:
             self.decisions = Decisions(self, self.stop_signals)
 

@@ -175,7 +175,7 @@ class Resumption:
         return num_epochs, updates, examples, samples, batch, steps, max_steps
 
     def takes_pending(self, control: TrainerControl) -> bool:
-        """Set the flags of what a signal has cut, an evaluation and a save after it; return, once, whether it has."""
+        """Set the flags of an evaluation that a signal has cut, and of a save after it; return, once, if it has."""
         pending, self._has_pending = self.progress.get("pending") if self._has_pending else None, False
         if pending is None:
             return False
@@ -346,7 +346,7 @@ def _check_outline(path: Path) -> None:
 
 
 def check_contents(selection: Selection, process: ProcessContext) -> None:
-    """Refuse a checkpoint whose files match their checksums, and do not hold what a Trainer puts there.
+    """Refuse a checkpoint whose files match their checksums, and hold other things than a Trainer's.
 
     Torch's files that upstream would wait for, or could not hold in memory, among them.
 

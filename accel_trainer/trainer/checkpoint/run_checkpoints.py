@@ -162,7 +162,7 @@ class RunCheckpoints:
                 return selection
 
     def find_own(self, run_dir: Path) -> Path | bool | None:
-        """Return what a job whose workers were started again goes on from: True is the newest checkpoint. Collective.
+        """Return the checkpoint from which a job with restarted workers goes on; True is the newest. Collective.
 
         None in the first attempt, and where this job has saved nothing in the directory: what an earlier run has left
         there is not taken for it.
