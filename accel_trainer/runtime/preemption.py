@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ class StopSignals:
     """Signals that are noted while the context is entered. One of the same name, 3 s later or more, acts as ever.
 
     Signals that the script handles itself are left to it, and off the main thread nothing is noted: Python runs
-    handlers there alone.
+    handlers there alone. In a notebook or a shell of Python SIGINT stays an interrupt.
 
     Attributes:
         is_requested: whether a signal has come.
@@ -48,7 +49,8 @@ class StopSignals:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.is_requested = False
-        self._numbers = [signal.Signals[name] for name in names]
+        is_interactive = hasattr(sys, "ps1")
+        self._numbers = [signal.Signals[name] for name in names if name != "SIGINT" or not is_interactive]
         self._before: dict[signal.Signals, Any] = {}
         self._came: signal.Signals | None = None
         self._seconds = 0.0

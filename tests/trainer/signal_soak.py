@@ -34,16 +34,20 @@ OPTIONS: dict[str, Any] = {
 """20 updates on two ranks."""
 
 
+_ATTEMPTS = 40
+
+
 class Pace(TrainerCallback):
-    """Lets updates and evaluations take their time, and begins to count when the first one has been done."""
+    """Lets updates and evaluations take their time, and sends a signal some time after the first one has begun."""
 
     def __init__(self, delays: dict[int, float], number: int, to_group: bool) -> None:
         self.delay, self.number, self.to_group = delays.get(int(os.environ["RANK"])), number, to_group
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        if self.delay is not None:
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        delay, self.delay = self.delay, None
+        if delay is not None:
             target = 0 if self.to_group else os.getpid()
-            timer = threading.Timer(self.delay, os.kill, (target, self.number))
+            timer = threading.Timer(delay, os.kill, (target, self.number))
             timer.daemon = True
             timer.start()
 
@@ -76,7 +80,7 @@ def plan(chance: random.Random) -> tuple[dict[int, float], int, bool]:
 def trial(seed: int, folder: str, whole: dict[str, Any]) -> Counter[str]:
     """Run to the end through signals; return how often the run was ended how."""
     chance, ends = random.Random(seed), Counter[str]()
-    for _ in range(20):
+    for _ in range(_ATTEMPTS):
         delays, number, to_group = plan(chance)
         try:
             results = run_ranks(attempt, 2, folder, delays, number, to_group, timeout=120)
@@ -97,7 +101,7 @@ def trial(seed: int, folder: str, whole: dict[str, Any]) -> Counter[str]:
                 assert torch.equal(each["weights"][name], value), name
         ends["came to its end"] += 1
         return ends
-    raise AssertionError("20 attempts did not come to the end")
+    raise AssertionError(f"{_ATTEMPTS} attempts did not come to the end")
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,10 @@ def alone(base: str) -> dict[str, Any]:
     late = Signals("update", 5)
     results["no time"] = run(f"{base}/late", late, preempt_grace_s=1e-4)
     results["jit"] = run(f"{base}/jit", Signals("update", 1), save_strategy="no", enable_jit_checkpoint=True)
+    sys.ps1 = ">>> "  # as in a notebook
+    with pytest.raises(KeyboardInterrupt):
+        run(f"{base}/notebook", Signals("update", 1, signal.SIGINT))
+    del sys.ps1
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     results["own handler"] = run(f"{base}/own", Signals("update", 1)), heard
