@@ -29,7 +29,6 @@ _NAMES = {
     "disable_fsdp_ram_efficient_loading": "pass FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False)",
     "enable_fsdp_ram_efficient_loading": "pass FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)",
     "prepare_pippy": "pipeline-parallel inference is not offered; use torch.distributed.pipelining",
-    "merge_fsdp_weights": "run `accel-trainer merge-weights`",
 }
 
 

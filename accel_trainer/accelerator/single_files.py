@@ -7,6 +7,7 @@ Any number of ranks reads both, with either type. `save_state` writes all of a r
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection, Mapping
 from functools import partial
 from os import PathLike
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.optim import Optimizer
 
 from accel_trainer.checkpoint.interop.dcp import METADATA_NAME
-from accel_trainer.checkpoint.interop.export import find_weights
+from accel_trainer.checkpoint.interop.export import export_weights, find_weights
 from accel_trainer.checkpoint.train_state import read_on_main
 from accel_trainer.checkpoint.weights.adapters import is_peft_model
 from accel_trainer.checkpoint.weights.reading import load_torch_file
@@ -38,6 +39,7 @@ __all__ = [
     "load",
     "load_fsdp_model",
     "load_fsdp_optimizer",
+    "merge_fsdp_weights",
     "save",
     "save_fsdp_model",
     "save_fsdp_optimizer",
@@ -121,7 +123,7 @@ def load(f: str | PathLike[str] | IO[bytes], map_location: Any = None, **kwargs:
 
 
 class LoadedKeys(NamedTuple):
-    """What `torch.nn.Module.load_state_dict` returns; both are empty, for anything else is an error."""
+    """Names in which a load differs from the model, as of `load_state_dict`: none, for others are an error."""
 
     missing_keys: tuple[str, ...] = ()
     unexpected_keys: tuple[str, ...] = ()
@@ -180,7 +182,7 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> LoadedKeys:
-    """Read what `save_fsdp_model`, or accelerate's, wrote into a prepared model. Collective. Arguments as there.
+    """Load the files of `save_fsdp_model`, or of accelerate's, into a prepared model. Collective. Arguments as there.
 
     Raises:
         CheckpointNotFoundError: there are no weights.
@@ -238,7 +240,7 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Read what `save_fsdp_optimizer`, or accelerate's, wrote. Collective.
+    """Load the files of `save_fsdp_optimizer`, or of accelerate's. Collective.
 
     Args:
         adapter_only: not used: an optimizer has state of the parameters that it steps.
@@ -252,6 +254,31 @@ def load_fsdp_optimizer(
         return io.load_sharded_optimizer(found)
     state = read_on_main(accelerator.process, section, partial(load_torch_file, found, is_mapped=True))
     io.load_full_optimizer_state(state or {})
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | Path,
+    output_path: str | Path,
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Write the weights of a directory of shards as files that `from_pretrained` reads, on rank 0. Collective.
+
+    The function behind `accel-trainer merge-weights`.
+
+    Args:
+        remove_checkpoint_dir: remove the directory of shards afterwards.
+
+    Raises:
+        CheckpointNotFoundError: there are no weights.
+        ProcessGroupError: rank 0 could not write.
+    """
+    process = current_process()
+    with raise_together(process, f"merge of {checkpoint_dir}"):
+        if process.is_main:
+            export_weights(Path(checkpoint_dir), Path(output_path), safe_serialization=safe_serialization)
+            if remove_checkpoint_dir:
+                shutil.rmtree(checkpoint_dir)
 
 
 def _optimizer_io(accelerator: PreparedBy, optimizer: Optimizer, model: nn.Module) -> CheckpointIO:

@@ -185,7 +185,7 @@ class FSDPDescription:
         )
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Choose "FULL_STATE_DICT" or "SHARDED_STATE_DICT" for what is saved from now on; None leaves it.
+        """Choose "FULL_STATE_DICT" or "SHARDED_STATE_DICT" for later saves; None leaves it.
 
         For the optimizer's state in a Trainer's checkpoints, and the functions that take a plugin. Weights that are
         saved for others, and `get_state_dict`, are full in any case; a state of `save_state` is in shards.

@@ -17,7 +17,13 @@ from accel_trainer import Accelerator
 from accel_trainer.accelerator.single_files import load, save
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
+from accel_trainer.utils import (
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    merge_fsdp_weights,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+)
 from tests.ranks import preload, run_ranks
 from tests.scenarios import refused
 
@@ -103,6 +109,7 @@ def save_and_load(folder: str) -> Any:
             load_fsdp_optimizer(others[0].state.fsdp_plugin, others[0], others[2], others[1], out)
             loaded[strategy, kind] = contents(*others[:2])
             assert not keys.missing_keys
+    merge_fsdp_weights(Path(folder, "fsdp2", KINDS[1], "pytorch_model_fsdp_0"), Path(folder, "merged"))
     accelerator, model, optimizer = prepare("fsdp2", 0)
     plugin, out = accelerator.state.fsdp_plugin, Path(folder, "fsdp2", KINDS[0])
     words = refused(lambda: plugin.set_state_dict_type("LOCAL_STATE_DICT"))
@@ -127,6 +134,7 @@ def test_files_of_accelerates_functions_for_fsdp_are_written_and_read_by_any_lay
     plain = small(2)
     plain.load_state_dict(torch.load(folder / KINDS[0] / "pytorch_model_fsdp.bin", weights_only=True))
     torch.testing.assert_close(plain.state_dict(), saved["fsdp2"][0], rtol=0, atol=0)
+    torch.testing.assert_close(load_file(tmp_path / "merged" / "model.safetensors"), saved["fsdp2"][0], rtol=0, atol=0)
     names = [{path.name for path in (folder / kind).iterdir()} for kind in KINDS]
     assert names == [{"pytorch_model_fsdp.bin", "optimizer.bin"}, {"pytorch_model_fsdp_0", "optimizer_0"}]
     for part in ("expected one of FULL_STATE_DICT", "use_dcp=False would", "AdamW holds no parameters of "):
