@@ -99,7 +99,7 @@ def run_launch(words: Sequence[str]) -> int:
 
 
 def _run_scheduled(options: Options, words: Sequence[str]) -> int:
-    """Print a job for a scheduler, or hand it over; what it needs of other machines is not looked for on this one."""
+    """Print a job for a scheduler, or hand it over, without a look for devices and files of other machines."""
     if options.slurm:  # the script may be in the image of a container only
         _command(options, os.environ)
     resolved, _ = resolve_options(options, os.environ, None)

@@ -37,7 +37,9 @@ _PRECISIONS = {
     "no": "32 bits throughout",
     "bf16": "16 bits with the range of 32; no loss scale",
     "fp16": "16 bits with a loss scale, for GPUs without bf16",
+    "fp8": "linear layers in 8 bits, on GPUs that have them; needs torchao",
 }
+_ON_CPU = {word: text for word, text in _PRECISIONS.items() if word in ("no", "bf16")}
 _BACKENDS = {"no": "run as written", "inductor": "fuse and compile", "aot_eager": "to debug", "eager": "to debug"}
 _RENDEZVOUS = {
     "static": "each machine has its number, and says for whom it waits",
@@ -102,7 +104,7 @@ class Interview:
         self._position = 0
 
     def run(self, questions: Callable[[Interview], Any]) -> Any:
-        """Call a function that asks, from its beginning whenever the person goes back; return what it returns."""
+        """Call a function that asks, from its beginning whenever the person goes back; return its value."""
         while True:
             self._position = 0
             try:
@@ -186,7 +188,7 @@ def _shown(value: Any) -> str:
 
 
 def run_interview(questions: Callable[[Interview], Any]) -> Any:
-    """Let a function ask on the terminal, and return what it returns.
+    """Let a function ask on the terminal, and return its value.
 
     Raises:
         ConfigError: the input ended, or the answers contradict each other.
@@ -275,29 +277,41 @@ def ask_configuration(interview: Interview) -> dict[str, Any]:
     content: dict[str, Any] = {}
     use_cpu = interview.option(content, "use_cpu", "Run on the CPU although there may be a GPU?")
     num_machines = interview.option(content, "launch.num_machines", "How many machines?")
-    strategies = {word: text for word, text in _STRATEGIES.items() if word != "single" or num_machines == 1}
+    _ask_strategy(interview, content, num_machines)
+    _ask_numbers(interview, content, _ON_CPU if use_cpu else _PRECISIONS)
+    _ask_compile(interview, content)
+    if interview.confirm("more", "Set CPU threads, core binding, or checks of collectives?", "no"):
+        _ask_more(interview, content)
+    return content
+
+
+def _ask_strategy(interview: Interview, content: dict[str, Any], num_machines: int) -> None:
+    """Ask how the model is laid out, and what follows: machines, processes, the strategy's own options."""
+    strategies = dict(_STRATEGIES)
+    if num_machines > 1:
+        del strategies["single"]
     strategy = interview.option(content, "strategy", "How is the model laid out?", "auto", strategies)
-    is_by_hostfile = strategy == "deepspeed" and num_machines > 1 and _ask_hostfile(interview, content)
-    if num_machines > 1 and not is_by_hostfile:
+    if num_machines > 1 and strategy == "deepspeed" and _ask_hostfile(interview, content):
+        _ask_deepspeed(interview, content)
+        return
+    if num_machines > 1:
         _ask_machines(interview, content, num_machines)
-    if strategy != "single" and not is_by_hostfile:
+    if strategy != "single":
         _ask_processes(interview, content, strategy, num_machines)
     if strategy == "fsdp2":
         _ask_fsdp(interview, content)
     elif strategy == "deepspeed":
         _ask_deepspeed(interview, content)
-    # A configuration of DeepSpeed's own may have answered these.
+
+
+def _ask_numbers(interview: Interview, content: dict[str, Any], precisions: Mapping[str, str]) -> None:
+    """Ask for precision and accumulation, which a configuration of DeepSpeed's own may have answered."""
     answered = resolve(file={name: content[name] for name in ("strategy", "deepspeed") if name in content})
     if not answered.is_set("mixed_precision"):
-        precisions = {word: text for word, text in _PRECISIONS.items() if not (use_cpu and word == "fp16")}
         interview.option(content, "mixed_precision", "Mixed precision?", choices=precisions)
     if not answered.is_set("accumulation.num_steps"):
         text = "Micro-batches for each update (gradient accumulation)?"
         interview.option(content, "accumulation.num_steps", text)
-    _ask_compile(interview, content)
-    if interview.confirm("more", "Set CPU threads, core binding, or checks of collectives?", "no"):
-        _ask_more(interview, content)
-    return content
 
 
 def _ask_machines(interview: Interview, content: dict[str, Any], num_machines: int) -> None:
@@ -312,7 +326,7 @@ def _ask_machines(interview: Interview, content: dict[str, Any], num_machines: i
 
 
 def _ask_hostfile(interview: Interview, content: dict[str, Any]) -> bool:
-    """Ask what starts the machines of a DeepSpeed job; return whether a hostfile names them."""
+    """Ask for the launcher of a DeepSpeed job on several machines; return whether a hostfile names them."""
     launcher = interview.choose("deepspeed_multinode_launcher", "What starts the machines?", _LAUNCHERS, "standard")
     if launcher == "standard":
         return False
