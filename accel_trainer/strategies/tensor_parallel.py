@@ -48,10 +48,11 @@ _STYLES = {
     "rowwise_rep": _Style(1, "split", "sum"),
     "embedding_rowwise": _Style(0, "ids", "sum"),
     "embedding_colwise": _Style(1, "shard", "join"),
+    "moe_tp_experts": _Style(0, "experts", "sum"),
     "replicated_with_grad_allreduce": _Style(sums_gradients=True),
     "replicate": _Style(),
 }
-"""Names of transformers 5."""
+"""Names of transformers 5. Of a mixture's experts each rank has some in full, and not a part of each."""
 _PER_HEAD = ("k_proj", "qkv_proj", "query_key_value")
 _EXAMPLE = "model._tp_plan = {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
 
@@ -98,7 +99,8 @@ def _declared_styles(model: nn.Module, origin: str) -> dict[str, str]:
             f"{origin}: {name} declares no plan for tensor parallelism that names its modules (its _tp_plan is "
             f"{declared}); set tp_size to 1 and shard with dp_shard_size, or give it one before prepare(): {_EXAMPLE}"
         )
-    bare = match(where for where, _ in model.named_parameters(remove_duplicate=False))
+    experts = tuple(f"{where}." for where, style in found.items() if style == "moe_tp_experts")
+    bare = match(n for n, _ in model.named_parameters(remove_duplicate=False) if not n.startswith(experts))
     unknown = sorted({*found.values(), *bare.values()} - _STYLES.keys()) or list(bare)
     if unknown:
         raise ConfigError(
@@ -119,6 +121,8 @@ def _follow_tied(modules: Mapping[str, nn.Module], plan: dict[str, _Style]) -> N
 def _check_module(where: str, module: nn.Module, style: _Style, size: int, is_ignored: bool, origin: str) -> None:
     if style.dim is None:
         return
+    if style.takes == "experts":
+        return _check_experts(where, module, size, origin)
     weight = own_parameters(module).get("weight")
     if weight is None or weight.ndim != 2 or is_ignored:
         kind = "is left out by fsdp.ignored_modules" if is_ignored else f"is a {type(module).__name__} without a matrix"
@@ -132,6 +136,18 @@ def _check_module(where: str, module: nn.Module, style: _Style, size: int, is_ig
             f"{origin} does not divide dimension {style.dim} of {where}.weight, {tuple(weight.shape)}; use a size that "
             f"does{way_out}"
         )
+
+
+def _check_experts(where: str, module: Any, size: int, origin: str) -> None:
+    number = getattr(module, "num_experts", None)
+    for name, parameter in own_parameters(module).items():
+        if parameter is not None and parameter.shape[:1] != (number,):
+            raise ConfigError(
+                f"{origin}: the plan shards the experts of {where}, whose {name} is {tuple(parameter.shape)}, not of "
+                f"{number} experts; set tp_size to 1 and shard with dp_shard_size"
+            )
+    if not isinstance(number, int) or number % size:
+        raise ConfigError(f"{origin} does not divide the {number} experts of {where}; use a size that does")
 
 
 def _check_neighbours(model_name: str, modules: Mapping[str, nn.Module], plan: Plan, origin: str) -> None:
@@ -222,6 +238,8 @@ class _ShardedForward:
         if style.takes in ("copy", "split"):
             function: Any = _Copy if style.takes == "copy" else _Split
             args = (function.apply(args[0], self.group), *args[1:])
+        calls: dict[str, Callable[..., Any]] = {"ids": self._look_up, "experts": self._ask_experts}
+        call = calls.get(style.takes, self.inner)
         registry = own_parameters(self.module)
         held = dict(registry)
         for name, parameter in held.items():
@@ -233,7 +251,7 @@ class _ShardedForward:
             # Once, and not once on each rank.
             bias, registry["bias"] = registry.get("bias"), None
         try:
-            output = self._look_up(*args) if style.takes == "ids" else self.inner(*args, **kwargs)
+            output = call(*args, **kwargs)
         finally:
             if "bias" not in held:
                 registry.pop("bias", None)
@@ -243,6 +261,26 @@ class _ShardedForward:
         elif style.gives == "join":
             output = _Join.apply(output, self.group)
         return output if bias is None else output + bias
+
+    def _ask_experts(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighed outputs of this rank's experts, for the tokens that were given to them.
+
+        The index behind the last expert stands for none, as in transformers' own expert parallelism.
+        """
+        module: Any = self.module
+        number = module.num_experts
+        own_number = number // dist.get_world_size(self.group)
+        own = top_k_index - own_number * self.rank
+        is_own = (own >= 0) & (own < own_number)
+        hidden_states, weights = (_Copy.apply(x, self.group) for x in (hidden_states, top_k_weights))
+        module.num_experts, module._is_expert_parallel = own_number, True
+        try:
+            output: Tensor = self.inner(
+                hidden_states, own.masked_fill(~is_own, own_number), weights.masked_fill(~is_own, 0.0)
+            )
+        finally:
+            module.num_experts = number
+        return output
 
     def _look_up(self, ids: Tensor) -> Tensor:
         """Return the vectors of the ids whose rows this rank has, and zeros for the others."""

@@ -18,8 +18,9 @@ from tests.ranks import preload, run_ranks
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
 
 # Of each way in which a plan shards something, one family: biases and a tied head, norms of heads, scaled and tied
-# embeddings, fused matrices that are gathered, norms over all heads, fused heads, a head with a bias.
-FAMILIES = ("qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "gpt_neox", "phi")
+# embeddings, fused matrices that are gathered, norms over all heads, fused heads, a head with a bias; experts of
+# a mixture, with the loss that balances their load.
+FAMILIES = ("qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "gpt_neox", "phi", "mixtral", "qwen3_moe")
 
 
 def tiny_model(kind: str) -> nn.Module:
@@ -28,6 +29,8 @@ def tiny_model(kind: str) -> nn.Module:
     base = AutoConfig.for_model(kind)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "max_position_embeddings": 32}
     sizes |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    sizes |= {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sizes |= {"output_router_logits": True}
     rates = dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"), 0.0)
     known = {name: value for name, value in (sizes | rates).items() if hasattr(base, name)}
     config = AutoConfig.for_model(kind, **known, bos_token_id=1, eos_token_id=2, tie_word_embeddings=kind == "qwen2")
