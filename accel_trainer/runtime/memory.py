@@ -36,6 +36,7 @@ __all__ = [
     "available_host_bytes",
     "clear_device_cache",
     "find_executable_batch_size",
+    "groups_left_behind",
     "is_out_of_memory",
     "memory_in_use",
     "peak_memory",
@@ -55,6 +56,9 @@ _DONE, _OUT_OF_MEMORY, _STOPPED, _FAILED = "done", "out of memory", "stopped", "
 
 _searches = itertools.count()
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()
+
+groups_left_behind: list[dist.ProcessGroup] = []
+"""Groups of models that are gone, kept for a better moment to end; a search ends them, by which its ranks leave."""
 
 
 def register_memory_owner(owner: Any) -> None:
@@ -274,6 +278,7 @@ def _release_all() -> None:
     for owner in list(_owners):
         owner.free_memory()
     clear_device_cache(garbage_collection=True)
+    groups_left_behind.clear()
 
 
 @contextmanager

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy, apply_autocast, apply_float8
+from accel_trainer.runtime.memory import groups_left_behind
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import abandon_exchange, exposed_exchange_seconds
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, CheckpointIO, StepOutcome, TrainJob
@@ -159,10 +159,6 @@ class DDPStrategy(BaseStrategy):
         return with_optimizers(DDPUnit(model, module, job.loss_scale), job)
 
 
-_left_behind: list[dist.ProcessGroup] = []
-"""Groups of wrapped models that are gone, until the next one is wrapped."""
-
-
 def _outlive_reducer(model: DistributedDataParallel) -> None:
     """Keep the process group of a wrapped model until the model's reducer is gone.
 
@@ -170,6 +166,6 @@ def _outlive_reducer(model: DistributedDataParallel) -> None:
     to drop what the last exchange held. A `ProcessGroup` gives the lock away while it ends; a reducer does not (torch
     2.11 to 2.13): a script whose model outlives `end_training()` hung at its end, once in 40 runs of a busy machine.
     """
-    _left_behind.clear()
+    groups_left_behind.clear()
     # Not dropped by the callback itself: the garbage collector calls it before it clears anything.
-    weakref.finalize(model.reducer, _left_behind.append, model.process_group).atexit = False
+    weakref.finalize(model.reducer, groups_left_behind.append, model.process_group).atexit = False

@@ -271,7 +271,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
                 self._end_failed_train()
 
     def _end_failed_train(self) -> None:
-        """Undo what upstream undoes at the end of a train() that succeeds: another one would add to it."""
+        """Remove the noise of a train() that failed, as upstream does at the end of one that succeeds."""
         self.is_in_train = False
         if self.neftune_hook_handle is not None:
             self.neftune_hook_handle.remove()
