@@ -299,10 +299,10 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             finally:
                 self._stop_point = None
                 point.close(is_failed=is_failed)
-        if point.has_stopped:
-            self.wait_for_checkpoint()
-            logger.warning("%s came: the process ends with exit code %d", signals.name, PREEMPTED_EXIT_CODE)
-            raise PreemptedExit
+            if point.has_stopped:
+                self.wait_for_checkpoint()
+                logger.warning("%s came: the process ends with exit code %d", signals.name, PREEMPTED_EXIT_CODE)
+                raise PreemptedExit
 
     @property
     def should_stop(self) -> bool:

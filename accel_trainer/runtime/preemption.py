@@ -52,14 +52,20 @@ class StopSignals:
         is_interactive = hasattr(sys, "ps1")
         self._numbers = [signal.Signals[name] for name in names if name != "SIGINT" or not is_interactive]
         self._before: dict[signal.Signals, Any] = {}
+        self._is_over = False
         self._came: signal.Signals | None = None
         self._seconds = 0.0
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in self._numbers:
-                if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-                    self._before[number] = signal.signal(number, self._note)
+                handler = signal.getsignal(number)
+                earlier = getattr(handler, "__self__", None)
+                if isinstance(earlier, StopSignals) and earlier._is_over:
+                    handler = earlier._before[number]
+                if handler in (signal.SIG_DFL, signal.default_int_handler):
+                    signal.signal(number, self._note)
+                    self._before[number] = handler
                 else:
                     logger.info("%s has a handler of the script's own, which it keeps", number.name)
         return self
@@ -67,6 +73,10 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, PreemptedExit) and not hasattr(sys, "ps1"):
+            # The process ends, having saved: the signal that is still on its way to this rank may not change its code.
+            self._is_over = True
+            return
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()

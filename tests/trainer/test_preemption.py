@@ -67,6 +67,8 @@ def run(folder: str, *callbacks: Any, resume: bool = False, **changes: Any) -> d
         trainer.train(resume_from_checkpoint=resume)
     except SystemExit as ended:
         code = ended.code
+        if not trainer.stop_signals.seconds_since:
+            os.kill(os.getpid(), signal.SIGTERM)  # that of a rank that was asked to end later than the others
     history = [
         {name: value for name, value in entry.items() if not name.endswith(("runtime", "per_second"))}
         for entry in trainer.state.log_history
@@ -162,6 +164,7 @@ def alone(base: str) -> dict[str, Any]:
     results["no time"] = run(f"{base}/late", late, preempt_grace_s=1e-4)
     results["jit"] = run(f"{base}/jit", Signals("update", 1), save_strategy="no", enable_jit_checkpoint=True)
     sys.ps1 = ">>> "  # as in a notebook
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt):
         run(f"{base}/notebook", Signals("update", 1, signal.SIGINT))
     del sys.ps1
