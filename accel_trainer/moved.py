@@ -20,7 +20,7 @@ _MOVED = {
         "gathering:accelerator.gathering hooks:big_models operations:accelerator.gathering options:accelerator.options "
         "pairing:accelerator.prepared preparing:accelerator.preparing progress:logging "
         "launchers:launch.notebook local_sgd:accelerator.local_sgd memory_utils:utils "
-        "parallelism_config:plugins.parallelism "
+        "inference:unsupported parallelism_config:plugins.parallelism "
         "reporting:accelerator.trackers saving:accelerator.checkpointing stepping:accelerator.stepping "
         "token_mean:accelerator.token_mean units:accelerator.prepared windows:accelerator.checkpointing"
     ),
@@ -67,7 +67,7 @@ _MOVED = {
         "tensorboard_tracker:integrations.trackers.tensorboard_tracker "
         "trackio_tracker:integrations.trackers.wandb_tracker wandb_tracker:integrations.trackers.wandb_tracker"
     ),
-    "launch": "questionnaire:launch.config_file testing:launch.job weights:launch.checkpoints",
+    "launch": "testing:launch.job weights:launch.checkpoints",
     "runtime": (
         "agreement:runtime.collective_checks faults:runtime.fault_injection health:runtime.shared_errors "
         "mesh:strategies.fsdp2.strategy ragged:runtime.uneven_gather regroup:runtime.memory "

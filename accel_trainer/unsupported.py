@@ -32,6 +32,11 @@ _NAMES = {
 }
 
 
+def __getattr__(name: str) -> Any:
+    # `moved.py` lets this module stand for `inference`, of which nothing is offered.
+    raise explain_missing("accel_trainer.inference", name)
+
+
 def explain_options(init: F) -> F:
     """Decorate a constructor so that it refuses options by name, with the way to go on.
 

@@ -83,6 +83,7 @@ def test_what_a_familiar_module_says_it_has_it_has(module: str):
     [
         ("utils", "MSAMPRecipeKwargs", "TransformerEngine and MS-AMP are not offered"),
         ("utils", "MegatronLMPlugin", "Megatron-LM is not offered"),
+        ("inference", "prepare_pippy", "pipeline-parallel inference is not offered"),
     ],
 )
 def test_a_familiar_name_that_is_absent_says_what_to_use(module: str, name: str, way_out: str):

@@ -69,6 +69,8 @@ class DistributedType(str, Enum):  # noqa: UP042  # str() must give 'Distributed
         """Return the member for a strategy's kind; `MULTI` is completed by the kind of device."""
         if kind != "MULTI":
             return cls(kind)
+        if device.type == "tpu":  # torch-tpu's; the field's name for several of them has no MULTI
+            return cls.XLA
         suffix = {"cpu": "CPU", "cuda": "GPU"}.get(device.type, device.type.upper())
         return cls(f"MULTI_{suffix}")
 

@@ -9,6 +9,7 @@ import pickle
 import weakref
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,3 +247,9 @@ def gated() -> list[Any]:
 
 def test_functions_run_on_the_ranks_that_they_are_for():
     assert run_ranks(gated, 3) == [[0, 0, None, None, None], [None, None, None, 1, 1], [None, None, 2, None, None]]
+
+
+def test_several_tpus_have_the_name_of_the_field():
+    # A device of that kind cannot be made without torch-tpu and a TPU.
+    assert DistributedType.of("MULTI", SimpleNamespace(type="tpu")) is DistributedType.XLA  # type: ignore[arg-type]
+    assert DistributedType.of("MULTI", torch.device("xpu")) is DistributedType.MULTI_XPU

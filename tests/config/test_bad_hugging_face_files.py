@@ -50,8 +50,8 @@ BAD_FILES = [
         "accelerate-xla",
         "acc.yaml",
         "distributed_type: XLA\n",
-        "distributed_type at acc.yaml:1 is 'XLA', which is not offered: use FSDP, DEEPSPEED, MULTI_GPU, "
-        "MULTI_CPU or NO",
+        "distributed_type at acc.yaml:1 is 'XLA', which is not offered: torch_xla ends at torch 2.9, and 2.11 is "
+        "needed; with torch-tpu use FSDP, MULTI_GPU or NO",
     ),
     (
         "accelerate-megatron",

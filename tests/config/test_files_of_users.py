@@ -274,7 +274,7 @@ JSON: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 WRONG: dict[str, tuple[str, str]] = {
-    "TPU": (f"{HEAD_0_11}distributed_type: TPU\n", r":9 is 'TPU', which is not offered: use FSDP"),
+    "TPU": (f"{HEAD_0_11}distributed_type: TPU\n", r":9 is 'TPU', which is not offered: torch_xla ends at torch 2.9"),
     "Megatron-LM": (
         f"{HEAD_0_11}distributed_type: MEGATRON_LM\nmegatron_lm_config:\n  megatron_lm_tp_degree: 2\n",
         r":9 is 'MEGATRON_LM', which is not offered",
@@ -290,8 +290,8 @@ WRONG: dict[str, tuple[str, str]] = {
         r":10 is .*start the script with mpirun itself",
     ),
     "fp8 recipe": (
-        f"{HEAD_1_0}distributed_type: MULTI_GPU\nfp8_config:\n  backend: TE\n",
-        r":16 is .*fp8 recipes are not read",
+        f"{HEAD_1_0}distributed_type: MULTI_GPU\nfp8_config:\n  fp8_format: E4M3\n",
+        r":17 is 'E4M3', which is not offered: it is an option of TransformerEngine",
     ),
     "context parallel": (
         f"{FSDP2}parallelism_config:\n  parallelism_config_cp_size: 2\n",

@@ -189,7 +189,11 @@ class _Reader:
         kind = "NO" if entry.value is False else str(entry.value).upper()
         if kind in _DISTRIBUTED_TYPES:
             return kind
-        if kind in ("XLA", "TPU", "MEGATRON_LM"):
+        if kind in ("XLA", "TPU"):
+            self.layer.refuse(
+                entry, "torch_xla ends at torch 2.9, and 2.11 is needed; with torch-tpu use FSDP, MULTI_GPU or NO"
+            )
+        elif kind == "MEGATRON_LM":
             self.layer.refuse(entry, "use FSDP, DEEPSPEED, MULTI_GPU, MULTI_CPU or NO")
         else:
             hint = did_you_mean(kind, _DISTRIBUTED_TYPES)
