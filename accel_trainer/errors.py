@@ -71,7 +71,7 @@ class HangError(ProcessGroupError):
 
 
 class DesyncError(DistributedOperationException):
-    """The ranks have taken different paths: what one of them calls is another collective than that of the others."""
+    """The ranks have taken different paths: one of them calls another collective than the others."""
 
     exit_code = 75
     """Of the process, where nobody catches it."""

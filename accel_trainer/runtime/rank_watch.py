@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other beside its collectives: that one has failed, and where each of them is.
+"""Messages between the ranks of a job beside its collectives: that one has failed, and where each of them is.
 
 Every rank has a thread that sleeps, and twice a second asks the job's key-value store whether anything has happened.
 Steps exchange nothing for it, and do nothing but count. Three things happen through it:
@@ -106,7 +106,7 @@ PROGRESS = Progress()
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """What is known of a rank that has failed, as it stands in the store."""
+    """The record of a rank that has failed, as it stands in the store."""
 
     rank: int
     how: str
@@ -250,7 +250,7 @@ class RankWatch:
         return self._store.add(key, 0) == self._world_size
 
     def _meet(self, doing: str, written: list[str]) -> None:
-        """Wait until every rank is in this exchange, and delete what this one has written for the one before."""
+        """Wait until every rank is in this exchange, and delete the keys that this one wrote for the one before."""
         count = self._key("exchange", self._num_exchanges)
         self._store.add(count, 1)
         begin, waited, look = time.monotonic(), 0.0, _STUCK_SECONDS
@@ -379,7 +379,7 @@ class RankWatch:
         )
 
     def _find_gone(self) -> _Failure | None:
-        """Return what is known of the first rank that does not answer any more."""
+        """Return a record of the first rank that does not answer any more."""
         for rank, state in enumerate(self._call_roll()):
             if state is None:
                 heard = self._last_heard(rank)
@@ -598,7 +598,7 @@ def failing_together() -> Iterator[None]:
 
 @contextmanager
 def unexplained_errors() -> Iterator[None]:
-    """Leave errors of broken connections as they are in the block, for a caller who knows what they mean."""
+    """Leave errors of broken connections as they are in the block, for a caller who can tell their reason."""
     watch = _watch
     if watch is None:
         yield

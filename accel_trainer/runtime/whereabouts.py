@@ -59,7 +59,7 @@ _STACK_LIMIT = 24
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """What a thread does; what failed, if it comes from an error."""
+    """The place of a thread, or of an error."""
 
     section: str
     """"evaluation > forward", "callback on_save"; empty in code that is none of these."""
