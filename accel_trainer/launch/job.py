@@ -471,8 +471,13 @@ def worker_environment(
     grace = resolved.config.preemption.grace_seconds
     if grace is not None:
         variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(grace)))
-    if interface is not None:
-        variables.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if launch.num_machines > 1:
-            variables.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else any whose name begins like that
+    return _interface_variables(launch, interface) | variables
+
+
+def _interface_variables(launch: LaunchConfig, interface: str | None) -> dict[str, str]:
+    if interface is None:
+        return {}
+    variables = {"GLOO_SOCKET_IFNAME": interface}
+    if launch.num_machines > 1:
+        variables["NCCL_SOCKET_IFNAME"] = f"={interface}"  # else any whose name begins like that
     return variables

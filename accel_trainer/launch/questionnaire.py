@@ -286,7 +286,7 @@ def ask_configuration(interview: Interview) -> dict[str, Any]:
 
 
 def _ask_strategy(interview: Interview, content: dict[str, Any], num_machines: int) -> None:
-    """Ask how the model is laid out, and what follows: machines, processes, the strategy's own options."""
+    """Ask how the model is laid out, and then for machines, processes and the strategy's own options."""
     strategies = dict(_STRATEGIES)
     if num_machines > 1:
         del strategies["single"]
