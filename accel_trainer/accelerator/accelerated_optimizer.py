@@ -201,4 +201,4 @@ class AcceleratedOptimizer(Optimizer):
         return dict(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({"_has_updated": False, **state})  # a pickle of 0.1 has not the flag
+        self.__dict__.update({"_has_updated": False, "_guard": None, **state})  # a pickle of 0.1 has neither
