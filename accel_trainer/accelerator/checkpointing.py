@@ -556,13 +556,11 @@ class OpenWindows:
                 _close(prepared)
                 continue
             ranks = [self._process.rank] if is_own and not saved["is_mean"] else range(num_ranks)
-            states = [read(rank)["units"][index] for rank in ranks]
-            _open(prepared, states)
+            _open(prepared, [read(rank)["units"][index] for rank in ranks])
             if saved["tokens"] is not None:
-                prepared.tokens = prepared.tokens or TokenWindow(self._readers)
                 # Ranks that read the same have counted the same tokens.
-                readers = [read(rank).get("reader", rank) for rank in ranks]
-                counted = {reader: state["tokens"] for reader, state in zip(readers, states, strict=True)}
+                counted = {read(rank).get("reader", rank): read(rank)["units"][index]["tokens"] for rank in ranks}
+                prepared.tokens = prepared.tokens or TokenWindow(self._readers)
                 prepared.tokens.load_state_dicts(list(counted.values()), is_own=len(ranks) < num_ranks)
 
 

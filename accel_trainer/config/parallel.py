@@ -87,6 +87,11 @@ def _other_replicas(config: RunConfig, describe: Callable[[str], str]) -> list[s
     ]
 
 
+def _paths_of(sizes: Mapping[str, int | None]) -> list[str]:
+    """Return the options that give sizes, for messages; a `tp_size` of 1 says nothing."""
+    return [f"parallel.{axis}_size" for axis, size in sizes.items() if size is not None and (size, axis) != (1, "tp")]
+
+
 def axis_sizes(config: RunConfig, describe: Callable[[str], str], world_size: int, num_nodes: int | None) -> AxisSizes:
     """Return the sizes of a job of `world_size` processes. Not collective.
 
@@ -99,7 +104,7 @@ def axis_sizes(config: RunConfig, describe: Callable[[str], str], world_size: in
     """
     shards = "dp_shard" in _AXES_OF.get(config.strategy, AXES)
     sizes = {axis: get_value(config, f"parallel.{axis}_size") for axis in AXES}
-    paths = [f"parallel.{axis}_size" for axis, size in sizes.items() if size is not None and (size, axis) != (1, "tp")]
+    paths = _paths_of(sizes)
     if shards and sizes["dp_replicate"] is None:
         path, sizes["dp_replicate"] = _replicas_of_fsdp(config, describe, world_size, num_nodes)
         paths.append(path)

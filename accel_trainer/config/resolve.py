@@ -95,6 +95,15 @@ def _check_path(path: str) -> None:
         raise ConfigError(f"unknown option {path!r}{did_you_mean(path, field_specs())}")
 
 
+def _choose_by_sizes(config: RunConfig, settings: dict[str, Setting]) -> RunConfig:
+    """Return the configuration with the strategy that alone has an axis whose size is given, where it is left open."""
+    path = size_for_shards(config)
+    if config.strategy != "auto" or path is None:
+        return config
+    settings["strategy"] = Setting("fsdp2", settings[path].source)
+    return dataclasses.replace(config, strategy="fsdp2")
+
+
 def resolve(
     *,
     explicit: Mapping[str, Any] | None = None,
@@ -138,10 +147,7 @@ def resolve(
         ),
     ]
     settings = _merge(layers, problems)
-    config = build_config({path: setting.value for path, setting in settings.items()})
-    if config.strategy == "auto" and (path := size_for_shards(config)) is not None:
-        settings["strategy"] = Setting("fsdp2", settings[path].source)  # no other one has this axis
-        config = dataclasses.replace(config, strategy="fsdp2")
+    config = _choose_by_sizes(build_config({path: setting.value for path, setting in settings.items()}), settings)
     resolved = Resolved(config, _sources_of(settings))
     problems.extend(cross_problems(resolved.config, resolved.describe))
     if problems:

@@ -241,14 +241,7 @@ def to_deepspeed(config: RunConfig) -> tuple[dict[str, Any], list[str]]:
             f"strategy={config.strategy} has no counterpart in DeepSpeed; convert a configuration whose strategy is "
             f"{' or '.join(_STRATEGIES)}"
         )
-    stage = 0 if config.strategy != _SHARDED else 3 if config.fsdp.reshard_after_forward else 2
-    zero: dict[str, Any] = {"stage": stage}
-    if stage and config.fsdp.offload_params:
-        zero["offload_optimizer"] = {"device": "cpu"}
-        if stage == 3:
-            zero["offload_param"] = {"device": "cpu"}
-    if stage == 3 and config.fsdp.state_dict_type is StateDictType.FULL:
-        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    zero = {"stage": 0} if config.strategy != _SHARDED else _zero_optimization(config.fsdp)
     data: dict[str, Any] = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -258,7 +251,20 @@ def to_deepspeed(config: RunConfig) -> tuple[dict[str, Any], list[str]]:
     }
     for kind in ("bf16", "fp16"):
         data[kind] = {"enabled": True if config.mixed_precision == kind else "auto"}
-    return data, list(_lost_options(config, stage))
+    return data, list(_lost_options(config, zero["stage"]))
+
+
+def _zero_optimization(fsdp: FSDPConfig) -> dict[str, Any]:
+    """Return the section of ZeRO that shards as FSDP2 does."""
+    stage = 3 if fsdp.reshard_after_forward else 2
+    zero: dict[str, Any] = {"stage": stage}
+    if fsdp.offload_params:
+        zero["offload_optimizer"] = {"device": "cpu"}
+        if stage == 3:
+            zero["offload_param"] = {"device": "cpu"}
+    if stage == 3 and fsdp.state_dict_type is StateDictType.FULL:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    return zero
 
 
 def _engine_file(config: RunConfig) -> dict[str, Any]:

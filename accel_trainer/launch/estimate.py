@@ -138,6 +138,20 @@ def create_ascii_table(headers: list[str], rows: list[list[str]], title: str) ->
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
+def _find_library(model_name: str, library_name: str | None, access_token: str | None) -> tuple[str, str | None]:
+    """Return where a model is found, and its library: the given one, or what its files or the Hub say."""
+    local = Path(model_name).expanduser()
+    if local.exists():
+        config = local / "config.json" if local.is_dir() else local
+        return str(config.parent if config.name == "config.json" else config), library_name or _library_of(config)
+    if library_name is None:
+        info = verify_on_hub(model_name, access_token)
+        if isinstance(info, str):
+            raise CheckpointNotFoundError(_HUB_ERRORS[info].format(name=model_name))
+        library_name = getattr(info, "library_name", None)
+    return model_name, library_name
+
+
 def create_empty_model(
     model_name: str, library_name: str | None, trust_remote_code: bool = False, access_token: str | None = None
 ) -> Any:
@@ -156,16 +170,7 @@ def create_empty_model(
         ConfigError: the library is unknown, or the configuration makes no model.
         MissingExtraError: the library is not installed.
     """
-    local = Path(model_name).expanduser()
-    if local.exists():
-        config = local / "config.json" if local.is_dir() else local
-        library_name = library_name or _library_of(config)
-        model_name = str(config.parent if config.name == "config.json" else config)
-    elif library_name is None:
-        info = verify_on_hub(model_name, access_token)
-        if isinstance(info, str):
-            raise CheckpointNotFoundError(_HUB_ERRORS[info].format(name=model_name))
-        library_name = getattr(info, "library_name", None)
+    model_name, library_name = _find_library(model_name, library_name, access_token)
     if library_name not in _LIBRARIES:
         raise ConfigError(
             f"{model_name} is of the library {library_name or 'that nothing names'}; models of "

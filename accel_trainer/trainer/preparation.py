@@ -275,12 +275,9 @@ class ModelPreparation:
         """
         args, accelerator = trainer.args, trainer.accelerator
         model = trainer._wrap_model(trainer.model, training=False)
-        dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16 if args.bf16_full_eval else None
-        if dtype is not None and not trainer.is_in_train:
-            if any(parameter.dtype.itemsize > dtype.itemsize for parameter in model.parameters()):
-                self._cast = weakref.ref(model), "fp16_full_eval" if args.fp16_full_eval else "bf16_full_eval"
+        if (args.fp16_full_eval or args.bf16_full_eval) and not trainer.is_in_train:
             # Before it is prepared: a sharded model owns its placement.
-            model = model.to(dtype=dtype) if trainer.is_sharded else model.to(dtype=dtype, device=args.device)
+            model = self._to_half(model, args, None if trainer.is_sharded else args.device)
         if model is trainer.model and not accelerator.is_prepared(model):
             start_time = time.time()
             model = accelerator.prepare_model(model, evaluation_mode=True)
@@ -290,6 +287,13 @@ class ModelPreparation:
             _share_buffers(trainer.model, accelerator.device)
         # An engine, in training too: it computes in its own dtype, and gathers the parameters that it has sharded.
         return (trainer.model_wrapped if trainer.is_sharded else model), None
+
+    def _to_half(self, model: nn.Module, args: Any, device: torch.device | None) -> nn.Module:
+        """Return the model in 16 bits, on another device if one is given; take note of what that has rounded."""
+        option, dtype = ("fp16_full_eval", torch.float16) if args.fp16_full_eval else ("bf16_full_eval", torch.bfloat16)
+        if any(parameter.dtype.itemsize > dtype.itemsize for parameter in model.parameters()):
+            self._cast = weakref.ref(model), option
+        return model.to(dtype=dtype, device=device)
 
     def release(self) -> None:
         """Take the engine of an earlier train() or evaluate() off the model; keep its optimizer's state. Collective."""

@@ -457,13 +457,12 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             return None
         args, reader, readers = self.args, self._reader, self.accelerator.readers
         batches = batch_samples if reader is None else [reader.without_filler(batch) for batch in batch_samples]
-        counts = [count_labels(batch, self._loss_shifts_labels) for batch in batches]
-        known = [count for count in counts if count is not None]
-        if not known or len(known) < len(counts):
+        counts: list[Any] = [count_labels(batch, self._loss_shifts_labels) for batch in batches]
+        if not counts or any(count is None for count in counts):
             return None
         # An integer, where transformers 5.23 (trainer.py:2355) makes a float: FSDP2 and DeepSpeed cast those of a
         # model's inputs, and bf16 cannot tell 4,097 from 4,096.
-        num_items = functools.reduce(operator.add, known).to(device)
+        num_items = functools.reduce(operator.add, counts).to(device)
         if args.average_tokens_across_devices:
             return collectives.reduce(num_items, readers) if readers.world_size > 1 else num_items
         # A rank without samples: its loss weighs nothing, and would be divided by 0.

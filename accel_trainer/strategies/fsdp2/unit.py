@@ -91,9 +91,7 @@ class FSDP2Unit(NativeUnit):
             if not isinstance(module, FSDPModule):
                 continue
             module.unshard()
-            layer: nn.Module = module  # type: ignore[assignment]  # the mixin does not say that it is one
-            named = dict(layer.named_parameters(prefix))
-            own = {name: p for name, p in named.items() if name in sharded and p is not sharded[name]}
+            own = _gathered_parameters(module, prefix, sharded)
             boxes |= {name: local_box(p) for name, p in own.items()}
             local |= {name: local_tensor(p.grad) for name, p in own.items() if p.grad is not None}
             module.reshard()
@@ -220,6 +218,21 @@ class UnshardedGradients:
             foreach_copy_(gradients, [s.view_as(g) for s, g in zip(slices, gradients, strict=True)])
 
 
+def _gathered_parameters(unit: FSDPModule, prefix: str, sharded: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the parameters that a unit has in place of sharded ones, by the model's names for them."""
+    layer: nn.Module = unit  # type: ignore[assignment]  # the mixin does not say that it is one
+    return {name: p for name, p in layer.named_parameters(prefix) if p is not sharded.get(name, p)}
+
+
+def _average(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """Average a tensor over the ranks that read different data, in place, and return it. Collective."""
+    num_readers = 1
+    for group in _groups_of_readers(mesh):
+        dist.all_reduce(tensor, group=group)
+        num_readers *= dist.get_world_size(group)
+    return tensor.div_(num_readers)
+
+
 def _average_over_ranks(
     sharded: Mapping[str, nn.Parameter], local: Mapping[str, Tensor], boxes: Mapping[str, Box]
 ) -> dict[str, Tensor]:
@@ -239,15 +252,9 @@ def _average_over_ranks(
     for name, is_wanted in zip(names, is_held.tolist(), strict=True):
         if not is_wanted:
             continue
-        parameter = sharded[name]
-        box = boxes[name]
+        parameter, box = sharded[name], boxes[name]
         mean = local[name].clone() if name in local else torch.zeros(box.sizes, dtype=parameter.dtype)
-        mean = mean.to(parameter.device)
-        num_readers = 1
-        for group in _groups_of_readers(mesh):
-            dist.all_reduce(mean, group=group)
-            num_readers *= dist.get_world_size(group)
-        mean /= num_readers
+        mean = _average(mean.to(parameter.device), mesh)
         if isinstance(parameter, DTensor):
             shard = mean[local_box(parameter).within(box)].clone()
             if parameter.grad is not None:
