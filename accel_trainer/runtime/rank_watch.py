@@ -161,10 +161,13 @@ class RankWatch:
         is_guarded: whether errors are told where they leave a block of `failing_together`.
     """
 
-    def __init__(self, rank: int, world_size: int, hang_seconds: float, *, hosts_store: bool) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, hang_seconds: float, *, hosts_store: bool
+    ) -> None:
         """Begin to watch. The calling thread is the one whose position is told.
 
         Args:
+            store: a connection of its own to the job's.
             hang_seconds: half of the group's timeout at most, so that it comes before.
             hosts_store: the job's store goes with this process.
         """
@@ -175,9 +178,7 @@ class RankWatch:
         self._rank = rank
         self._world_size = world_size
         self._hosts_store = hosts_store
-        # A connection of its own: a rank that waits in the store, for the beginning of a group for instance, holds the
-        # other one.
-        self._store: dist.Store = default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
+        self._store = store
         self._prefix = f"accel_trainer/watch {next(_numbers)}"
         self._group = weakref.ref(default_group())
         self.timeout_seconds = group_timeout().total_seconds()
@@ -545,12 +546,29 @@ def start_watch(rank: int, world_size: int, hang_seconds: float | None, *, hosts
         _watch.close()
         _watch = None
     if _watch is None:
+        store = _connect()
+        if store is None:
+            return
         PROGRESS.updates = 0
-        _watch = RankWatch(rank, world_size, _HANG_SECONDS, hosts_store=hosts_store)
+        _watch = RankWatch(store, rank, world_size, _HANG_SECONDS, hosts_store=hosts_store)
         _hook_errors()
     _watch.timeout_seconds = group_timeout().total_seconds()
     if hang_seconds is not None:
         _watch.hang_seconds = hang_seconds
+
+
+def _connect() -> dist.Store | None:
+    """Return a connection of one's own to the job's store; None where that has none to give, as of a `fake` group.
+
+    A rank that waits in the store, for the beginning of a group for instance, holds the other one.
+    """
+    try:
+        store: dist.Store = default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
+    except RuntimeError as error:
+        if "pure virtual" not in str(error):
+            raise
+        return None
+    return store
 
 
 def stop_watch() -> None:
