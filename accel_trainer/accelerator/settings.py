@@ -107,6 +107,9 @@ class AcceleratorSettings(ProcessView):
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         self._loss_scale = None if scaler is None else LossScale(scaler)
+        if scaler is not None and scaler.is_enabled():
+            # As under fp16: the scale leaves such updates out.
+            self.nonfinite_guard = self._prepared.guard = None
 
     @property
     def _reader(self) -> ProcessContext:

@@ -18,6 +18,7 @@ from typing import Any
 from accel_trainer import logging
 from accel_trainer.runtime.meeting import Meeting
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.torch_private import is_worker_done
 
 __all__ = ["PREEMPTED_EXIT_CODE", "PreemptedExit", "StopPoint", "StopSignals", "outlive_signals"]
 
@@ -135,13 +136,17 @@ class StopPoint:
 def outlive_signals() -> None:
     """Have a loader's worker outlive the signals that its whole job is sent: the rank still wants its batches.
 
-    torch's own handler ends a worker at a SIGTERM from anyone but its rank. One that is not ended by its rank in 120 s
-    ends by itself, and at a second SIGTERM at once.
+    torch's own handler ends a worker at any SIGTERM. Here it is the rank's, and ends the worker, once the rank has let
+    go of it; before, the worker ends at a second one, or 120 s later.
     """
+    if sys.platform == "win32":
+        return
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
-    def end_later(number: int, _frame: FrameType | None) -> None:
+    def end_later(number: int, frame: FrameType | None) -> None:
+        if is_worker_done(frame):
+            os._exit(0)
         signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_WORKER_SECONDS)

@@ -15,6 +15,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import reduce
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ __all__ = [
     "forget_default_groups",
     "group_device_types",
     "group_timeout",
+    "is_worker_done",
     "joined_groups",
     "keeps_iterator",
     "last_collective",
@@ -183,6 +185,14 @@ RESET_METHODS = ("reset_parameters", "_reset_parameters")
 
 LOADER_AT_REST: Mapping[str, None] = {"_iterator": None, "_IterableDataset_len_called": None}
 """The attributes that a pass over a `DataLoader` leaves behind, as they are before the first."""
+
+
+def is_worker_done(frame: FrameType | None) -> bool:
+    """Return whether a loader's worker that is stopped in `frame` is to end; False where torch says it elsewhere."""
+    while frame is not None and frame.f_code.co_name != "_worker_loop":
+        frame = frame.f_back
+    done = None if frame is None else frame.f_locals.get("done_event")
+    return done is not None and bool(done.is_set())
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> None:

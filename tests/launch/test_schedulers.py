@@ -126,7 +126,7 @@ def test_a_job_is_handed_to_the_scheduler(folder: Path, monkeypatch: pytest.Monk
         (["--slurm", "--kubernetes", *JOB, "train_it.py"], "are two schedulers; give one of them"),
         (["--slurm", *JOB, "--machine_rank", "1", "train_it.py"], "machine_rank=1 .* the scheduler tells each machine"),
         (["--slurm", *JOB, "missing.py"], "script 'missing.py' does not exist"),
-        (["--slurm", *JOB, "--mixed_precision", "fp8", "train_it.py"], "computes in it on no device"),
+        (["--slurm", *JOB, "--parallel_tp_size", "5", "train_it.py"], r"parallel.tp_size=5 .* makes 5 process\(es\)"),
         (["--kubernetes", *JOB, "train_it.py"], "--kubernetes wants the container's image; give it with --image"),
         (["--submit", "train_it.py"], "are for a job of --slurm or --kubernetes; add one of them"),
         (["--kubernetes", "--submit", "--image", "a", *JOB, "x.py"], "runs kubectl, which is not on the PATH"),

@@ -167,7 +167,7 @@ def save_onto_a_full_disk(directory: Path) -> dict[str, Any]:
 def test_r13_a_run_pauses_or_goes_on_without_a_save_as_it_was_told(tmp_path: Path):
     told = run_ranks(save_onto_a_full_disk, 2, tmp_path)
     for rank, outcomes in enumerate(told):
-        error = "DiskFullError" if rank == 1 else "ProcessGroupError"
+        error = "DiskFullError" if rank == 1 else "RemoteRankError"
         for number, how in enumerate(("now", "background")):
             kept = [f"checkpoint_{number}"] if rank == 0 else []
             assert outcomes[f"pause, {how}"] == (f"checkpoint_{number}", [60.0, 60.0], kept)
@@ -176,7 +176,7 @@ def test_r13_a_run_pauses_or_goes_on_without_a_save_as_it_was_told(tmp_path: Pat
             assert outcomes[f"warn, {how}"] == (f"checkpoint_{number + 1}" if number else None, [], kept)
             assert outcomes[f"short pause, {how}"] == (error, [60.0], kept)
             assert outcomes[f"raise, {how}"] == (error, [], kept)
-        assert outcomes["not the disk's fault"] == ("ConfigError" if rank == 0 else "ProcessGroupError")
+        assert outcomes["not the disk's fault"] == ("ConfigError" if rank == 0 else "RemoteRankError")
     assert assert_survived(tmp_path) == 1
 
 
