@@ -125,12 +125,17 @@ class AcceleratedOptimizer(Optimizer):
             returned.append(closure())
             return returned[-1]
 
+        if self._guard is not None:
+            self._guard.drop()
         self._step_was_skipped = not unit.step(recorded, optimizer=self.optimizer).applied
         return returned[0] if returned else None
 
     def _is_left_out(self, unit: TrainUnit) -> bool:
         guard = self._guard
         if guard is None or guard.is_late:
+            return False
+        if unit.local_replicas is not None and unit.local_replicas.is_apart:
+            guard.drop()  # ranks have norms of their own: one alone would call the others, who do not come
             return False
         if guard.wants_norm:
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -160,6 +165,8 @@ class AcceleratedOptimizer(Optimizer):
                 return
         if not self.prepared:
             return self.optimizer.zero_grad(set_to_none)
+        if self._guard is not None:
+            self._guard.drop()
         for prepared in self.prepared:
             prepared.drop_tokens()
         self.prepared[0].unit.zero_grad(set_to_none, optimizer=self.optimizer)

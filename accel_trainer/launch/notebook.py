@@ -332,6 +332,25 @@ class _WholeLines(io.TextIOBase):
         self._stream = stream
         self._text = ""
 
+    @property
+    def buffer(self) -> Any:
+        """The stream's own, for bytes."""
+        return self._stream.buffer
+
+    @property
+    def encoding(self) -> Any:  # type: ignore[override]
+        """The stream's own."""
+        return self._stream.encoding
+
+    @property
+    def errors(self) -> Any:  # type: ignore[override]
+        """The stream's own."""
+        return self._stream.errors
+
+    def reconfigure(self, **options: Any) -> None:
+        """Change the stream's own encoding, errors or newlines."""
+        self._stream.reconfigure(**options)
+
     def write(self, text: str) -> int:
         """Keep text up to its last line, and hand on those before."""
         lines, newline, rest = f"{self._text}{text}".rpartition("\n")

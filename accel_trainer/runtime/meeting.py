@@ -99,13 +99,14 @@ class Meeting:
         """Answer no more calls.
 
         Args:
-            is_failed: this rank leaves before the others do, who would otherwise wait for its answer.
+            is_failed: this rank leaves before the others do, who would otherwise wait for it. At the common end a call
+                still comes to nothing: its answer is a position that nobody has.
         """
         self._is_over.set()
         self._thread.join(_JOIN_SECONDS)
-        if is_failed and self._answer is None:
+        if self._answer is None:
             try:
-                self._store.set(self._key(self._process.rank), _LEFT)
+                self._store.set(self._key(self._process.rank), _LEFT if is_failed else str(self.passed + 1))
             except RuntimeError:  # the store is gone, and with it those that ask
                 return
 

@@ -75,6 +75,10 @@ class NonFiniteGuard:
             loss = loss.detach()
             self.loss = loss if self.loss is None else self.loss + loss
 
+    def drop(self) -> None:
+        """Forget the update under way: its gradients are dropped, or nobody looks at them."""
+        self.norm = self.loss = None
+
     def skips(self) -> bool:
         """Look at the update under way, before its step or, late, after it; return whether the step is to be left out.
 

@@ -6,12 +6,15 @@ A handler only sets a flag. A loop looks at it where it could stop, and the rank
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -38,6 +41,19 @@ class PreemptedExit(SystemExit):
         super().__init__(PREEMPTED_EXIT_CODE)
 
 
+_listening: list[StopSignals] = []
+"""Those that a loop of this process is in."""
+
+
+@atexit.register
+def _end_workers() -> None:
+    """End loaders' workers that are left, before Python's own end waits for them: one may be stuck in a lock."""
+    for process in multiprocessing.active_children():
+        with suppress(OSError), open(f"/proc/{process.pid}/comm") as file:
+            if file.read().strip() == "pt_data_worker":
+                process.kill()
+
+
 class StopSignals:
     """Signals that are noted while the context is entered. One of the same name, 3 s later or more, acts as ever.
 
@@ -46,6 +62,7 @@ class StopSignals:
 
     Attributes:
         is_requested: whether a signal has come.
+        is_answered: whether the loop has stopped for it.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -53,6 +70,7 @@ class StopSignals:
         is_interactive = hasattr(sys, "ps1")
         self._numbers = [signal.Signals[name] for name in names if name != "SIGINT" or not is_interactive]
         self._before: dict[signal.Signals, Any] = {}
+        self.is_answered = False
         self._is_over = False
         self._came: signal.Signals | None = None
         self._seconds = 0.0
@@ -69,11 +87,13 @@ class StopSignals:
                     self._before[number] = handler
                 else:
                     logger.info("%s has a handler of the script's own, which it keeps", number.name)
+        _listening.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _listening.remove(self)
         if isinstance(error, PreemptedExit) and not hasattr(sys, "ps1"):
             # The process ends, having saved: the signal that is still on its way to this rank may not change its code.
             self._is_over = True
@@ -81,6 +101,8 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+        if self._came is not None and error is None and not self.is_answered:
+            os.kill(os.getpid(), self._came)  # after the last place to stop: it acts as ever
 
     @property
     def name(self) -> str:
@@ -117,13 +139,15 @@ class StopPoint:
             return True
         meeting = self._meeting
         if meeting is None:
-            self.has_stopped = self._signals.is_requested
+            self.has_stopped = self._signals.is_answered = self._signals.is_requested
             return self.has_stopped
         self._position += 1
         if self._signals.is_requested:
             meeting.call(self._position)
+        else:
+            meeting.passed = self._position
         # Never adjourned: there is one meeting, at the end.
-        self.has_stopped = meeting.is_called and meeting.is_at(self._position)
+        self.has_stopped = self._signals.is_answered = meeting.is_called and meeting.is_at(self._position)
         meeting.passed = self._position
         return self.has_stopped
 
@@ -137,9 +161,10 @@ def outlive_signals() -> None:
     """Have a loader's worker outlive the signals that its whole job is sent: the rank still wants its batches.
 
     torch's own handler ends a worker at any SIGTERM. Here it is the rank's, and ends the worker, once the rank has let
-    go of it; before, the worker ends at a second one, or 120 s later.
+    go of it; before, the worker ends at a second one, or 120 s later. Only of a rank that listens to signals as the
+    worker is forked; one that is spawned keeps torch's handler.
     """
-    if sys.platform == "win32":
+    if sys.platform == "win32" or not _listening:
         return
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -463,7 +463,8 @@ class RankWatch:
         if where is None or not where.operation:
             return
         failure = self.find_failure()
-        if failure is None or not failure.is_final and seconds < self.hang_seconds:
+        # A rank that has come to its end, or has caught its error, may be nobody's to wait for: the timeout tells.
+        if failure is None or not failure.is_final or failure.how == _LEFT:
             return
         self._write(failure, None)
         sys.stderr.write(

@@ -281,6 +281,8 @@ class EpochRun:
                 trainer.control = handler.on_substep_end(trainer.args, trainer.state, trainer.control)
             if trainer.decisions is not None:
                 trainer.decisions.end_micro_batch(trainer.control)
+            elif not trainer.stop_signals.is_requested:
+                return
             if trainer.is_preempted:
                 # The run that resumes begins the update again.
                 trainer.state.num_input_tokens_seen, trainer.current_flos = self.counts

@@ -16,6 +16,7 @@ from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from accel_trainer.accelerator.accelerator import Accelerator
+from accel_trainer.runtime.preemption import StopSignals
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
 from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
 from accel_trainer.trainer.run_record import RunRecord
@@ -78,6 +79,9 @@ class SteppingTrainer(RunningTrainer, Protocol):
     """Whether the model's loss is divided by the number of items."""
     run_checkpoints: RunCheckpoints
     """Ours: of the present train()."""
+
+    stop_signals: StopSignals
+    """Ours: those that end the present train()."""
 
     @property
     def is_preempted(self) -> bool:

@@ -38,9 +38,10 @@ def train(folder: str, dies_after: int = -1) -> dict[str, Any]:
     return {"losses": losses, "weights": trainer.model.state_dict(), "begun_at": trainer._initial_global_step}
 
 
-SCRIPT = """
+SCRIPT = f"""
 import os, sys
 import torch
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
 from tests.trainer.checkpoint.test_restarts import train
 
 seen = train(sys.argv[1], 5)
