@@ -402,3 +402,20 @@ def test_one_process_has_nothing_to_average() -> None:
     with LocalSGD(accelerator, model, None) as block:
         train(block, accelerator, model, optimizer, loader)
     assert (block.enabled, block.num_steps) == (False, STEPS)
+
+
+def be_no_number_on_one_rank() -> bool:
+    accelerator, model, optimizer, loader = prepare()
+    with LocalSGD(accelerator, model, 2) as block:
+        for inputs, *_ in loader:
+            factor = float("nan") if accelerator.process_index == 1 else 1.0
+            accelerator.backward(model(inputs) * factor)
+            optimizer.step()
+            optimizer.zero_grad()
+            block.step()
+    return any(bool(parameter.isnan().any()) for parameter in model.parameters())
+
+
+@pytest.mark.multirank
+def test_a_rank_whose_replica_is_no_number_calls_for_nobody() -> None:
+    assert run_ranks(be_no_number_on_one_rank, 2, timeout=40) == [True, True]

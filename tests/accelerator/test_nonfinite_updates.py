@@ -141,3 +141,16 @@ def test_r14_an_engine_that_steps_by_itself_leaves_the_update_out_and_tells() ->
             "update 2: the norm of the gradients is NaN or infinite, and the loss on rank 1"
         )
         check({"skip_step": skipping}, is_main=rank == 0)
+
+
+def test_a_loss_that_the_loop_leaves_out_is_no_updates() -> None:
+    accelerator = Accelerator(cpu=True)
+    module = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for factor in (float("nan"), 1.0):
+        loss = model(torch.ones(1, 2)).square().mean() * factor
+        accelerator.backward(loss)
+        if loss.isfinite():
+            optimizer.step()
+        optimizer.zero_grad()
+    assert not optimizer.step_was_skipped

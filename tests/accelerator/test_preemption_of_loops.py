@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +95,34 @@ def alone(base: str) -> dict[str, Any]:
 def test_r9_one_process_leaves_its_loop_too(tmp_path: Path) -> None:
     [results] = run_ranks(alone, 1, str(tmp_path), env={"RANK": None, "WORLD_SIZE": None})
     assert compare(results, "one") == 2 * 2 * 3
+
+
+def be_late(folder: str) -> None:
+    """Give rank 0 a signal when rank 1 has left the loop."""
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(KeyboardInterrupt) if accelerator.is_main_process else nullcontext(), accelerator.preemptible():
+        for update in range(3):
+            if accelerator.is_main_process and update == 2:
+                while not Path(folder, "left").exists():
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGINT)
+            assert not accelerator.should_stop
+    Path(folder, "left").touch()
+    accelerator.wait_for_everyone()
+
+
+@pytest.mark.multirank
+def test_a_signal_after_another_ranks_last_look_acts_as_ever(tmp_path: Path) -> None:
+    run_ranks(be_late, 2, str(tmp_path), timeout=40)
+
+
+def test_a_signal_after_the_last_look_is_not_lost() -> None:
+    accelerator = Accelerator(cpu=True)
+
+    def loop() -> None:
+        with accelerator.preemptible():
+            assert not accelerator.should_stop
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()

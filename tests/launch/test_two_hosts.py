@@ -33,6 +33,7 @@ dist.init_process_group('gloo')
 total = torch.tensor([dist.get_rank()])
 dist.all_reduce(total)
 print('rank', dist.get_rank(), 'of', dist.get_world_size(), 'sum', total.item(), flush=True)
+dist.destroy_process_group()  # without it, torch itself ends one process in some with SIGABRT
 """
 SLEEP = """
 import os, sys, time
