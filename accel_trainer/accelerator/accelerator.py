@@ -143,9 +143,10 @@ class Accelerator(
             autocast=self._options.autocast,
             float8=self._options.float8_recipe(self.config),
         )
-        self.scaler = None
+        self._loss_scale = None
         if self.precision.loss_scaling:
-            self.scaler = torch.amp.GradScaler(self.process.device.type, **self._options.scaler_options)
+            scaler = torch.amp.GradScaler(self.process.device.type, **self._options.scaler_options)
+            self._loss_scale = LossScale(scaler)
         self.device_placement = device_placement
         self.dataloader_config = DataLoaderConfiguration(**dataclasses.asdict(self.config.data))
         if self.config.scheduler_steps is SchedulerSteps.PER_PROCESS and not step_scheduler_with_optimizer:
