@@ -281,8 +281,6 @@ class EpochRun:
                 trainer.control = handler.on_substep_end(trainer.args, trainer.state, trainer.control)
             if trainer.decisions is not None:
                 trainer.decisions.end_micro_batch(trainer.control)
-            elif not trainer.stop_signals.is_requested:
-                return
             if trainer.is_preempted:
                 # The run that resumes begins the update again.
                 trainer.state.num_input_tokens_seen, trainer.current_flos = self.counts
@@ -364,7 +362,7 @@ class EpochRun:
             self.start_time,
             learning_rate=self.learning_rate,
         )
-        if trainer.is_preempted:
+        if (trainer.decisions is not None or trainer.stop_signals.is_requested) and trainer.is_preempted:
             trainer.save_and_end(self.model, self.trial)
 
     def end(self) -> None:
