@@ -7,6 +7,7 @@ With `launch/`, the only reader of the environment. It is written here for libra
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import socket
 import sys
@@ -398,7 +399,8 @@ def find_attempt(environ: Mapping[str, str]) -> tuple[int, str]:
             begun = file.read().rpartition(")")[2].split()[19]  # in ticks since the machine's start
     except (OSError, IndexError):  # not Linux: pids alone tell
         begun = ""
-    return int(text) if text.isdecimal() else 0, f"{socket.gethostname()}:{parent}:{begun}"
+    name = f"{socket.gethostname()}:{parent}:{begun}"  # not to be told: checkpoints hold it
+    return int(text) if text.isdecimal() else 0, hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
 def find_rank() -> int:
