@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 
-import torch.distributed as dist
-
 from accel_trainer.errors import ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.torch_private import default_store, group_timeout
+from accel_trainer.runtime.torch_private import group_timeout, second_store
 
 __all__ = ["Meeting"]
 
@@ -52,9 +50,7 @@ class Meeting:
         self.is_called = False
         self._process = process
         self._name = f"accel_trainer/meeting {next(_meetings)}"
-        # A connection of its own: a rank that waits in the store, for the beginning of a group for instance, holds the
-        # other one.
-        self._store: dist.Store = default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
+        self._store = second_store()
         self._round = 0
         self._answer: int | None = None
         """Of this rank, to the call of this round."""

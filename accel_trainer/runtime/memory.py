@@ -30,6 +30,7 @@ from accel_trainer.runtime.torch_private import (
     group_device_types,
     group_timeout,
     joined_groups,
+    second_store,
 )
 
 __all__ = [
@@ -288,7 +289,7 @@ def _released_with_others(ballot: _Ballot) -> Iterator[None]:
     The kernels of nccl wait for a rank that has left until they time out, and torch then ends the process. Once its
     group is aborted they end, and the next collective raises.
     """
-    store, is_over = default_store().clone(), threading.Event()  # type: ignore[attr-defined]  # not in torch's stubs
+    store, is_over = second_store(), threading.Event()
 
     def watch() -> None:
         with suppress(RuntimeError):  # the store is gone: whoever needs it says so

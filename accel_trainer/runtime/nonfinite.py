@@ -6,7 +6,6 @@ has to be exchanged. On an accelerator its flag is looked at one update later: t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from math import isfinite
 from types import TracebackType
@@ -21,6 +20,7 @@ from accel_trainer.config import MixedPrecision, RunConfig
 from accel_trainer.errors import NonFiniteError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_or_raise
+from accel_trainer.runtime.uncaught import Hook, add_hook
 
 __all__ = ["NonFiniteGuard", "check_weights"]
 
@@ -171,14 +171,13 @@ def _nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 def _end_with_exit_code() -> None:
     """Have a NonFiniteError that nobody catches end the process with its own code: a scheduler need not requeue it."""
-    if getattr(sys.excepthook, "ends_with_exit_code", False):
-        return
-    previous = sys.excepthook
 
-    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, error, trace)
-        if isinstance(error, NonFiniteError):
-            raise SystemExit(error.exit_code)
+    def make(previous: Hook) -> Hook:
+        def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            previous(kind, error, trace)
+            if isinstance(error, NonFiniteError):
+                raise SystemExit(error.exit_code)
 
-    report.ends_with_exit_code = True  # type: ignore[attr-defined]
-    sys.excepthook = report
+        return report
+
+    add_hook("exit code of NonFiniteError", make)

@@ -29,6 +29,7 @@ from accel_trainer.runtime.fault_injection import install_faults
 from accel_trainer.runtime.launchers import DEFAULT_PORT, LaunchInfo, find_launch_info
 from accel_trainer.runtime.rank_watch import start_watch, stop_watch
 from accel_trainer.runtime.torch_private import default_group, forget_default_groups, set_group_timeout
+from accel_trainer.runtime.uncaught import Hook, add_hook
 
 __all__ = [
     "ProcessContext",
@@ -347,16 +348,17 @@ def _hosts_store(environ: Mapping[str, str], rank: int) -> bool:
 
 def _leave_interrupts_to_launcher(environ: Mapping[str, str]) -> None:
     """Print no traceback of ctrl-C in a rank of our launcher, whose own line those of all ranks would hide."""
-    previous = sys.excepthook
-    if "ACCEL_TRAINER_LAUNCH" not in environ or getattr(previous, "leaves_interrupts", False):
+    if "ACCEL_TRAINER_LAUNCH" not in environ:
         return
 
-    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not issubclass(kind, KeyboardInterrupt):
-            previous(kind, error, trace)
+    def make(previous: Hook) -> Hook:
+        def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if not issubclass(kind, KeyboardInterrupt):
+                previous(kind, error, trace)
 
-    report.leaves_interrupts = True  # type: ignore[attr-defined]
-    sys.excepthook = report
+        return report
+
+    add_hook("no interrupts", make)
 
 
 def find_process() -> ProcessContext | None:

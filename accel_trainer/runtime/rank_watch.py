@@ -37,10 +37,11 @@ from accel_trainer.errors import DesyncError, HangError, ProcessGroupError, Remo
 from accel_trainer.runtime.torch_private import (
     begun_collectives,
     default_group,
-    default_store,
     group_timeout,
     last_collective,
+    second_store,
 )
+from accel_trainer.runtime.uncaught import Hook, add_hook
 from accel_trainer.runtime.whereabouts import (
     COMPARISON,
     RankState,
@@ -559,17 +560,13 @@ def start_watch(rank: int, world_size: int, hang_seconds: float | None, *, hosts
 
 
 def _connect() -> dist.Store | None:
-    """Return a connection of one's own to the job's store; None where that has none to give, as of a `fake` group.
-
-    A rank that waits in the store, for the beginning of a group for instance, holds the other one.
-    """
+    """Return a connection of one's own to the job's store; None where that has none to give, as of a `fake` group."""
     try:
-        store: dist.Store = default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
+        return second_store()
     except RuntimeError as error:
         if "pure virtual" not in str(error):
             raise
         return None
-    return store
 
 
 def stop_watch() -> None:
@@ -650,26 +647,22 @@ def names_failed_rank(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
-
-
 def _hook_errors() -> None:
     """Tell the others of an error that nobody has caught, before it is printed."""
-    previous: _Hook = sys.excepthook
-    if getattr(previous, "tells_ranks", False):
-        return
 
-    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        watch = _watch
-        if watch is not None and watch.is_own_process:
-            theirs = watch.explain(error)
-            watch.tell(theirs or error, is_final=True)
-            if theirs is not None:
-                theirs.__suppress_context__ = True
-                kind, error, trace = type(theirs), theirs, trace
-        previous(kind, error, trace)
-        if isinstance(error, HangError | DesyncError):
-            raise SystemExit(error.exit_code)
+    def make(previous: Hook) -> Hook:
+        def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            watch = _watch
+            if watch is not None and watch.is_own_process:
+                theirs = watch.explain(error)
+                watch.tell(theirs or error, is_final=True)
+                if theirs is not None:
+                    theirs.__suppress_context__ = True
+                    kind, error, trace = type(theirs), theirs, trace
+            previous(kind, error, trace)
+            if isinstance(error, HangError | DesyncError):
+                raise SystemExit(error.exit_code)
 
-    vars(report).update(getattr(previous, "__dict__", {}), tells_ranks=True)  # marks of others, who look for their own
-    sys.excepthook = report
+        return report
+
+    add_hook("errors for other ranks", make)

@@ -64,6 +64,7 @@ __all__ = [
     "queue_callback",
     "scaler_states",
     "scales_itself",
+    "second_store",
     "set_group_timeout",
     "tensor_registry",
     "tree_leaves",
@@ -172,6 +173,17 @@ default_group: Callable[[], dist.ProcessGroup] = _bind("torch.distributed.distri
 """The group of all ranks of the job."""
 default_store: Callable[[], dist.Store] = _bind("torch.distributed.distributed_c10d", "_get_default_store")
 """The key-value store through which the ranks of the job have met."""
+
+
+def second_store() -> dist.Store:
+    """Return a connection of one's own to the job's store.
+
+    A rank that waits in the store, for the beginning of a group for instance, holds the other one.
+    """
+    store: dist.Store = default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
+    return store
+
+
 _world: Any = _bind("torch.distributed.distributed_c10d", "_world")
 _make_subclass = _bind("torch", "Tensor._make_subclass")
 
