@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from accel_trainer.accelerator.accumulation import PreparedUnit
@@ -15,6 +16,7 @@ from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.rank_watch import PROGRESS
 from accel_trainer.runtime.tensor_trees import send_to_device
 from accel_trainer.strategies.api import TrainUnit
+from accel_trainer.strategies.gradients import choose_samples, sample_sum
 
 __all__ = ["AcceleratedOptimizer", "describe_models", "move_to_device", "updates_in_backward"]
 
@@ -53,6 +55,8 @@ class AcceleratedOptimizer(Optimizer):
         self._step_was_skipped = False
         self._has_updated = updates_in_backward(optimizer)
         self._guard = guard
+        self._samples: list[Tensor] | None = None
+        """Parameters at whose gradients the guard looks, chosen at the first step."""
 
     @property
     def state(self) -> Any:
@@ -137,10 +141,23 @@ class AcceleratedOptimizer(Optimizer):
         if unit.local_replicas is not None and unit.local_replicas.is_apart:
             guard.drop()  # ranks have norms of their own: one alone would call the others, who do not come
             return False
-        if guard.wants_norm:
-            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-            guard.norm = unit.clip_grad_norm(parameters, float("inf"))
+        if guard.norm is None:
+            self._take_norm(guard, unit)
         return guard.skips()
+
+    def _take_norm(self, guard: NonFiniteGuard, unit: TrainUnit) -> None:
+        """Compute for the guard what the loop has not: a sum of a few gradients, or the norm."""
+        if guard.wants_sample:
+            if self._samples is None:
+                self._samples = choose_samples(self._parameters())
+            if self._samples:
+                guard.take_sample(sample_sum(self._samples))
+                return
+        if guard.wants_norm:
+            guard.norm = unit.clip_grad_norm(self._parameters(), float("inf"))
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _step_unit(self, unit: TrainUnit) -> bool:
         """Step, and return whether that changed anything."""
@@ -208,4 +225,5 @@ class AcceleratedOptimizer(Optimizer):
         return dict(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({"_has_updated": False, "_guard": None, **state})  # a pickle of 0.1 has neither
+        # A pickle of 0.1 has none of them.
+        self.__dict__.update({"_has_updated": False, "_guard": None, "_samples": None, **state})

@@ -237,6 +237,8 @@ class AcceleratorStepping(AcceleratorSettings):
                 loss = loss / divisor
         if self.nonfinite_guard is not None:
             self.nonfinite_guard.add_loss(loss)
+            if self.nonfinite_guard.spreads:
+                kwargs.setdefault("gradient", self.nonfinite_guard.seed(loss))
         fault_point("train.backward")
         leading.unit.backward(loss, **kwargs)
         for prepared in units:

@@ -1,7 +1,9 @@
 """Updates whose gradients are no numbers: found before a checkpoint holds them, the same on all ranks.
 
 The norm of the gradients is the same on every rank, and one NaN or infinity on any of them makes it one: nothing more
-has to be exchanged. On an accelerator its flag is looked at one update later: the host runs at most one update ahead.
+has to be exchanged. The backward of a loss that is none begins with NaN, which all gradients of all ranks have then: a
+look at a few of them is enough where nobody clips. On an accelerator the flag is looked at one update later: the host
+runs at most one update ahead.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from accel_trainer import logging
 from accel_trainer.config import MixedPrecision, RunConfig
 from accel_trainer.errors import NonFiniteError
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.rank_watch import tell_soon
 from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.runtime.uncaught import Hook, add_hook
 
@@ -34,9 +37,11 @@ class NonFiniteGuard:
 
     Attributes:
         update: number of the last update that was looked at.
-        norm: of the gradients of the update under way, over all ranks; None where nothing has computed it.
+        norm: of the gradients of the update under way, over all ranks, or the sum of some of them; None where nothing
+            has computed it.
         loss: of this rank, the sum of those of the update under way; None without one.
         is_late: an engine steps by itself, leaves such updates out, and tells the norm only then.
+        spreads: a loss that is none makes all gradients NaN, of all ranks.
     """
 
     def __init__(self, action: Action, process: ProcessContext, *, is_late: bool, is_sharded: bool) -> None:
@@ -44,10 +49,13 @@ class NonFiniteGuard:
         self.norm: Tensor | float | None = None
         self.loss: Tensor | None = None
         self.is_late = is_late
+        self.spreads = action != "warn" and process.is_distributed and not is_late
         self._action = action
         self._process = process
         self._is_sharded = is_sharded
-        self._pending: tuple[int, Tensor] | None = None
+        self._is_sample = False
+        """Whether the norm is a sum of a few gradients."""
+        self._pending: tuple[int, Tensor, bool] | None = None
 
     @classmethod
     def of(
@@ -59,15 +67,28 @@ class NonFiniteGuard:
         return cls(config.on_nonfinite.value, process, is_late=is_late, is_sharded=is_sharded)
 
     @property
+    def wants_sample(self) -> bool:
+        """Whether a look at a few gradients is enough where the loop has computed no norm: with "raise"."""
+        return self.spreads and self._action == "raise"
+
+    @property
     def wants_norm(self) -> bool:
         """Whether the norm is to be computed for the guard alone, where the loop has not.
 
-        The loss is enough on one process. Several have to be of one mind: replicas compare what is the same on all, and
-        with shards, where it is a collective, only updates that are to be left out are worth it.
+        The loss is enough on one process with "raise" and "warn". An update that is to be left out has to be found
+        before its step, wherever the NaN is; a warning may not spread it over gradients that do not have it. Its norm
+        of shards, a collective, is not worth it.
         """
-        if self.norm is not None or self.is_late:
-            return False
-        return self._action == "skip_step" or self._process.is_distributed and not self._is_sharded
+        is_warned = self._action == "warn" and self._process.is_distributed and not self._is_sharded
+        return self._action == "skip_step" or is_warned or self.spreads
+
+    def seed(self, loss: Tensor) -> Tensor | None:
+        """Return the gradient that the backward of a loss begins with: NaN where the loss is none; None is 1."""
+        return loss.detach() * 0 + 1 if self.spreads and loss.ndim == 0 else None
+
+    def take_sample(self, total: Tensor | None) -> None:
+        """Take the sum of this rank's gradients of a few parameters for the norm."""
+        self.norm, self._is_sample = total, True
 
     def add_loss(self, loss: Tensor) -> None:
         """Take the loss of a micro-batch, if it is one number."""
@@ -87,6 +108,7 @@ class NonFiniteGuard:
         """
         self.update += 1
         norm, loss, self.norm, self.loss = self.norm, self.loss, None, None
+        is_local, self._is_sample = self._is_sample and self._is_sharded, False
         if norm is None and not self._process.is_distributed:
             norm = loss
         if norm is None:
@@ -95,13 +117,13 @@ class NonFiniteGuard:
             self.look()
             flags = torch.stack((norm.detach(), norm.detach() if loss is None else loss)).isfinite()
             # The copy, to pinned memory, waits for nobody: it is looked at once the device has the next update to do.
-            self._pending = self.update, flags.to("cpu", non_blocking=True)
+            self._pending = self.update, flags.to("cpu", non_blocking=True), is_local
             self._event = torch.Event(norm.device.type)
             self._event.record()
             return False
         if isfinite(norm):
             return False
-        self._act(self.update, loss is None or isfinite(loss))
+        self._act(self.update, loss is None or isfinite(loss), is_local=is_local)
         return self._action == "skip_step"
 
     def look(self) -> None:
@@ -111,11 +133,15 @@ class NonFiniteGuard:
             self._event.synchronize()
             has_norm, has_loss = pending[1].tolist()
             if not has_norm:
-                self._act(pending[0], has_loss)
+                self._act(pending[0], has_loss, is_local=pending[2])
 
-    def _act(self, update: int, has_loss: bool) -> None:
-        losses = gather_or_raise(self._process, f"update {update}", None, has_loss)
-        ranks = [str(rank) for rank, is_number in enumerate(losses) if not is_number]
+    def _act(self, update: int, has_loss: bool, *, is_local: bool) -> None:
+        """Raise or warn; `is_local` where another rank's shards may be numbers, and it may not come to a collective."""
+        if is_local:
+            losses = tell_soon(f"losses of update {update}", has_loss)
+        else:
+            losses = gather_or_raise(self._process, f"update {update}", None, has_loss)
+        ranks = [str(rank) for rank, is_number in enumerate(losses) if is_number is False]
         where = f"the loss on rank {', '.join(ranks)} is, too" if ranks else "the loss is a number on all ranks"
         found = f"update {update}: the norm of the gradients is NaN or infinite, and {where}"
         if self._action == "raise":
@@ -158,15 +184,18 @@ def check_weights(
 
 
 def _nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    names, sums = [], []
+    names, values, sums = [], [], []
     for name, whole in named:
         value = whole.to_local() if isinstance(whole, DTensor) else whole
         if value.is_floating_point() and value.numel() and not value.is_meta:
             names.append(name)
             # One pass without a mask: NaN and infinity spread to the sum. One wait for the device for all of them.
-            sums.append(value.detach().sum(dtype=torch.float32))
+            values.append(value.detach())
+            sums.append(values[-1].sum(dtype=torch.float32))
     flags = torch.stack([each.to(sums[0].device) for each in sums]).isfinite().tolist() if sums else []
-    return [name for name, is_number in zip(names, flags, strict=True) if not is_number]
+    suspects = [(name, value) for name, value, is_number in zip(names, values, flags, strict=True) if not is_number]
+    # Large numbers can make a sum infinite, too.
+    return [name for name, value in suspects if not value.isfinite().all()]
 
 
 def _end_with_exit_code() -> None:

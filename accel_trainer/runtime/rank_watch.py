@@ -63,6 +63,7 @@ __all__ = [
     "raise_if_theirs",
     "start_watch",
     "stop_watch",
+    "tell_soon",
     "unexplained_errors",
 ]
 
@@ -78,6 +79,8 @@ _POLLS_PER_ANSWER = 6
 """A thread that has not answered after so many has no turn: its process is stopped or holds the interpreter's lock."""
 _STUCK_SECONDS = 5.0
 """Of a wait for a rank whose process ends in an error. Connections to it mostly break at once."""
+_SOON_SECONDS = 1.0
+"""For ranks that find the same at the same update."""
 _LINES = 4000
 """Characters of a traceback that travel."""
 _KEPT_CALLS = 64
@@ -250,6 +253,15 @@ class RankWatch:
         self._store.add(key, 1)
         self._meet(doing, [key])
         return self._store.add(key, 0) == self._world_size
+
+    def tell_soon(self, name: str, value: bool) -> list[bool | None]:
+        """Return what the ranks say under a name that is used once; None for those that do not within a second."""
+        keys = [self._key(name, rank) for rank in range(self._world_size)]
+        self._store.set(keys[self._rank], str(int(value)))
+        deadline = time.monotonic() + _SOON_SECONDS
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return [self._store.get(key) == b"1" if self._store.check([key]) else None for key in keys]
 
     def _meet(self, doing: str, written: list[str]) -> None:
         """Wait until every rank is in this exchange, and delete the keys that this one wrote for the one before."""
@@ -624,6 +636,11 @@ def unexplained_errors() -> Iterator[None]:
         yield
     finally:
         watch.is_muted = False
+
+
+def tell_soon(name: str, value: bool) -> list[bool | None]:
+    """Return what the ranks say; see `RankWatch.tell_soon`. This rank's value alone where nobody watches."""
+    return [value] if _watch is None else _watch.tell_soon(name, value)
 
 
 def raise_if_theirs(error: BaseException) -> None:

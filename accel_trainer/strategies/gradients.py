@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from accel_trainer.runtime.torch_private import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
 
-__all__ = ["clip_grad_norm", "clip_grad_value", "gradients_of", "scale_gradients"]
+__all__ = ["choose_samples", "clip_grad_norm", "clip_grad_value", "gradients_of", "sample_sum", "scale_gradients"]
+
+_NUM_SAMPLES = 4
+_SMALL = 1 << 14
+"""Elements of a parameter whose gradient is summed in microseconds."""
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -82,6 +87,33 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: flo
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         _multiply(gradients, factor)
     return norm
+
+
+def choose_samples(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return a few small parameters, from the first to the last, of which each rank holds as much as the others.
+
+    The choice is the same on all ranks. A NaN that comes up in a backward is in the gradients of what lies before it,
+    and one in the loss in all: the first and the last are among the small ones.
+    """
+    even = [p for p in parameters if p.requires_grad and p.numel() and _is_even(p)]
+    small = [p for p in even if p.numel() <= _SMALL] or sorted(even, key=torch.numel)[:1]
+    last = len(small) - 1
+    places = {last * index // (_NUM_SAMPLES - 1) for index in range(_NUM_SAMPLES)} if small else ()
+    return [small[place] for place in sorted(places)]
+
+
+def _is_even(parameter: Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return True
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shards = prod(mesh.size(axis) for axis, placement in enumerate(placements) if not placement.is_replicate())
+    return parameter.to_local().numel() * shards == parameter.numel()
+
+
+def sample_sum(samples: Iterable[Tensor]) -> Tensor | None:
+    """Return the sum of this rank's gradients of some parameters, NaN or infinite if one is; None without any."""
+    sums = [_local(parameter.grad).sum() for parameter in samples if parameter.grad is not None]
+    return sum((each.to(sums[0].device) for each in sums[1:]), sums[0]) if sums else None
 
 
 def clip_grad_value(parameters: Iterable[Tensor], clip_value: float) -> None:

@@ -413,7 +413,11 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         loss = self._weigh(loss, num_items_in_batch is not None)
         fault_point("train.backward")
         # Not accelerator.backward(): it weighs by the batch that the loader gave last, and a window is read ahead.
-        plan.unit.backward(loss)
+        guard = self.accelerator.nonfinite_guard
+        if guard is not None and guard.spreads:
+            plan.unit.backward(loss, gradient=guard.seed(loss))
+        else:
+            plan.unit.backward(loss)
         return loss.detach()
 
     def _prepare_inputs(self, inputs: Any) -> Any:

@@ -18,12 +18,16 @@ preload("accel_trainer.accelerator")
 
 
 def train(
-    action: str, *, clips: bool = True, strategy: str = "auto", bad_rank: int = 0, **options: Any
+    action: str, *, clips: bool = True, strategy: str = "auto", bad_rank: int = 0, adds: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Do three updates, the second of which has a NaN in the loss of one rank."""
+    """Do three updates, the second of which has a NaN in the loss of one rank.
+
+    Args:
+        adds: the NaN is added to the loss, whose gradients are numbers.
+    """
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, config={"on_nonfinite": action, "strategy": strategy, **options})
-    model = nn.Linear(3, 1)
+    model = nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     loader = torch.utils.data.DataLoader(range(4), 2)  # from which an engine takes its batch size
@@ -34,7 +38,8 @@ def train(
             with accelerator.accumulate(model):
                 loss = model(torch.ones(2, 3)).square().mean()
                 is_bad = (update, bad_rank) == (2, accelerator.process_index)
-                accelerator.backward(loss * float("nan") if is_bad else loss)
+                nan = float("nan")
+                accelerator.backward((loss + nan if adds else loss * nan) if is_bad else loss)
                 if clips:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
@@ -59,7 +64,10 @@ def train_all(folder: str) -> dict[str, Any]:
         name: {action: train(action, bad_rank=1, **case) for action in ("raise", "skip_step", "warn")}
         for name, case in CASES.items()
     }
-    results["sharded, unclipped"] = {"skip_step": train("skip_step", strategy="fsdp2", clips=False, bad_rank=1)}
+    for name, case in {**CASES, "sharded, unclipped": {"strategy": "fsdp2", "clips": False}}.items():
+        results[f"{name}, added"] = {
+            action: train(action, bad_rank=1, adds=True, **case) for action in ("raise", "skip_step")
+        }
     for strategy in ("ddp", "fsdp2"):
         results[f"save {strategy}"] = save(f"{folder}/{strategy}", strategy)
     return results
@@ -88,12 +96,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(train_all, 2, str(tmp_path_factory.mktemp("weights")), timeout=100)
 
 
-def check(seen: dict[str, Any], is_main: bool) -> None:
+def check(seen: dict[str, Any], is_main: bool, bad_rank: int = 1) -> None:
     if "raise" in seen:
-        assert seen["raise"]["error"].startswith(
-            "update 2: the norm of the gradients is NaN or infinite, and the loss on"
+        error = seen["raise"]["error"]
+        assert error.startswith(
+            f"update 2: the norm of the gradients is NaN or infinite, and the loss on rank {bad_rank}"
         )
         assert len(seen["raise"]["weights"]) == 1
+    if "warn" in seen:
         assert seen["warn"]["error"] == ""
     skipping = seen["skip_step"]
     assert (skipping["error"], skipping["skipped"], skipping["schedule"]) == ("", [False, True, False], 2)
@@ -104,7 +114,7 @@ def check(seen: dict[str, Any], is_main: bool) -> None:
         assert third.isfinite().all()
 
 
-@pytest.mark.parametrize("case", [*CASES, "sharded, unclipped"])
+@pytest.mark.parametrize("case", [*CASES, *(f"{name}, added" for name in CASES), "sharded, unclipped, added"])
 def test_r14_all_ranks_act_alike_on_one_ranks_nan(ranks: list[dict[str, Any]], case: str) -> None:
     for rank, seen in enumerate(ranks):
         check(seen[case], rank == 0)
@@ -121,7 +131,15 @@ def test_r14_weights_that_are_none_are_not_saved_unless_asked_to(ranks: list[dic
 
 @pytest.mark.parametrize("clips", [True, False])
 def test_r14_one_process_acts_as_several(clips: bool) -> None:
-    check({action: train(action, clips=clips) for action in ("raise", "skip_step", "warn")}, is_main=True)
+    check({action: train(action, clips=clips) for action in ("raise", "skip_step", "warn")}, is_main=True, bad_rank=0)
+
+
+def test_weights_whose_sum_is_too_large_for_fp32_are_saved(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    model.weight.data.fill_(torch.finfo(torch.float32).max)
+    accelerator.save_model(accelerator.prepare(model), tmp_path / "model")
+    assert Path(tmp_path, "model", "model.safetensors").is_file()
 
 
 def test_an_unknown_action_is_refused() -> None:
