@@ -14,7 +14,7 @@ from torch import nn
 from accel_trainer import logging
 from accel_trainer.accelerator.checkpointing import SAVED_STATES, AcceleratorCheckpointing, RegisteredState
 from accel_trainer.accelerator.gathering import AcceleratorGathering
-from accel_trainer.accelerator.options import AcceleratorOptions, build_strategy, resolve_options
+from accel_trainer.accelerator.options import AcceleratorOptions, build_strategy, keep_global_batch, resolve_options
 from accel_trainer.accelerator.prepared import Prepared
 from accel_trainer.accelerator.preparing import AcceleratorPreparing
 from accel_trainer.accelerator.settings import PassStart
@@ -136,6 +136,8 @@ class Accelerator(
             kwargs_handlers=kwargs_handlers or (),
         )
         self._join_job(DeepSpeedPlugins.of(deepspeed_plugin, deepspeed_plugins), config)
+        if self.config.accumulation.keep_global_batch:
+            self.reconfigure(keep_global_batch(self.resolved, self.process.world_size))
         self.precision = build_precision(
             self.config.mixed_precision,
             self.process.device,

@@ -388,6 +388,12 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             selection, outcome = self._load_newest(mode, files)
             self.project_configuration.iteration = 1 + int(selection.path.name.removeprefix(PREFIX))
         self._pass_start.has_loaded_state = True
+        first, left = self.config.launch.num_processes, self.process.world_size
+        if first not in (None, left) and not self.config.accumulation.keep_global_batch:
+            logger.warning(
+                "%d of %d processes are left, and updates have fewer samples unless the loop makes up for it: "
+                "accumulation.keep_global_batch=true takes more micro-batches for each", left, first,
+            )  # fmt: skip
         phases = ("select", "verify", "load")
         seconds = ", ".join(f"{phase} {metrics.values[f'resume/{phase}_s']:.2f} s" for phase in phases)
         logger.info("%s", selection.describe("resumed", [selection.verified, outcome, seconds]))

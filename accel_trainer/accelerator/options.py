@@ -31,7 +31,7 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Capabilities, Strategy, WrapPolicyFunction
 from accel_trainer.strategies.comm_hooks import CommHook
 
-__all__ = ["AcceleratorOptions", "build_strategy", "resolve_options"]
+__all__ = ["AcceleratorOptions", "build_strategy", "keep_global_batch", "resolve_options"]
 
 
 _HANDLERS = (
@@ -205,12 +205,32 @@ def _check_compiles(options: AcceleratorOptions, resolved: Resolved) -> None:
 
 def check_num_processes(resolved: Resolved, world_size: int) -> None:
     """Refuse a world size that the configuration contradicts."""
-    stated = resolved.config.launch.num_processes
-    if stated is not None and stated != world_size:
+    stated, fewest = resolved.config.launch.num_processes, resolved.config.launch.min_processes
+    if stated is not None and not (stated if fewest is None else fewest) <= world_size <= stated:
         raise ConfigError(
             f"{resolved.describe('launch.num_processes')}, and {world_size} process(es) run this job. Start it with "
             f"`accel-trainer launch --num_processes {stated} SCRIPT`, or set num_processes to {world_size} there"
         )
+
+
+def keep_global_batch(resolved: Resolved, world_size: int) -> Resolved:
+    """Return a configuration whose updates have as many samples on fewer processes than the job began with.
+
+    Raises:
+        ConfigError: no whole number of micro-batches makes as many.
+    """
+    accumulation, first = resolved.config.accumulation, resolved.config.launch.num_processes
+    if first is None or first == world_size:
+        return resolved
+    num_steps, rest = divmod(accumulation.num_steps * first, world_size)
+    if rest:
+        raise ConfigError(
+            f"{resolved.describe('accumulation.keep_global_batch')}: an update has {accumulation.num_steps} x {first} "
+            f"batches (micro-batches x processes), and the {world_size} processes that are left cannot share them out. "
+            "Choose accumulation steps that all numbers of processes divide, or give num_processes another MIN:MAX"
+        )
+    accumulation = replace(accumulation, num_steps=num_steps)
+    return replace(resolved, config=replace(resolved.config, accumulation=accumulation))
 
 
 def build_strategy(resolved: Resolved, process: ProcessContext) -> Strategy:

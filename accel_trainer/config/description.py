@@ -17,7 +17,7 @@ from typing import Any
 from accel_trainer.config import schema
 from accel_trainer.config.files import ALIASES
 from accel_trainer.config.readers.yaml_reader import dump_yaml
-from accel_trainer.config.schema import FieldSpec, RunConfig, field_specs, section_names, thaw
+from accel_trainer.config.schema import LOW_ENDS, FieldSpec, RunConfig, field_specs, section_names, thaw
 
 __all__ = ["SCHEMA_FILE", "commented_yaml", "documentation", "json_schema"]
 
@@ -80,6 +80,9 @@ def _property(spec: FieldSpec) -> dict[str, Any]:
             result["items"] = {"type": "string"}
         else:
             words += ["object", "string"]  # a block, or the name of a file
+    if spec.path in LOW_ENDS:
+        words.append("string")
+        result["pattern"] = r"^\d+:\d+$"
     if words:
         result["type"] = words[0] if len(words) == 1 else words
     if spec.path != "deepspeed":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from accel_trainer.config.readers.document import Entry
-from accel_trainer.config.schema import field_specs
+from accel_trainer.config.schema import LOW_ENDS, field_specs
 from accel_trainer.config.validation import WrongValueError, coerce, show
 
 __all__ = ["Layer", "Setting", "Source", "SourceKind"]
@@ -62,6 +63,9 @@ class Layer:
         value = entry.value if value is None else value
         if value is None:
             return
+        if path in LOW_ENDS and isinstance(value, str) and (ends := re.fullmatch(r"(\d+):(\d+)", value)):
+            self.put(LOW_ENDS[path], entry, int(ends[1]))
+            value = int(ends[2])
         try:
             checked = coerce(field_specs()[path], value, lenient=self.lenient, text=entry.text)
         except WrongValueError as error:

@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any, NoReturn
 
 __all__ = [
+    "LOW_ENDS",
     "AccumulationConfig",
     "CompileConfig",
     "DDPConfig",
@@ -168,6 +169,8 @@ class AccumulationConfig:
     """Close the accumulation window at the end of the loader, even when it is not full."""
     sync_each_batch: bool = False
     """Reduce gradients after every micro-batch: more traffic, less memory in sharded strategies."""
+    keep_global_batch: bool = False
+    """With fewer processes than launch.num_processes: as many samples in an update, of more micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,7 +278,9 @@ class LaunchConfig:
     """How processes are started; read by the launcher, and compared with the running job."""
 
     num_processes: int | None = None
-    """Processes over all machines; None takes what the launcher or the machine offers."""
+    """Processes over all machines; None takes what is there. MIN:MAX sets min_processes, too."""
+    min_processes: int | None = None
+    """Fewest processes that a job whose workers are started again goes on with; None: as many as before."""
     num_machines: int = 1
     """Machines of the job."""
     machine_rank: int = 0
@@ -375,6 +380,10 @@ def _walk(section: Any, prefix: str) -> Iterator[FieldSpec]:
             yield from _walk(default, f"{prefix}{item.name}.")
         else:
             yield FieldSpec(f"{prefix}{item.name}", hints[item.name], default)
+
+
+LOW_ENDS = {"launch.num_processes": "launch.min_processes"}
+"""Options that take MIN:MAX, with those that MIN is for."""
 
 
 @functools.cache

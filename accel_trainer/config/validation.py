@@ -97,6 +97,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "preemption.signals": (_are_signals, "names of signals that a process can take, such as SIGTERM and SIGUSR1"),
     "preemption.grace_seconds": (lambda seconds: seconds > 0, "a positive number of seconds"),
     "launch.num_processes": _at_least(1),
+    "launch.min_processes": _at_least(1),
     "launch.num_machines": _at_least(1),
     "launch.machine_rank": _at_least(0),
     "launch.main_process_port": (lambda port: 0 <= port <= 65535, "a port number from 0 to 65535"),
@@ -267,6 +268,11 @@ def cross_problems(config: RunConfig, describe: Callable[[str], str]) -> list[st
         problems.append(
             f"{describe('launch.num_processes')} cannot be divided over {describe('launch.num_machines')}: "
             "every machine runs the same number of processes"
+        )
+    if launch.min_processes is not None and launch.min_processes > (launch.num_processes or 0):
+        problems.append(
+            f"{describe('launch.min_processes')} does not fit {describe('launch.num_processes')}: give both, "
+            "as num_processes MIN:MAX"
         )
     if config.mixed_precision == MixedPrecision.FP8:
         problems += _fp8_problems(config, describe)

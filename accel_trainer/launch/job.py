@@ -237,6 +237,7 @@ def check_job(
     if resolved.config.mixed_precision == "fp8" and importlib.util.find_spec("torchao") is None:
         raise ConfigError(f"{resolved.describe('mixed_precision')}: {MISSING_TORCHAO}")
     _check_strategy(resolved, num_processes, options, argv)
+    _check_restarts(resolved)
     return hosts, num_processes
 
 
@@ -423,6 +424,37 @@ def _check_strategy(resolved: Resolved, num_processes: int, options: Options, ar
             f"{resolved.describe('strategy')} runs at most {most} process(es), and this job has "
             f"{num_processes} ({source}); set num_processes, or another strategy"
         )
+
+
+def _check_restarts(resolved: Resolved) -> None:
+    """Refuse restarts on fewer processes where there are none, or where some job of that size cannot run."""
+    launch, describe = resolved.config.launch, resolved.describe
+    if launch.min_processes is None:
+        return
+    fewest = describe("launch.min_processes")
+    if launch.max_restarts == 0:
+        raise ConfigError(
+            f"{fewest} is for workers that are started again, and {describe('launch.max_restarts')} starts none; set "
+            "max_restarts, or give num_processes one number"
+        )
+    if launch.num_machines > 1:
+        raise ConfigError(
+            f"{fewest} with {describe('launch.num_machines')}, each of which starts as many processes as the others: "
+            "a job goes on with fewer on one machine alone; give num_processes one number"
+        )
+    if resolved.config.strategy == "deepspeed":
+        raise ConfigError(
+            f"{fewest} with {describe('strategy')}, whose engine's batch sizes are for one number of processes; give "
+            "num_processes one number, or shard with fsdp2"
+        )
+    if resolved.config.strategy not in _WITHOUT_GROUP:
+        bound, _ = _process_bounds(resolved, launch.min_processes)
+        if launch.min_processes < bound:
+            raise ConfigError(
+                f"{describe('strategy')} needs at least {bound} processes, and {fewest}; write num_processes as "
+                f"{bound}:{launch.num_processes}"
+            )
+    axis_sizes(resolved.config, describe, launch.min_processes, launch.num_machines)
 
 
 def _device_count(resolved: Resolved) -> str:

@@ -218,9 +218,11 @@ class _Agent(LocalElasticAgent):
         self._pids: dict[int, int] = {}
         self._watchers: list[threading.Thread] = []
         self._starts = 0
+        self._num_lost = 0
         self._launchers: Launchers | None = None
 
     def _rendezvous(self, worker_group: Any) -> None:
+        worker_group.spec.local_world_size = self._num_left(worker_group.spec.local_world_size)
         super()._rendezvous(worker_group)
         handler = worker_group.spec.rdzv_handler
         if isinstance(handler, BoundRendezvous) and handler.num_machines > 1:
@@ -230,12 +232,22 @@ class _Agent(LocalElasticAgent):
         if any(exit_.code in _FINAL_CODES for exit_ in self.exits):
             self._remaining_restarts = 0
             self._let_end()  # torch would end the others at once
+        by_themselves = list(self.exits)  # torch ends the others as soon as it has seen one fail
         result = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.FAILED:
+            # One with an exit code, beside the first, has failed because of that one, as a rule.
+            self._num_lost = max(1, sum(exit_.code < 0 for exit_ in by_themselves))
         failure = self.failure_elsewhere()
         if failure is None or result.state != WorkerState.HEALTHY:
             return result
         _report_machine(failure)
         return RunResult(state=WorkerState.FAILED)
+
+    def _num_left(self, num_before: int) -> int:
+        """Return how many workers are started: of a job that may go on with fewer, one less for each that was lost."""
+        fewest = self._job.launch.min_processes
+        lost, self._num_lost = self._num_lost, 0
+        return num_before if fewest is None else max(fewest, num_before - lost)
 
     def _exit_barrier(self) -> None:
         # torch's ends after 300 s, and with the launcher of machine 0 the store of the others' workers would.
@@ -264,8 +276,10 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         first = self.first_failure()
         if first is not None:
+            size, before = len(worker_group.workers), len(self._pids)
+            left = f" on {size} rank(s) instead of {before}" if size < before else ""
             print(
-                f"accel-trainer launch: {_describe(first)}; starting the workers again "
+                f"accel-trainer launch: {_describe(first)}; starting the workers again{left} "
                 f"({self._starts} of {self._job.launch.max_restarts} restarts)",
                 file=sys.stderr,
             )

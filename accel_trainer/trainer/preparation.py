@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import re
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ __all__ = [
     "check_optimizer",
     "create_optimizer",
     "create_overridden",
+    "keeping_global_batch",
 ]
 
 logger = logging.get_logger(__name__)
@@ -92,6 +95,14 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
             f"auto_find_batch_size is set with strategy {accelerator.strategy.name!r}, whose engine is built for one "
             "batch size and keeps hold of the memory of an attempt that failed; set per_device_train_batch_size"
         )
+    if accelerator.config.launch.min_processes is not None:
+        for name in ("auto_find_batch_size", "dataloader_drop_last"):
+            if getattr(args, name):
+                raise ConfigError(
+                    f"{accelerator.resolved.describe('launch.min_processes')} keeps the samples of each update when "
+                    f"processes are lost, and with {name}=True they depend on how many there are; leave one of the "
+                    "two out"
+                )
     share_accelerator(accelerator)
     return accelerator
 
@@ -362,6 +373,50 @@ class ModelPreparation:
         trainer.accelerator.unit_of(trainer.model).checkpoint_io().load_full_optimizer_state(state)
         for group, own in zip(groups, options, strict=True):
             group.update(own)
+
+
+@contextmanager
+def keeping_global_batch(trainer: PreparingTrainer) -> Iterator[None]:
+    """Context in which updates on fewer processes than the job began with have the samples of the first start.
+
+    A micro-batch is not larger than then: each process has the memory that it had.
+
+    Raises:
+        ConfigError: on every rank: the samples cannot be shared out over the processes that are left.
+    """
+    args, process, ranks = trainer.args, trainer.accelerator.process, trainer.accelerator.readers.world_size
+    first = trainer.accelerator.config.launch.num_processes
+    if first is None or first == process.world_size or trainer.accelerator.config.data.split_batches:
+        yield
+        return
+    given = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    ranks_first = ranks * first // process.world_size
+    words = f"{given[0]} x {given[1]} x {ranks_first} (micro-batch x accumulation x ranks) on {first} processes"
+    update_batch = math.prod(given) * ranks_first
+    share, rest = divmod(update_batch, ranks)
+    if rest:
+        raise ConfigError(
+            f"an update has {update_batch} samples = {words}, and the {process.world_size} that are left cannot share "
+            f"them out: {update_batch} / {ranks} is no whole number. Choose a batch size and an accumulation whose "
+            "product with num_processes has all numbers of ranks as divisors, or give num_processes another MIN:MAX"
+        )
+    micro = max(size for size in range(1, given[0] + 1) if share % size == 0)
+    logger.warning(
+        "%d of %d processes are left: an update has %d samples as before = %d x %d x %d, instead of %s",
+        process.world_size, first, update_batch, micro, share // micro, ranks, words,
+    )  # fmt: skip
+    trainer.given_batch = given
+    _set_batch(trainer, micro, share // micro)
+    try:
+        yield
+    finally:
+        trainer.given_batch = None
+        _set_batch(trainer, *given)
+
+
+def _set_batch(trainer: PreparingTrainer, size: int, num_steps: int) -> None:
+    trainer._train_batch_size = trainer.args.per_device_train_batch_size = size
+    trainer.args.gradient_accumulation_steps = num_steps
 
 
 class TakenArguments:

@@ -127,6 +127,8 @@ class PreparingTrainer(RunningTrainer, Protocol):
     _created_lr_scheduler: bool
     _loss_shifts_labels: bool
     _train_batch_size: int
+    given_batch: tuple[int, int] | None
+    """Ours: batch size and accumulation of the arguments, while a train() on fewer processes has others."""
     _schedule_of_both: Any
     """Ours: what a `create_optimizer_and_scheduler` of a subclass made in an earlier `train()`."""
     _wrap_model: Callable[..., nn.Module]

@@ -69,6 +69,7 @@ from accel_trainer.trainer.preparation import (
     build_accelerator,
     check_optimizer,
     create_overridden,
+    keeping_global_batch,
 )
 from accel_trainer.trainer.run_record import RunRecord
 from accel_trainer.trainer.search import search_with_optuna
@@ -122,6 +123,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
     _reader: WindowReader | None = None
     _step_plan: StepPlan | None = None
     _schedule_of_both: Any = None
+    given_batch: tuple[int, int] | None = None
     _num_flops_parameters: tuple[int, int] | None = None
     """The model's id, and how many of its parameters multiply inputs."""
 
@@ -227,6 +229,17 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         finally:
             self.args.dataloader_drop_last = drop_last
 
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        if self.given_batch is None:
+            return super()._get_train_sampler(*args, **kwargs)
+        # One that groups by length does so within a number of batches: the order is to be that of the first start.
+        present = self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps
+        self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps = self.given_batch
+        try:
+            return super()._get_train_sampler(*args, **kwargs)
+        finally:
+            self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps = present
+
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
         collator = super()._get_collator_with_removed_columns(data_collator, description)
         return ColumnFilter.of(collator) if type(collator) is RemoveColumnsCollator else collator
@@ -258,7 +271,12 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         is_failed = True
         self.stop_signals = StopSignals(self._signals_to_note())
         try:
-            with failing_together(), self.stop_signals, self._resuming(resume_from_checkpoint) as checkpoint:
+            with (
+                failing_together(),
+                self.stop_signals,
+                keeping_global_batch(self),
+                self._resuming(resume_from_checkpoint) as checkpoint,
+            ):
                 run = functools.partial(super().train, checkpoint, trial, ignore_keys_for_eval)
                 output = self._search_batch_size(run, checkpoint) if searches else run()
                 is_failed = False

@@ -60,6 +60,8 @@ def configurations(draw):
     chosen = draw(st.lists(st.sampled_from(specs), unique_by=lambda spec: spec.path, max_size=12))
     values = {spec.path: draw(values_of(spec)) for spec in chosen}
     assume(not (values.get("fsdp.replicate_per_node") and values.get("fsdp.replicate_size", 1) > 1))
+    if "launch.min_processes" in values:
+        values["launch.num_processes"] = values["launch.min_processes"] + 1
     if values.get("mixed_precision") == "fp8":
         assume(values.get("fp8.backend", "ao") == "ao" and values.get("parallel.tp_size", 1) == 1)
     return build_config(values)

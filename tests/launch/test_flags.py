@@ -14,6 +14,7 @@ from accel_trainer.launch.flags import Options, launch_flags, options_parser, pa
 
 # Frozen: a flag that disappears from here breaks somebody's command line.
 FLAGS = [
+    "accumulation_keep_global_batch",
     "accumulation_sync_each_batch",
     "accumulation_sync_with_dataloader",
     "compile_backend",
@@ -81,6 +82,7 @@ FLAGS = [
     "main_process_port",
     "main_training_function",
     "max_restarts",
+    "min_processes",
     "mixed_precision",
     "module",
     "monitor_interval",

@@ -59,6 +59,45 @@ def test_the_file_says_how_many_processes_and_the_flag_wins(tmp_path: Path, scri
     assert plan(tmp_path, *arguments, "--num_processes", "3", script).num_local_processes == 3
 
 
+def test_fewer_processes_after_restarts_are_a_range_in_flags_files_and_variables(tmp_path: Path, script: str) -> None:
+    (tmp_path / "ours.yaml").write_text("launch: {num_processes: 2:4, max_restarts: 1}\nuse_cpu: true\n")
+    (tmp_path / "other.yaml").write_text("distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2:4\n")
+    spellings: list[tuple[list[str], dict[str, str]]] = [
+        (["--cpu", "--num_processes", "2:4"], {}),
+        (["--cpu", "--min_processes", "2"], {"ACCEL_TRAINER_LAUNCH__NUM_PROCESSES": "4"}),
+        (["--cpu"], {"ACCEL_TRAINER_LAUNCH__NUM_PROCESSES": "2:4"}),
+        (["--config_file", str(tmp_path / "ours.yaml")], {}),
+        (["--config_file", str(tmp_path / "other.yaml")], {}),
+    ]
+    for words, environ in spellings:
+        job = plan(tmp_path, *words, "--max_restarts", "3", script, **environ)
+        launch = job.resolved.config.launch
+        assert (launch.min_processes, launch.num_processes, job.num_local_processes) == (2, 4, 4), words
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--num_processes 1:2", r"for workers that are started again, and launch.max_restarts=0 \(default\)"),
+        ("--num_processes 3:2", r"min_processes=3 .* does not fit launch.num_processes=2"),
+        ("--min_processes 1", r"min_processes=1 .* does not fit launch.num_processes=null"),
+        ("--num_processes 1:", "expected a whole number"),
+        (
+            "--num_processes 1:2 --max_restarts 1 --num_machines 2 --main_process_ip 10.0.0.1 --rdzv_backend c10d",
+            "a job goes on with fewer on one machine alone",
+        ),
+        ("--num_processes 1:2 --max_restarts 1 --use_fsdp", "needs at least 2 processes.*write num_processes as 2:2"),
+        ("--num_processes 1:2 --max_restarts 1 --use_deepspeed", "batch sizes are for one number of processes"),
+        ("--num_processes 1:2 --max_restarts 1 --parallel_tp_size 2", "tp_size"),
+    ],
+)
+def test_fewer_processes_after_restarts_are_refused_where_they_cannot_be(
+    tmp_path: Path, script: str, words: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(tmp_path, "--cpu", *words.split(), script)
+
+
 def test_the_default_file_is_used_where_it_exists(tmp_path: Path, script: str) -> None:
     default_path = tmp_path / "accel_trainer" / "default_config.yaml"
     default_path.parent.mkdir()

@@ -228,6 +228,28 @@ def test_workers_are_started_again_and_find_each_other_again(tmp_path: Path) -> 
     assert "rank 1 of 2 in attempt 1" in output
 
 
+LOST = """
+import os, signal, sys, time
+size, rank, attempt = os.environ["WORLD_SIZE"], os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+sys.stdout.write(f"rank {rank} of {size} in attempt {attempt}\\n")
+sys.stdout.flush()
+if attempt == "0":
+    if rank == "1":
+        sys.exit(9)  # as a rule, for the end of another
+    os.kill(os.getpid(), signal.SIGKILL) if rank in "23" else time.sleep(60)
+sys.exit(0 if attempt == "2" else 3)
+"""
+
+
+def test_workers_that_are_lost_are_not_replaced_down_to_the_fewest(tmp_path: Path) -> None:
+    words = ["--cpu", "--num_processes", "2:4", "--max_restarts", "2", "--monitor_interval", "2"]
+    code, output = launch(tmp_path, *words, write(tmp_path, LOST))
+    assert code == 0, output
+    assert "starting the workers again on 2 rank(s) instead of 4 (1 of 2 restarts)" in output
+    assert "failed with exit code 3; starting the workers again (2 of 2 restarts)" in output
+    assert "rank 1 of 2 in attempt 2" in output
+
+
 def test_workers_that_fail_again_end_the_job(tmp_path: Path) -> None:
     code, output = launch(tmp_path, *TWO, "--max_restarts", "1", write(tmp_path, "import sys; sys.exit(3)"))
     assert code == 3

@@ -84,3 +84,156 @@ def train_twice(folder: str) -> dict[str, Any]:
 
     next(run_checkpoints._trains)
     return train(folder)
+
+
+class SeenSamples:
+    """Writes down which rows each micro-batch of a Trainer has, before it is trained."""
+
+    def __init__(self, trainer: Any, folder: Path) -> None:
+        self._trainer, self._step = trainer, trainer.training_step
+        attempt, rank = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("RANK", "0")
+        self._file = folder / f"{attempt}-{rank}.txt"
+        rows = trainer.train_dataset.rows
+        self._numbers = {tuple(row["input_ids"].tolist()): index for index, row in enumerate(rows)}
+
+    def __call__(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        numbers = [self._numbers[tuple(row)] for row in inputs["input_ids"].tolist()]
+        with self._file.open("a") as file:
+            file.write(f"{self._trainer.state.global_step} {' '.join(map(str, numbers))}\n")
+        return self._step(model, inputs, *args, **kwargs)
+
+    @staticmethod
+    def read(folder: Path, pattern: str) -> dict[int, list[int]]:
+        """Return the samples of each update, in order of their numbers."""
+        samples: dict[int, list[int]] = {}
+        for file in folder.glob(pattern):
+            for line in file.read_text().splitlines():
+                step, *numbers = map(int, line.split())
+                samples.setdefault(step, []).extend(numbers)
+        return {step: sorted(numbers) for step, numbers in samples.items()}
+
+
+def train_elastic(folder: str, num_steps: int, dies_after: int = -1) -> dict[str, Any]:
+    trainer = build_trainer(
+        f"{folder}/run", uneven=True, samples=30, per_device_train_batch_size=2, gradient_accumulation_steps=num_steps,
+        save_strategy="steps", save_steps=3, train_sampling_strategy="group_by_length",
+        options={"callbacks": [Death(dies_after)]},
+    )  # fmt: skip
+    trainer.training_step = SeenSamples(trainer, Path(folder))
+    trainer.train()
+    given = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
+    return {"weights": trainer.model.state_dict(), "begun_at": trainer._initial_global_step, "given": given}
+
+
+ELASTIC_SCRIPT = SCRIPT.replace("train(sys.argv[1], 5)", "train_elastic(sys.argv[1], 1, 5)").replace(
+    "import train\n", "import train_elastic\n"
+)
+
+
+@pytest.mark.timeout(300)
+def test_with_fewer_ranks_a_job_goes_on_as_it_would_have_with_all(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    [reference] = run_ranks(train_elastic, 1, str(one), 2)
+    script, config = tmp_path / "train.py", tmp_path / "train.yaml"
+    script.write_text(ELASTIC_SCRIPT)
+    config.write_text("use_cpu: true\nlaunch:\n  num_processes: 1:2\n  max_restarts: 1\n")
+
+    words = ["--config_file", str(config), str(script), str(two), str(tmp_path / "seen")]
+    code, output = launch(tmp_path, *words, timeout=280)
+
+    assert code == 0, output
+    assert "was ended by SIGKILL, exit code 137; starting the workers again on 1 rank(s) instead of 2" in output
+    assert (
+        "1 of 2 processes are left: an update has 4 samples as before = 2 x 2 x 1, instead of 2 x 1 x 2 (micro-batch x "
+        "accumulation x ranks) on 2 processes" in output
+    )
+    assert "set batch size and accumulation so that" not in output  # of a resume with other updates
+    restarted = torch.load(tmp_path / "seen")
+    assert restarted["begun_at"] == 3
+    assert restarted["given"] == (2, 1)
+    whole = SeenSamples.read(one, "*.txt")
+    before, after = SeenSamples.read(two, "0-*.txt"), SeenSamples.read(two, "1-*.txt")
+    assert {step: before[step] for step in range(3)} | after == whole
+    assert sorted(number for numbers in whole.values() for number in numbers) == list(range(30))
+    for name, value in reference["weights"].items():
+        torch.testing.assert_close(restarted["weights"][name], value, rtol=0, atol=1e-6)
+
+
+def share_out(folder: str) -> dict[str, Any]:
+    """On two ranks of a job that began with three."""
+    from accel_trainer import Accelerator
+    from accel_trainer.errors import ConfigError
+
+    trainer = build_trainer(folder, samples=24, per_device_train_batch_size=4)
+    steps = SeenSamples(trainer, Path(folder))
+    trainer.training_step = steps
+    trainer.train()
+    errors = []
+    refused: list[dict[str, Any]] = [
+        {"per_device_train_batch_size": 1}, {"auto_find_batch_size": True}, {"dataloader_drop_last": True},
+    ]  # fmt: skip
+    for changes in refused:
+        with pytest.raises(ConfigError) as caught:
+            build_trainer(folder, **changes).train()
+        errors.append(str(caught.value))
+    keeping = {"accumulation": {"keep_global_batch": True}}
+    with pytest.raises(ConfigError) as caught:
+        Accelerator(cpu=True, config=keeping)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, config=keeping)
+    return {"errors": [*errors, str(caught.value)], "num_steps": accelerator.gradient_accumulation_steps}
+
+
+def test_updates_keep_their_samples_on_any_number_of_ranks_or_are_refused(tmp_path: Path) -> None:
+    results = run_ranks(share_out, 2, str(tmp_path), env={"ACCEL_TRAINER_LAUNCH__NUM_PROCESSES": "1:3"})
+    # 4 x 1 x 3 samples are 3 x 2 x 2: no micro-batch is larger than it was.
+    lines = (tmp_path / "0-0.txt").read_text().splitlines()
+    assert [(line.split()[0], len(line.split()) - 1) for line in lines] == [("0", 3), ("0", 3), ("1", 3), ("1", 3)]
+    for result in results:
+        shared, searched, dropped, native = result["errors"]
+        assert shared.startswith(
+            "an update has 3 samples = 1 x 1 x 3 (micro-batch x accumulation x ranks) on 3 processes, and the 2 that "
+            "are left cannot share them out: 3 / 2 is no whole number. Choose"
+        )
+        assert "with auto_find_batch_size=True they depend on how many there are" in searched
+        assert "with dataloader_drop_last=True they depend on how many there are" in dropped
+        assert "an update has 1 x 3 batches (micro-batches x processes), and the 2 processes that are left" in native
+        assert result["num_steps"] == 6
+
+
+def train_by_hand(folder: str, num_steps: int, saves: bool) -> list[float]:
+    """A loop over 16 samples in updates of 4; it ends with a save after the second, or goes on from there."""
+    from accel_trainer import Accelerator
+
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=num_steps,
+        config={"accumulation": {"keep_global_batch": True}, "data": {"use_stateful_dataloader": True}},
+    )
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    data = torch.utils.data.DataLoader(torch.arange(16.0).reshape(16, 1) / 16, batch_size=2, shuffle=True)
+    model, optimizer, data = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), data)
+    if Path(folder, "manifest.json").exists() and not saves:
+        accelerator.load_state(folder)
+    num_updates = 0
+    for batch in data:
+        with accelerator.accumulate(model):
+            accelerator.backward((model(batch) - 3 * batch).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        num_updates += accelerator.sync_gradients
+        if saves and num_updates == 2:
+            accelerator.save_state(folder)
+            break
+    return [parameter.item() for parameter in accelerator.unwrap_model(model).parameters()]
+
+
+def test_a_loop_of_ones_own_keeps_its_updates_where_it_says_so(tmp_path: Path) -> None:
+    state, other = str(tmp_path / "state"), str(tmp_path / "none")
+    elastic = {"ACCEL_TRAINER_LAUNCH__NUM_PROCESSES": "1:2"}
+    run_ranks(train_by_hand, 2, state, 1, True, env=elastic)
+    [restarted] = run_ranks(train_by_hand, 1, state, 1, False, env=elastic)
+    [reference] = run_ranks(train_by_hand, 1, other, 2, False)
+    assert restarted == pytest.approx(reference, abs=1e-6)
