@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import logging
@@ -104,6 +105,17 @@ def early_fork_server(own_temporary_files: None) -> None:
     """Let the server of the ranks import what it will need while the first tests run."""
     if "tests.ranks" in sys.modules:
         sys.modules["tests.ranks"].start_fork_server()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def early_type_check(
+    own_temporary_files: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Let mypy read a user's script, and with it transformers, while other tests run: half a minute the first time."""
+    with contextlib.ExitStack() as stack:
+        if any("test_user_types" in item.nodeid for item in request.session.items):
+            stack.enter_context(sys.modules["tests.test_user_types"].checking(tmp_path_factory.mktemp("user")))
+        yield
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -60,27 +62,36 @@ reveal_type(gather)  # type: def (
 """
 
 
-@pytest.fixture(scope="module")
-def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
-    """Everything that mypy says of the script, by line; transformers and torch are followed, as at a user's."""
-    folder = tmp_path_factory.mktemp("user")
+_checks: list[subprocess.Popen[str]] = []
+
+
+@contextlib.contextmanager
+def checking(folder: Path) -> Iterator[None]:
+    """Have mypy read the script meanwhile; transformers and torch are followed, as at a user's."""
     (folder / "script.py").write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--config-file=",
-        "--ignore-missing-imports",
-        f"--cache-dir={CACHE}",
-        "script.py",
-    ]
+    options = ("--config-file=", "--ignore-missing-imports", f"--cache-dir={CACHE}")
+    command = ["nice", sys.executable, "-m", "mypy", *options, "script.py"]
     environment = {**os.environ, "MYPYPATH": str(ROOT)}
-    finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as check:
+        _checks.append(check)
+        try:
+            yield
+        finally:
+            _checks.remove(check)
+            check.kill()
+
+
+@pytest.fixture(scope="module")
+def reported() -> dict[int, list[str]]:
+    """Everything that mypy says of the script, by line."""
+    output, _ = _checks[0].communicate()
     said: dict[int, list[str]] = {}
-    for line in finished.stdout.splitlines():
+    for line in output.splitlines():
         if found := re.match(r"script\.py:(\d+): (?:error|note): (.*)", line):
             said.setdefault(int(found[1]), []).append(found[2])
-    assert said, finished.stdout + finished.stderr
+    assert said, output
     return said
 
 
