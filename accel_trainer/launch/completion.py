@@ -16,7 +16,10 @@ _OTHERS = {
     "config": ("default", "show", "update", "schema", "--config_file", "--mixed_precision", "--zero_stage"),
     "convert": ("--to",),
     "to-fsdp2": ("--config_file", "--output_file", "--overwrite"),
-    "estimate": ("--library_name", "--dtypes", "--trust_remote_code"),
+    "estimate": (
+        *("--library_name", "--dtypes", "--trust_remote_code", "--config_file", "--num_processes", "--batch"),
+        *("--sequence", "--dtype", "--optimizer", "--compare", "--memory", "--json", "--picture"),
+    ),
     "env": ("--config_file", "--devices"),
     "ckpt": ("list", "verify", "prune", "export"),
     "completion": ("bash", "zsh", "fish"),

@@ -1,19 +1,28 @@
-"""`accel-trainer estimate`: the memory that a model takes, by dtype, from its configuration and without its weights.
+"""`accel-trainer estimate`: the memory that a model takes, from its configuration and without its weights.
 
-As `accel_trainer.commands.estimate` it is where programs look for the command as functions. `--help` imports no torch.
+By dtype; or of a rank of a job by purpose, with the collectives of a step, as `planner.py` finds it. As
+`accel_trainer.commands.estimate` it is where programs look for the command as functions. `--help` imports no torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, MissingExtraError
 from accel_trainer.launch.cli import as_subcommand
+from accel_trainer.launch.flags import Options
+from accel_trainer.launch.job import read_options, resolve_options
+
+if TYPE_CHECKING:
+    from accel_trainer.launch.planner import LayoutPlan
 
 __all__ = [
     "add_timm_hub_prefix",
@@ -41,7 +50,12 @@ def run_estimate(words: Sequence[str]) -> int:
         CheckpointNotFoundError: there is no such model, or it cannot be read without access rights.
         ConfigError: its configuration makes no model.
     """
-    estimate_command(estimate_command_parser().parse_args(words))
+    parser = estimate_command_parser()
+    args, others = parser.parse_known_args(words)
+    if others and not _plans(args):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    args.layout_options = others
+    estimate_command(args)
     return 0
 
 
@@ -55,7 +69,10 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     description = (
         "Print the memory that a model takes, for each dtype: of its largest layer, of all weights and buffers, and in "
         "training with Adam (weights, gradients and two states in that dtype; activations are not in it). In mixed "
-        "precision all of these stay in float32."
+        "precision all of these stay in float32. With --num_processes, or a --config that has it: the memory of a rank "
+        "of that job by purpose, and the collectives of a step, from a step of the real strategy on tensors without "
+        "memory. Options of `launch` that choose a layout may stand behind MODEL: --use_fsdp, --parallel_tp_size 8, "
+        "--mixed_precision bf16, ..."
     )
     parser = argparse.ArgumentParser("accel-trainer estimate", description=description, allow_abbrev=False)
     parser.add_argument("model_name", metavar="MODEL", help="a directory, a config.json, or a name on the Hub")
@@ -78,7 +95,43 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         action="store_true",
         help="run the code that is beside the configuration; of authors whom you trust",
     )
+    _add_plan_options(parser)
     return as_subcommand(parser, subparsers, "estimate-memory", estimate_command)
+
+
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    plan = parser.add_argument_group("a rank of a job")
+    plan.add_argument("--config_file", "--config-file", "--config", metavar="FILE", help="as for launch")
+    plan.add_argument("--num_processes", "--num-processes", type=int, metavar="N", help="processes of the job")
+    plan.add_argument("--batch", type=int, default=1, metavar="N", help="rows that a rank reads at once [1]")
+    plan.add_argument("--sequence", type=int, metavar="N", help="tokens of a row [2048, or the model's most]")
+    plan.add_argument("--dtype", choices=_TRAINABLE, default="float32", help="of the weights [float32]")
+    plan.add_argument("--optimizer", default="AdamW", metavar="NAME", help="a class of torch.optim [AdamW]")
+    for name, default, text in _SPEEDS:
+        kind = type(default)
+        plan.add_argument(
+            f"--{name}", f"--{name.replace('_', '-')}", type=kind, default=default, metavar="X", help=text
+        )
+    plan.add_argument(
+        "--compare", action="store_true", help="plan the layouts that the job can have, the fastest first"
+    )
+    plan.add_argument(
+        "--memory", metavar="SIZE", help="of a rank, 80GiB for one: with --compare, layouts that need more"
+    )
+    plan.add_argument("--json", action="store_true", help="print plans as JSON")
+    plan.add_argument("--picture", metavar="FILE", help="write the memory by purpose as an SVG")
+
+
+_SPEEDS = (
+    ("ranks_per_node", 8, "ranks of one machine, unless the number of machines is configured [8]"),
+    ("bandwidth", 50.0, "GB/s that a rank sends to other machines [50]"),
+    ("node_bandwidth", 300.0, "GB/s that a rank sends within its machine [300]"),
+    ("teraflops", 400.0, "10^12 operations a second of matrix products, as a rank sustains them [400]"),
+)
+
+
+def _plans(args: argparse.Namespace) -> bool:
+    return args.num_processes is not None or args.config_file is not None
 
 
 def estimate_command(args: argparse.Namespace) -> None:
@@ -90,6 +143,8 @@ def estimate_command(args: argparse.Namespace) -> None:
     """
     from accel_trainer.big_models.sizes import convert_bytes
 
+    if _plans(args):
+        return _print_plans(args)
     model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
     rows = []
     for dtype, largest, total, training in _sizes(model, args.dtypes):
@@ -133,6 +188,238 @@ def create_ascii_table(headers: list[str], rows: list[list[str]], title: str) ->
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     lines = ["  ".join(f"{word:>{width}}" for word, width in zip(row, widths, strict=True)) for row in (headers, *rows)]
     return "\n".join([title, *lines])
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+_FLAGS_OF = {"ddp": "--multi_gpu", "fsdp2": "--use_fsdp"}
+_RECOMPUTES = "fsdp.activation_checkpointing"
+
+
+def _print_plans(args: argparse.Namespace) -> None:
+    """Print the plan of the configured layout, or of all; see the arguments' help."""
+    from accel_trainer.big_models.sizes import convert_file_size_to_int
+
+    limit = None if args.memory is None else convert_file_size_to_int(args.memory)
+    options = _layout_options(args)
+    if args.compare:
+        plans = sorted(_all_plans(args, options), key=lambda plan: plan.seconds_per_row)
+    else:
+        plans = [_plan(args, options, {})]
+    if args.picture is not None:
+        Path(args.picture).write_text(_draw(plans, limit), encoding="utf-8")
+    if args.json:
+        content = [{**dataclasses.asdict(plan), "seconds_per_row": plan.seconds_per_row} for plan in plans]
+        for plan in content:
+            plan["exchanges"] = [each._asdict() for each in plan["exchanges"]]
+        print(json.dumps(content if args.compare else content[0], indent=2))
+    elif args.compare:
+        print(_comparison(plans, limit, args))
+    else:
+        print(_plan_table(plans[0], _other_activations(args, options, plans[0]), args))
+
+
+def _layout_options(args: argparse.Namespace) -> Options:
+    words = [] if args.config_file is None else ["--config_file", args.config_file]
+    words += [] if args.num_processes is None else ["--num_processes", str(args.num_processes)]
+    options = read_options([*words, *getattr(args, "layout_options", ())], "accel-trainer estimate", os.environ)
+    if options.rest:
+        raise ConfigError(
+            f"accel-trainer estimate: {' '.join(options.rest)} belongs to no option; the model comes first, and "
+            "options of launch behind it"
+        )
+    options.flags["compile.backend"] = "no"  # a compiler has nothing to compile, and memory hardly differs
+    return options
+
+
+def _plan(args: argparse.Namespace, options: Options, flags: Mapping[str, Any]) -> LayoutPlan:
+    """Return the plan of the job that the options configure, with some of them replaced."""
+    resolved, _ = resolve_options(dataclasses.replace(options, flags={**options.flags, **flags}), os.environ, None)
+    launch = resolved.config.launch
+    if launch.num_processes is None:
+        raise ConfigError("the plan of a layout needs the number of processes; add --num_processes N")
+    from accel_trainer.checkpoint.weights.into_model import as_dtype
+    from accel_trainer.launch.planner import Cluster, Workload, plan_layout
+
+    cluster = Cluster(**{name: getattr(args, name) for name, *_ in _SPEEDS})
+    if resolved.is_set("launch.num_machines"):
+        cluster = dataclasses.replace(cluster, ranks_per_node=-(-launch.num_processes // launch.num_machines))
+    model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 2048
+    args.sequence = args.sequence or min(2048, most)
+    workload = Workload(batch=args.batch, sequence=args.sequence, dtype=as_dtype(args.dtype), optimizer=args.optimizer)
+    return plan_layout(model, resolved, launch.num_processes, workload, cluster)
+
+
+def _all_plans(args: argparse.Namespace, options: Options) -> Iterator[LayoutPlan]:
+    """Yield the plans of layouts that the model and the number of processes allow."""
+    found = 0
+    refused: ConfigError | None = None
+    for flags in _candidates(args, options):
+        try:
+            yield _plan(args, options, flags)
+            found += 1
+        except ConfigError as error:  # no plan for tensor parallelism, or a size that does not divide
+            refused = error
+    if not found and refused is not None:
+        raise refused
+
+
+def _candidates(args: argparse.Namespace, options: Options) -> Iterator[dict[str, Any]]:
+    """Yield the options of layouts: shards over all ranks or those of a machine, and layers over ranks of a machine."""
+    num_processes = resolve_options(options, os.environ, None)[0].config.launch.num_processes or 1
+    fixed = {"fsdp.replicate_size": 1, "fsdp.replicate_per_node": False}
+    if num_processes == 1:
+        yield {}
+        return
+    none = {"strategy": "ddp", "parallel.dp_replicate_size": num_processes, "parallel.dp_shard_size": 1}
+    yield {**fixed, **none, "parallel.tp_size": 1, _RECOMPUTES: False}
+    node = min(args.ranks_per_node, num_processes)
+    for tp in (size for size in range(1, node + 1) if node % size == 0 and num_processes % size == 0):
+        rest = num_processes // tp
+        for shard in dict.fromkeys((rest, node // tp, 1)):
+            if rest % shard == 0 and shard * tp > 1:
+                sizes = {"dp_replicate_size": rest // shard, "dp_shard_size": shard, "tp_size": tp}
+                for recomputes in (False, True):
+                    named = {f"parallel.{name}": size for name, size in sizes.items()}
+                    yield {**fixed, "strategy": "fsdp2", **named, _RECOMPUTES: recomputes}
+
+
+def _other_activations(args: argparse.Namespace, options: Options, plan: LayoutPlan) -> int | None:
+    """Return the activations with checkpointing of a plan without, and the other way round; None where it has none."""
+    if plan.strategy not in _FLAGS_OF or plan.strategy == "ddp":
+        return None
+    return _plan(args, options, {_RECOMPUTES: not plan.recomputes}).activations
+
+
+def _layout_name(plan: LayoutPlan) -> str:
+    sizes = [f"{axis} {size}" for axis, size in plan.sizes.items() if size > 1]
+    return " x ".join(sizes) or "one process"
+
+
+def _plan_table(plan: LayoutPlan, others: int | None, args: argparse.Namespace) -> str:
+    """Return a plan as tables: of memory, and of collectives."""
+    from accel_trainer.big_models.sizes import convert_bytes
+
+    with_, without = ("with", "without") if plan.recomputes else ("without", "with")
+    memory = [
+        ("parameters", plan.parameters, plan.peak_parts["parameters"]),
+        ("gradients", plan.gradients, plan.peak_parts["gradients"]),
+        ("optimizer state", plan.optimizer_state, plan.peak_parts["optimizer_state"]),
+        ("buffers of the model", plan.peak_parts["buffers"], plan.peak_parts["buffers"]),
+        ("gathered units, at most", plan.unsharded, plan.peak_parts["unsharded"]),
+        ("buffers of collectives", None, plan.peak_parts["exchange"]),
+        (f"activations after the forward, {with_} checkpointing", plan.activations, plan.peak_parts["activations"]),
+        (f"activations after the forward, {without} checkpointing", others, None),
+        ("peak", None, plan.peak),
+    ]
+    rows = [[name, *("" if size is None else convert_bytes(size) for size in sizes)] for name, *sizes in memory]
+    title = (
+        f"A rank of {_layout_name(plan)} ({plan.strategy}), {args.batch} x {args.sequence} for each of "
+        f"{plan.num_readers} reader(s), {args.optimizer}"
+    )
+    tables = [create_ascii_table(["memory", "size", "at the peak"], [r for r in rows if any(r[1:])], title)]
+    if plan.exchanges:
+        lines = [
+            [
+                each.kind,
+                each.axis,
+                str(each.num_ranks),
+                str(each.calls),
+                convert_bytes(each.num_bytes),
+                _ms(each.seconds),
+            ]
+            for each in plan.exchanges
+        ]
+        headers = ["collective", "axis", "ranks", "calls", "full tensors", "time"]
+        tables.append(create_ascii_table(headers, lines, "\nCollectives of an update"))
+    tables.append(
+        f"\n{plan.flops / 1e12:.1f} TFLOP in {_ms(plan.compute_seconds)}, collectives in {_ms(plan.exchange_seconds)}, "
+        f"of which {_ms(plan.exposed_seconds)} are not hidden by computation (at {args.bandwidth:g} GB/s between "
+        f"machines of {args.ranks_per_node}, {args.node_bandwidth:g} within, {args.teraflops:g} TFLOP/s)"
+    )
+    return "\n".join(tables)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"
+
+
+def _comparison(plans: Sequence[LayoutPlan], limit: int | None, args: argparse.Namespace) -> str:
+    """Return the plans that fit as a table, the fastest first, and a line about the others."""
+    from accel_trainer.big_models.sizes import convert_bytes
+
+    fitting = [plan for plan in plans if limit is None or plan.peak <= limit]
+    rows = [
+        [
+            _layout_name(plan),
+            plan.strategy,
+            "yes" if plan.recomputes else "no",
+            convert_bytes(plan.parameters + plan.gradients + plan.optimizer_state),
+            convert_bytes(plan.activations),
+            convert_bytes(plan.peak),
+            _ms(plan.compute_seconds),
+            _ms(plan.exposed_seconds),
+            _ms(plan.seconds_per_row),
+        ]
+        for plan in fitting
+    ]
+    headers = ["layout", "strategy", "checkpointing", "state", "activations", "peak", "compute", "exposed", "per row"]
+    title = (
+        f"Layouts of `{args.model_name}`, {args.batch} x {args.sequence} for each reader, {args.optimizer}, the "
+        "fastest first (computation and exposed communication, per row of all)"
+    )
+    lines = [create_ascii_table(headers, rows, title)] if rows else []
+    if len(fitting) < len(plans):
+        least = min(plan.peak for plan in plans if plan not in fitting)
+        lines.append(f"{len(plans) - len(fitting)} more need above {args.memory}: {convert_bytes(least)} at least")
+    if fitting:
+        best = fitting[0]
+        sizes = [f"--parallel_{axis}_size {size}" for axis, size in best.sizes.items() if size > 1]
+        recompute = ["--fsdp_activation_checkpointing true"] if best.recomputes else []
+        flags = [_FLAGS_OF[best.strategy]] if best.strategy in _FLAGS_OF else []
+        lines.append(f"The first: accel-trainer launch {' '.join([*flags, *sizes, *recompute])} ...")
+    return "\n".join(lines)
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+_COLOURS = ("#3b6ea5", "#7aa6d6", "#274b73", "#9a9a9a", "#d98c3f", "#e8bf8a", "#5f9e6e")
+_LEFT, _WIDTH, _BAR, _GAP, _TOP = 250, 560, 18, 8, 46
+
+
+def _draw(plans: Sequence[LayoutPlan], limit: int | None) -> str:
+    """Return an SVG: the peak of each plan as a bar of its parts, and a line at the limit."""
+    from accel_trainer.big_models.sizes import convert_bytes
+
+    parts = list(plans[0].peak_parts)
+    most = max([plan.peak for plan in plans] + ([] if limit is None else [limit]))
+    scale, height = _WIDTH / most, _TOP + len(plans) * (_BAR + _GAP) + 10
+    drawn = []
+    for index, part in enumerate(parts):
+        left = 10 + 115 * index
+        drawn.append(f'<rect x="{left}" y="12" width="10" height="10" fill="{_COLOURS[index]}"/>')
+        drawn.append(f'<text x="{left + 14}" y="21">{escape(part.replace("_", " "))}</text>')
+    for row, plan in enumerate(plans):
+        x, y = float(_LEFT), _TOP + row * (_BAR + _GAP)
+        label = f"{_layout_name(plan)}{', checkpointing' * plan.recomputes}"
+        drawn.append(f'<text x="{_LEFT - 8}" y="{y + 13}" text-anchor="end">{escape(label)}</text>')
+        for part, colour in zip(parts, _COLOURS, strict=True):
+            width = plan.peak_parts[part] * scale
+            title = f"<title>{escape(part.replace('_', ' '))}: {convert_bytes(plan.peak_parts[part])}</title>"
+            drawn.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" fill="{colour}">{title}</rect>'
+            )
+            x += width
+        drawn.append(f'<text x="{x + 6:.1f}" y="{y + 13}">{convert_bytes(plan.peak)}</text>')
+    if limit is not None:
+        end = _LEFT + limit * scale
+        drawn.append(f'<line x1="{end:.1f}" x2="{end:.1f}" y1="{_TOP - 6}" y2="{height - 6}" stroke="#b00020"/>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 90} {height}" role="img" '
+        f'aria-label="Memory of a rank at its peak" font-family="sans-serif" font-size="11">{"".join(drawn)}</svg>\n'
+    )
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

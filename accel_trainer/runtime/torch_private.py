@@ -11,7 +11,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import reduce
 from operator import attrgetter
@@ -33,6 +33,7 @@ __all__ = [
     "PRIVATE_NAMES",
     "RESET_METHODS",
     "SEEN_IN",
+    "OperationMode",
     "abandon_exchange",
     "begun_collectives",
     "check_scaler",
@@ -44,6 +45,7 @@ __all__ = [
     "default_store",
     "dtensor_like",
     "exposed_exchange_seconds",
+    "fake_tensors",
     "flatten_mesh",
     "foreach_add_",
     "foreach_clamp_max_",
@@ -55,6 +57,7 @@ __all__ = [
     "group_device_types",
     "group_timeout",
     "is_worker_done",
+    "join_fake_group",
     "joined_groups",
     "keeps_iterator",
     "last_collective",
@@ -75,6 +78,7 @@ SEEN_IN = ("2.11.0", "2.13.0")
 
 _REFUSED = "AccelTrainerError where it is used"
 _FOREACH = f"{_REFUSED}: gradients are scaled, clamped, copied and added by one kernel for all"
+_PLANS = f"{_REFUSED}: `accel-trainer estimate` plans no layouts"
 _NOT_CLEARED = "not cleared: after find_executable_batch_size() has made a new group, DTensors may refer to the old one"
 PRIVATE_NAMES = {
     **{f"torch._foreach_{name}_": _FOREACH for name in ("add", "clamp_max", "clamp_min", "copy", "mul", "zero")},
@@ -82,6 +86,7 @@ PRIVATE_NAMES = {
     "torch.Tensor._make_subclass": _REFUSED,
     "torch._C._distributed_c10d._dump_fr_trace_json": "reports of hangs do not name each rank's last collective",
     "torch.amp.GradScaler._per_optimizer_states": f"{_REFUSED}: fp16 asks it whether an optimizer's step was skipped",
+    "torch._subclasses.fake_tensor.FakeTensorMode": _PLANS,
     "torch.autograd.Variable._execution_engine": f"{_REFUSED}: FSDP2's unsharded gradients are averaged after backward",
     "torch.distributed.Reducer._reset_state": (
         "a model whose backward has failed cannot be trained again while its DDP wrapper is held: DDP raises"
@@ -121,6 +126,8 @@ PRIVATE_NAMES = {
     "torch.nn.MultiheadAttention._reset_parameters": "values that a checkpoint lacks are reported as not initialised",
     "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data": "exposed communication is not measured",
     "torch.optim.AdamW._step_supports_amp_scaling": "fp16: fused optimizers cost a kernel more",
+    "torch.testing._internal.distributed.fake_pg.FakeStore": _PLANS,
+    "torch.utils._python_dispatch.TorchDispatchMode": _PLANS,
     "torch.utils._pytree.tree_leaves": _REFUSED,
     "torch.utils.data.DataLoader._IterableDataset_len_called": "torch may warn about the length of a stream",
     "torch.utils.data.DataLoader._get_iterator": (
@@ -185,6 +192,8 @@ def second_store() -> dist.Store:
 
 
 _world: Any = _bind("torch.distributed.distributed_c10d", "_world")
+OperationMode: Any = _bind("torch.utils._python_dispatch", "TorchDispatchMode")
+"""Base class of contexts whose `__torch_dispatch__` is called for each operation within them."""
 _make_subclass = _bind("torch", "Tensor._make_subclass")
 
 scaler_states: Callable[[torch.amp.GradScaler], dict[int, dict[str, Any]]] = attrgetter("_per_optimizer_states")
@@ -322,6 +331,20 @@ def abandon_exchange(replicas: nn.parallel.DistributedDataParallel) -> None:
     reset = getattr(replicas.reducer, "_reset_state", None)
     if reset is not None:
         reset()
+
+
+def join_fake_group(rank: int, world_size: int) -> None:
+    """Join a job as one of ranks that do not exist: collectives return at once, and move nothing. Not collective."""
+    store = _bind("torch.testing._internal.distributed.fake_pg", "FakeStore")()  # its module knows the backend
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=store)
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Return a context whose operations give tensors without memory, of the device and sizes that they would have."""
+    mode: AbstractContextManager[Any] = _bind("torch._subclasses.fake_tensor", "FakeTensorMode")(
+        allow_non_fake_inputs=True
+    )
+    return mode
 
 
 def joined_groups() -> list[dist.ProcessGroup]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -142,3 +144,76 @@ def test_files_that_are_no_configuration_are_named(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(estimate.importlib, "import_module", refused(ImportError))
     with pytest.raises(MissingExtraError, match="is a model of timm, which is not installed: pip install timm"):
         row([write(tmp_path / "timm", {"architecture": "resnet18"})])
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))  # no default configuration
+    config = LlamaConfig(**SMALL, max_position_embeddings=64, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path / "llama")
+    return str(tmp_path / "llama")
+
+
+def test_a_rank_of_a_job_is_planned(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.yaml").write_text("strategy: fsdp2\nlaunch:\n  num_processes: 4\n")
+    picture = tmp_path / "plan.svg"
+    assert main(["estimate", llama, "--config", str(tmp_path / "job.yaml"), "--picture", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert "A rank of dp_shard 4 (fsdp2), 1 x 64 for each of 4 reader(s), AdamW" in text
+    for words in ("parameters", "with checkpointing", "without checkpointing", "peak", "all_gather", "not hidden"):
+        assert words in text
+    bars = ElementTree.parse(picture).getroot().findall("{*}rect")
+    assert len(bars) == 2 * 7  # the legend's and the plan's
+    assert main(["estimate", llama, "--num_processes", "8", "--json", "--parallel_tp_size", "2", "--batch", "3"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["sizes"] == {"dp_replicate": 1, "dp_shard": 4, "tp": 2}
+    assert (plan["rows"], plan["peak"]) == (12, sum(plan["peak_parts"].values()))
+    assert {each["kind"] for each in plan["exchanges"]} == {"all_gather", "reduce_scatter", "all_reduce"}
+
+
+def test_layouts_that_fit_are_ranked(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["estimate", llama, "--num_processes", "2", "--compare", "--sequence", "32"]
+    assert main([*words, "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)
+    layouts = {(*plan["sizes"].values(), plan["recomputes"]) for plan in plans}
+    assert layouts == {(2, 1, 1, False), *((1, *sizes, each) for sizes in ((2, 1), (1, 2)) for each in (False, True))}
+    assert plans == sorted(plans, key=lambda plan: plan["seconds_per_row"])
+    limit = sorted(plan["peak"] for plan in plans)[2]
+    assert main([*words, "--memory", f"{limit}B"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 3 + 2
+    assert lines[-2].startswith(f"2 more need above {limit}B: ")
+    fastest = next(plan for plan in plans if plan["peak"] <= limit)
+    assert lines[-1].startswith("The first: accel-trainer launch --use_fsdp --parallel_")
+    assert (f"tp_size {fastest['sizes']['tp']}" in lines[-1]) == (fastest["sizes"]["tp"] > 1)
+
+
+def test_layouts_have_shards_over_all_ranks_or_a_machines(llama: str) -> None:
+    args = estimate_command_parser().parse_args([llama, "--num_processes", "32", "--ranks_per_node", "8"])
+    found = list(estimate._candidates(args, estimate._layout_options(args)))
+    sizes = [tuple(flags[f"parallel.{axis}_size"] for axis in ("dp_replicate", "dp_shard", "tp")) for flags in found]
+    # Twice each, without and with checkpointing.
+    of_fsdp2 = [(1, 32, 1), (4, 8, 1), (1, 16, 2), (4, 4, 2), (16, 1, 2), (1, 8, 4), (4, 2, 4), (8, 1, 4), (1, 4, 8)]
+    assert sizes == [(32, 1, 1), *(each for each in [*of_fsdp2, (4, 1, 8)] for _ in range(2))]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config", "full_shard"], "needs the number of processes; add --num_processes N"),
+        (["--num_processes", "4", "bf16"], "bf16 belongs to no option; the model comes first"),
+        (["--num_processes", "4", "--use_fsdp", "--parallel_tp_size", "3"], "makes 3 process.es., and this job has 4"),
+    ],
+)
+def test_a_job_that_cannot_be_planned_is_refused(llama: str, words: list[str], message: str, capsys: Any) -> None:
+    assert main(["estimate", llama, *words]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_options_of_launch_belong_to_a_job(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["estimate", llama, "--mixed_precision", "bf16"])
+    assert "unrecognized arguments: --mixed_precision bf16" in capsys.readouterr().err
