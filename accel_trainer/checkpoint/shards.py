@@ -9,7 +9,7 @@ Of replicas each is written by one of their ranks, balanced by bytes. Nothing is
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -33,17 +33,23 @@ _MAX_OPEN_FILES = 64  # of the 1,024 that a process may have by default; shards 
 
 
 def write_shards(
-    staged: StagedDirectory, prefix: str, tensors: Mapping[str, Tensor], rank: int, ranks: Sequence[int] | None = None
+    staged: StagedDirectory,
+    prefix: str,
+    tensors: Mapping[str, Tensor],
+    rank: int,
+    ranks: Sequence[int] | None = None,
+    of_first_rank: Collection[str] = (),
 ) -> None:
     """Write this rank's share of `tensors`, plain or DTensors. Every rank calls it with the same names.
 
     Args:
         ranks: those that write the tensors together; all that write into the directory by default.
+        of_first_rank: tensors of which the first of `ranks` writes its values: others may hold other ones.
 
     Raises:
         ConfigError: a DTensor is neither sharded nor replicated, or a dtype is unknown to the format.
     """
-    own = own_share(tensors, rank, staged.ranks if ranks is None else ranks)
+    own = own_share(tensors, rank, staged.ranks if ranks is None else ranks, of_first_rank)
     locals_, slices = {}, {}
     for name in own:
         box = local_box(tensors[name])
@@ -54,13 +60,16 @@ def write_shards(
         staged.write_tensors(f"{prefix}.{rank:05d}.safetensors", locals_, slices=slices)
 
 
-def own_share(tensors: Mapping[str, Tensor], rank: int, ranks: Sequence[int]) -> list[str]:
+def own_share(
+    tensors: Mapping[str, Tensor], rank: int, ranks: Sequence[int], of_first_rank: Collection[str] = ()
+) -> list[str]:
     """Return the tensors of which this rank writes its shard: of ranks with the same shard, one does."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, tensor in tensors.items():
         # A rank whose shard is empty has nothing to write.
         if local_tensor(tensor).numel() or not tensor.numel():
-            groups.setdefault(_holders(tensor, ranks), []).append(name)
+            holders = _holders(tensor, ranks)
+            groups.setdefault(holders[:1] if name in of_first_rank else holders, []).append(name)
     own = []
     for holders, names in groups.items():
         takers = balance_bytes([local_tensor(tensors[name]).nbytes for name in names], len(holders))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,14 +85,18 @@ def _moved(leaf: Any, device: torch.device) -> Any:
 class TensorShards:
     """This rank's shards of tensors, and its share of those that several ranks hold alike."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], ranks: Sequence[int], of_first_rank: Collection[str] = ()
+    ) -> None:
+        """Take the tensors that `ranks` write together, with the names of those that only the first of them writes."""
         self._tensors = tensors
         self._ranks = ranks
+        self._of_first_rank = of_first_rank
 
     @property
     def num_bytes(self) -> int:
         """Size of the tensors that this rank writes."""
-        own = own_share(self._tensors, current_rank(), self._ranks)
+        own = own_share(self._tensors, current_rank(), self._ranks, self._of_first_rank)
         return sum(local_tensor(self._tensors[name]).nbytes for name in own)
 
     def write(self, staged: StagedDirectory, prefix: str) -> None:
@@ -101,7 +105,7 @@ class TensorShards:
         for name, tensor in self._tensors.items():
             if isinstance(tensor, DTensor) and not is_sharded_or_replicated(tensor):
                 boxed[name] = tensor.full_tensor().detach()
-        write_shards(staged, prefix, boxed, current_rank(), self._ranks)
+        write_shards(staged, prefix, boxed, current_rank(), self._ranks, self._of_first_rank)
 
 
 class TorchCheckpointIO(BaseCheckpointIO):
@@ -128,7 +132,9 @@ class TorchCheckpointIO(BaseCheckpointIO):
 
     def shard_model(self, tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> TensorShards:
         """Return this rank's shards of parameters and buffers."""
-        return TensorShards(tensors, ranks)
+        # A batch norm's statistics are each rank's own since its last forward, and rank 0's are those that DDP sends.
+        buffers = {name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
+        return TensorShards(tensors, ranks, buffers)
 
     def held_boxes(self) -> tuple[HeldBoxes, HeldBoxes]:
         """Return the boxes of this rank; the state of an optimizer is sharded as its parameters are."""
