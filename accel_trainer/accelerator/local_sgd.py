@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from accel_trainer.accelerator.accelerator import Accelerator
+from accel_trainer.config import OuterOptimizerConfig
 from accel_trainer.errors import ConfigError
-from accel_trainer.strategies.local_replicas import OuterOptimizer
+from accel_trainer.strategies.local_replicas import LocalReplicas, OuterOptimizer
 
-__all__ = ["LocalSGD"]
+__all__ = ["LocalSGD", "configured_outer", "find_replicas"]
 
 
 class LocalSGD:
@@ -36,6 +38,8 @@ class LocalSGD:
     With an `outer_optimizer` the exchange is DiLoCo's: what the replicas have changed on average is its gradient, and
     all ranks go on from the weights that it makes of those of the last exchange.
 
+    What is not given is that of the configuration: `local_steps`, `outer_optimizer`, `local_steps_after`.
+
     On one process, and with `enabled=False`, it does nothing.
     """
 
@@ -43,9 +47,10 @@ class LocalSGD:
         self,
         accelerator: Accelerator,
         model: nn.Module,
-        local_sgd_steps: int | None,
+        local_sgd_steps: int | None = None,
         enabled: bool = True,
         outer_optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
+        begin_after: int | None = None,
     ) -> None:
         """Check that replicas of `model`, which is prepared, can be updated apart.
 
@@ -54,6 +59,8 @@ class LocalSGD:
             outer_optimizer: builds the outer optimizer over copies of the weights, for instance
                 `lambda weights: SGD(weights, lr=0.7, momentum=0.9, nesterov=True)`. `save_state` writes it, and
                 `load_state` reads it where it comes after this object was made.
+            begin_after: updates of this block that exchange gradients first: post-local SGD. A run that resumes among
+                them goes on counting.
 
         Raises:
             ConfigError: the strategy keeps no replicas, the precision is fp16, or `local_sgd_steps` is less than 1.
@@ -61,34 +68,25 @@ class LocalSGD:
         self.enabled = enabled and accelerator.num_processes > 1
         self.num_steps = 0
         """Updates in this block."""
+        config = accelerator.config
+        local_sgd_steps = config.local_steps if local_sgd_steps is None else local_sgd_steps
         self._outer = None
-        if outer_optimizer is not None:
-            self._outer = OuterOptimizer(accelerator._prepared.get(model).unit.module, outer_optimizer)
+        if (build := outer_optimizer or configured_outer(config.outer_optimizer)) is not None:
+            self._outer = OuterOptimizer(accelerator.unit_of(model).module, build)
             accelerator.register_for_checkpointing(self._outer)
         if not self.enabled:
             return
         if not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
             raise ConfigError(f"LocalSGD(local_sgd_steps={local_sgd_steps!r}) is no number of updates; give 1 or more")
-        if accelerator.scaler is not None:
-            raise ConfigError(
-                "LocalSGD was asked for with mixed_precision='fp16', whose loss scale all ranks share: an overflow on "
-                "one of them would skip an update there only; use bf16"
-            )
-        prepared = accelerator._prepared.get(model)
-        if prepared.unit.local_replicas is None:
-            raise ConfigError(
-                f"LocalSGD needs a replica of {type(prepared.unit.module).__name__} on every rank that trains it, and "
-                f"strategy {accelerator.strategy.name!r} keeps none here; use strategy 'ddp', and prepare the model "
-                "for training"
-            )
         self.local_sgd_steps = local_sgd_steps
-        self._window = prepared.window
-        self._replicas = prepared.unit.local_replicas
+        self._begin_after = config.local_steps_after if begin_after is None else begin_after
+        self._window = accelerator._prepared.get(model).window
+        self._replicas = find_replicas(accelerator, model)
 
     def __enter__(self) -> LocalSGD:
         """Let every rank update its own replica. Ranks do not communicate."""
         if self.enabled:
-            self._replicas.begin(self._outer)
+            self._replicas.begin(self._outer, max(self._begin_after - self.num_steps, 0))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
@@ -105,6 +103,34 @@ class LocalSGD:
             self.num_steps += 1
         elif self._window.is_last:
             self.num_steps += 1
-            self._replicas.num_steps += 1
-            if self._replicas.num_steps >= self.local_sgd_steps:
-                self._replicas.average_weights()
+            self._replicas.end_update(self.local_sgd_steps)
+
+
+def configured_outer(config: OuterOptimizerConfig) -> Callable[[list[nn.Parameter]], Optimizer] | None:
+    """Return a call that builds the outer optimizer of a configuration; None where it has none."""
+    if config.lr is None:
+        return None
+    # Without momentum Nesterov's form is the plain one, and torch refuses to be asked for it.
+    nesterov = config.nesterov and config.momentum > 0
+    return partial(SGD, lr=config.lr, momentum=config.momentum, nesterov=nesterov)
+
+
+def find_replicas(accelerator: Accelerator, model: nn.Module) -> LocalReplicas:
+    """Return the replicas of a prepared model, for updates of each rank's own.
+
+    Raises:
+        ConfigError: the strategy keeps none, or the precision is fp16.
+    """
+    if accelerator.scaler is not None:
+        raise ConfigError(
+            "LocalSGD was asked for with mixed_precision='fp16', whose loss scale all ranks share: an overflow on "
+            "one of them would skip an update there only; use bf16"
+        )
+    unit = accelerator.unit_of(model)
+    if unit.local_replicas is None:
+        raise ConfigError(
+            f"LocalSGD needs a replica of {type(unit.module).__name__} on every rank that trains it, and "
+            f"strategy {accelerator.strategy.name!r} keeps none here; use strategy 'ddp', and prepare the model "
+            "for training"
+        )
+    return unit.local_replicas

@@ -28,6 +28,7 @@ __all__ = [
     "LaunchConfig",
     "MixedPrecision",
     "NonFiniteAction",
+    "OuterOptimizerConfig",
     "OutputDtype",
     "ParallelConfig",
     "PreemptionConfig",
@@ -220,6 +221,18 @@ class DDPConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OuterOptimizerConfig:
+    """The optimizer that makes new weights of those of all replicas, with `local_steps`: SGD, as DiLoCo's."""
+
+    lr: float | None = None
+    """Rate of its updates, 0.7 for DiLoCo; None has none: the weights become the mean of the replicas'."""
+    momentum: float = 0.9
+    """Its momentum, from 0 on and below 1."""
+    nesterov: bool = True
+    """Nesterov's form of the momentum."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FSDPConfig:
     """Options of fully sharded data parallel (FSDP2, `fully_shard`)."""
 
@@ -337,6 +350,10 @@ class RunConfig:
     """NaN in an update: raise ends the run (code 76) before it is saved, skip_step leaves it out, warn trains on."""
     hang_seconds: float = 60.0
     """Seconds without progress after which a warning names the ranks that the others wait for, and where they are."""
+    local_steps: int | None = None
+    """Under ddp: each rank updates its own replica, and weights are exchanged every so many updates (local SGD)."""
+    local_steps_after: int = 0
+    """Updates with exchanged gradients that come before the first of `local_steps`: post-local SGD."""
     data: DataConfig = field(default_factory=DataConfig)
     """Data loaders."""
     accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
@@ -347,6 +364,8 @@ class RunConfig:
     """torch.compile."""
     ddp: DDPConfig = field(default_factory=DDPConfig)
     """DistributedDataParallel."""
+    outer_optimizer: OuterOptimizerConfig = field(default_factory=OuterOptimizerConfig)
+    """The optimizer at the exchanges of `local_steps`."""
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     """Fully sharded data parallel."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

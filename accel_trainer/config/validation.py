@@ -20,6 +20,7 @@ from accel_trainer.config.schema import (
     Fp8Backend,
     FrozenDict,
     MixedPrecision,
+    NonFiniteAction,
     RunConfig,
     WrapPolicy,
     field_specs,
@@ -80,6 +81,10 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     # torch counts nanoseconds in 64 bits, and waits not at all beyond 292 years.
     "timeout_seconds": (lambda seconds: 0 < seconds <= 1e9, "a positive number of seconds, 1e9 at most"),
     "hang_seconds": (lambda seconds: 0 < seconds <= 1e9, "a positive number of seconds, 1e9 at most"),
+    "local_steps": _at_least(1),
+    "local_steps_after": _at_least(0),
+    "outer_optimizer.lr": (lambda rate: rate > 0, "a positive number"),
+    "outer_optimizer.momentum": (lambda momentum: 0 <= momentum < 1, "a number from 0 on and below 1"),
     "data.data_seed": _at_least(0),
     "accumulation.num_steps": _at_least(1),
     "compile.backend": (
@@ -276,6 +281,8 @@ def cross_problems(config: RunConfig, describe: Callable[[str], str]) -> list[st
         )
     if config.mixed_precision == MixedPrecision.FP8:
         problems += _fp8_problems(config, describe)
+    if config.local_steps is not None:
+        problems += _local_step_problems(config, describe)
     return problems
 
 
@@ -299,6 +306,34 @@ def _fp8_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str
     return problems
 
 
+def _local_step_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
+    """Return the contradictions of updates that each rank makes to a replica of its own with other options."""
+    contradicting = {
+        "strategy": (
+            config.strategy in ("fsdp2", "deepspeed"),
+            "which keeps no replica of the model on each rank; use strategy ddp",
+        ),
+        "mixed_precision": (
+            config.mixed_precision == MixedPrecision.FP16,
+            "whose loss scale all ranks share, and an overflow on one of them would skip an update there only; use "
+            "bf16",
+        ),
+        "ddp.static_graph": (
+            config.ddp.static_graph,
+            "with which DDP learns the graph in its first exchange of gradients; leave static_graph out",
+        ),
+        "on_nonfinite": (
+            config.on_nonfinite == NonFiniteAction.SKIP_STEP,
+            "for which all ranks have to see the same gradients; use raise or warn",
+        ),
+    }
+    return [
+        f"{describe('local_steps')} contradicts {describe(path)}, {reason}"
+        for path, (contradicts, reason) in contradicting.items()
+        if contradicts
+    ]
+
+
 UNUSED_UNDER = {
     "fsdp": ("auto", "single", "ddp", "deepspeed"),
     "ddp": ("single", "fsdp2", "deepspeed"),
@@ -314,11 +349,17 @@ def unused_notes(config: RunConfig, given: Collection[str], describe: Callable[[
         decisive["compile"] = "compile.backend"
     if config.mixed_precision != MixedPrecision.FP8:
         decisive["fp8"] = "mixed_precision"
+    if config.local_steps is None:
+        decisive["outer_optimizer"] = "local_steps"
     notes = []
     for section, path in decisive.items():
         if asked := _changed_options(config, given, section):
             notes.append(f"{', '.join(map(describe, asked))}: not used with {describe(path)}")
     unused = {"deepspeed": "strategy"} if "deepspeed" in decisive else {}
+    if config.local_steps is None and config.local_steps_after:
+        unused["local_steps_after"] = "local_steps"
+    elif config.local_steps is not None and config.outer_optimizer.lr is None:
+        unused |= dict.fromkeys(("outer_optimizer.momentum", "outer_optimizer.nesterov"), "outer_optimizer.lr")
     if "fsdp" not in decisive:
         unused |= dict.fromkeys(_options_of_other_policies(config), "fsdp.wrap_policy")
     return notes + [f"{describe(path)} is not used: {describe(by)}" for path, by in unused.items() if path in given]

@@ -92,6 +92,7 @@ _SECTION_TITLES = {
     "fp8": "linear layers in fp8, with --mixed_precision fp8",
     "compile": "torch.compile",
     "ddp": "DistributedDataParallel",
+    "outer_optimizer": "the optimizer at the exchanges of --local_steps",
     "parallel": "ranks along the axes of the mesh",
     "fsdp": "FSDP2 (also the spellings of accelerate, such as --fsdp_transformer_layer_cls_to_wrap)",
     "preemption": "ending at a signal",
@@ -192,7 +193,7 @@ def _metavar(spec: FieldSpec, is_switch: bool) -> str:
         return "true|false"
     if isinstance(spec.annotation, type) and issubclass(spec.annotation, StrEnum):
         return "{" + ",".join(spec.annotation) + "}"
-    kinds = {"tuple": "A,B", "int": "N", "float": "SECONDS"}
+    kinds = {"tuple": "A,B", "int": "N", "float": "SECONDS" if spec.path.endswith("_seconds") else "NUMBER"}
     return next((word for kind, word in kinds.items() if kind in str(spec.annotation)), "TEXT")
 
 
@@ -242,7 +243,7 @@ def options_parser(usage: str | None, description: str) -> argparse.ArgumentPars
     )
     own = parser.add_argument_group("launcher")
     own.add_argument("-h", "--help", action="help", help="show this and end")
-    types = {"N": int, "SECONDS": float, "true|false": _boolean}
+    types = {"N": int, "SECONDS": float, "NUMBER": float, "true|false": _boolean}
     groups = {title: parser.add_argument_group(text) for title, text in _SECTION_TITLES.items()}
     for flag in dict.fromkeys(launch_flags().values()):
         section = flag.path if flag.key is not None else (flag.path or "").rpartition(".")[0]

@@ -31,15 +31,28 @@ __all__ = ["DDPStrategy", "DDPUnit"]
 class DDPUnit(NativeUnit):
     """A module replicated over the ranks."""
 
-    def __init__(self, model: nn.Module, module: nn.Module, loss_scale: LossScale | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        module: nn.Module,
+        loss_scale: LossScale | None = None,
+        *,
+        updates_locally: bool = False,
+    ) -> None:
+        """Take a model that is wrapped, or one whose gradients nobody averages.
+
+        Args:
+            updates_locally: the configuration has `local_steps`.
+        """
         super().__init__(model, module, loss_scale)
         self._replicas = model if isinstance(model, DistributedDataParallel) else None
         self.keeps_buffers_apart = self._replicas is not None and not self._replicas.broadcast_buffers
         # A static graph is learnt in the first backward, which fails where it does not exchange. The mean of gradients
         # that are averaged already is the same, so a window may exchange once more.
         self._must_sync = self._replicas is not None and self._replicas.static_graph
-        self.local_replicas = None if self._replicas is None else LocalReplicas(self._replicas, self.optimizers)
+        self.local_replicas = None
         if self._replicas is not None:
+            self.local_replicas = LocalReplicas(self._replicas, self.optimizers, is_asked_for=updates_locally)
             _outlive_reducer(self._replicas)
 
     def set_gradient_sync(self, enabled: bool) -> None:
@@ -156,7 +169,8 @@ class DDPStrategy(BaseStrategy):
                 job.comm_hook.register(model)
         elif wrapped is None and process.is_distributed:
             broadcast_module_states(module, process.device)
-        return with_optimizers(DDPUnit(model, module, job.loss_scale), job)
+        updates_locally = job.config.local_steps is not None
+        return with_optimizers(DDPUnit(model, module, job.loss_scale, updates_locally=updates_locally), job)
 
 
 def _outlive_reducer(model: DistributedDataParallel) -> None:

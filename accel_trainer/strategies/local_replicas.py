@@ -6,7 +6,8 @@ With an outer optimizer they become its update towards the mean: DiLoCo, Douilla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,19 +68,26 @@ class OuterOptimizer:
 class LocalReplicas:
     """Replicas of one model, each with its rank's optimizers.
 
-    Calls, on every rank: `begin`, then updates without an exchange of gradients, `average_weights` from time to time,
-    and `finish`. In between `is_apart` is true: weights differ, and states of optimizers differ even where the weights
-    have just been averaged, so that a checkpoint holds every rank's own.
+    Calls, on every rank: `begin`, then `end_update` after each update, and `finish`. In between `is_apart` is true:
+    weights differ, and states of optimizers differ even where the weights have just been averaged, so that a checkpoint
+    holds every rank's own.
     """
 
-    def __init__(self, wrapper: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
-        """Take the replicas that `wrapper` keeps alike, and the list of the optimizers that step them."""
+    def __init__(
+        self, wrapper: DistributedDataParallel, optimizers: Sequence[Optimizer], *, is_asked_for: bool = False
+    ) -> None:
+        """Take the replicas that `wrapper` keeps alike, and the list of the optimizers that step them.
+
+        Args:
+            is_asked_for: the configuration has `local_steps`, and updates before `begin` are an error.
+        """
         self._wrapper = wrapper
         self._optimizers = optimizers
+        self._is_asked_for = is_asked_for
         self._trained: set[str] = set()
         """Parameters that were trained when the weights were alike last; of others the replicas cannot differ."""
         self.num_steps = 0
-        """Updates of each replica since the weights were alike."""
+        """Updates of each replica since the weights were alike; below 0, updates that exchange gradients until then."""
         self.is_apart = False
         """Whether the replicas may differ."""
         self.is_open = False
@@ -87,11 +95,12 @@ class LocalReplicas:
         self.outer: OuterOptimizer | None = None
         """Of whoever has begun; None makes the mean the weights of all."""
 
-    def begin(self, outer: OuterOptimizer | None = None) -> None:
+    def begin(self, outer: OuterOptimizer | None = None, after: int = 0) -> None:
         """Exchange no gradients from now on. Replicas that are apart already go on as they are. Not collective.
 
         Args:
             outer: updates the weights at each exchange, instead of the mean.
+            after: updates that exchange gradients before, unless a checkpoint has said how many are left.
 
         Raises:
             ConfigError: somebody has begun already, or DDP has to exchange gradients in its first backward.
@@ -105,8 +114,10 @@ class LocalReplicas:
                 "first exchange of gradients; leave static_graph out"
             )
         self.is_open, self.outer = True, outer
-        if not self.is_apart:
-            self._part(0)
+        if not self.is_apart and self.num_steps == 0:
+            self.num_steps = -after
+            if after == 0:
+                self._part(0)
 
     def _part(self, num_steps: int) -> None:
         self.is_apart, self.num_steps = True, num_steps
@@ -117,13 +128,15 @@ class LocalReplicas:
             self.outer.leave_from(self._wrapper.module)
 
     def resume(self, num_steps: int | None) -> None:
-        """Take over where a checkpoint has left off: after this many local updates, or with all alike if None."""
-        if num_steps is not None:
+        """Take over where a checkpoint has left off: at this `num_steps`, or with all alike if None."""
+        if num_steps is not None and num_steps >= 0:
             self._part(num_steps)
-        elif self.is_open:
-            self._part(0)
+        elif num_steps is None and self.is_open:
+            if self.num_steps >= 0:
+                self._part(0)
         else:
             self._join()
+            self.num_steps = num_steps or 0
 
     def abandon(self) -> None:
         """End the local updates of this rank where it has failed: the replicas stay apart. Not collective."""
@@ -131,12 +144,59 @@ class LocalReplicas:
 
     def require_open(self) -> None:
         """Refuse an update of replicas that are apart, and that nobody is going to bring together again."""
-        if self.is_apart and not self.is_open:
+        if self.is_open:
+            return
+        if self._is_asked_for:
+            raise ConfigError(
+                f"local_steps is set, and {type(self._wrapper.module).__name__} is updated outside of a LocalSGD "
+                "block, where every update exchanges its gradients; train within `with LocalSGD(accelerator, model) as "
+                "local_sgd`, and call local_sgd.step() after optimizer.step(), or leave local_steps out"
+            )
+        if self.is_apart:
             raise ConfigError(
                 f"the replicas of {type(self._wrapper.module).__name__} are apart: the state was saved, or an error "
                 "was raised, within a LocalSGD block, and this update is in none. Enter LocalSGD(accelerator, model, "
                 "local_sgd_steps) after load_state() and before the loop; entering and leaving it averages the replicas"
             )
+
+    def end_update(self, local_steps: int) -> None:
+        """Count an update; exchange weights after every `local_steps` of them. Collective then."""
+        self.num_steps += 1
+        if not self.is_apart:
+            if self.num_steps == 0:
+                self._part(0)
+        elif self.num_steps >= local_steps:
+            self.average_weights()
+
+    @contextmanager
+    def as_mean(self) -> Iterator[None]:
+        """Context in which all ranks have the mean of the replicas, and rank 0's buffers. Collective where they differ.
+
+        After it each replica goes on as it was: an evaluation or a save changes nothing of the training. One more copy
+        of the trained weights is held in it.
+        """
+        if not self.is_apart:
+            yield
+            return
+        held, kept = self._put_mean() if self.num_steps else ([], [])
+        self.is_apart = False
+        try:
+            yield
+        finally:
+            self.is_apart = True
+            for tensor, own in zip(held, kept, strict=True):
+                tensor.copy_(own)
+
+    @torch.no_grad()
+    def _put_mean(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Put the mean into the model; return its tensors, and their own values of before. Collective."""
+        module, names = self._wrapper.module, self._trained | self._trained_names()
+        parameters = [each.detach() for name, each in module.named_parameters() if name in names]
+        held = [*parameters, *(buffer.detach() for buffer in module.buffers())]
+        kept = [tensor.clone() for tensor in held]
+        self._average(parameters)
+        broadcast_tensors(module.buffers(), self._device)
+        return held, kept
 
     @torch.no_grad()
     def average_weights(self) -> None:
@@ -160,10 +220,12 @@ class LocalReplicas:
         Tensors of numbers become their mean over the ranks. Whatever else differs becomes rank 0's: the state of an
         optimizer that keeps integers, or that some ranks have and others not.
         """
+        self.is_open = False
+        if not self.is_apart:
+            return  # no update of their own yet
         self.average_weights()
         for optimizer in self._optimizers:
             self._unite(optimizer)
-        self.is_open = False
         self._join()
 
     def _join(self) -> None:

@@ -327,6 +327,8 @@ class EpochRun:
         if self.guard is not None:
             self.guard.update, self.guard.norm = trainer.state.global_step, self.grad_norm
         trainer.optimizer.step()
+        if trainer.local_replicas is not None:
+            trainer.local_replicas.end_update(trainer.accelerator.config.local_steps or 1)
         if plan.is_heard(handler, "on_optimizer_step"):
             trainer.control = handler.on_optimizer_step(args, trainer.state, trainer.control)
         self.learning_rate = trainer._get_learning_rate()

@@ -41,6 +41,7 @@ __all__ = [
     "ModelPreparation",
     "TakenArguments",
     "build_accelerator",
+    "check_arguments",
     "check_optimizer",
     "create_optimizer",
     "create_overridden",
@@ -61,6 +62,23 @@ _UNSAVED = {
     re.compile(r"grokadamw"): "its parameter groups, by the identity of the parameters",
 }
 _UNSAVED_SHARDS = {re.compile(r"[48]bit|ademamix"): "blocks or rows that are not those of the parameters"}
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse arguments that have resolved no configuration of ours."""
+    if isinstance(args, TrainingArguments):
+        return
+    kind = type(args)
+    way_out = "build that one, its fields are the same"
+    if kind is not transformers.TrainingArguments and isinstance(args, transformers.TrainingArguments):
+        way_out = (
+            f"build the arguments with a dataclass of both, class Arguments({kind.__name__}, "
+            "accel_trainer.TrainingArguments), and pass them as args"
+        )
+    raise ConfigError(
+        f"args is a {kind.__module__}.{kind.__name__}, and this Trainer runs on the configuration that "
+        f"accel_trainer.TrainingArguments resolves; {way_out}"
+    )
 
 
 def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:

@@ -117,6 +117,8 @@ def describe_setup(trainer: RecordedTrainer, model: nn.Module, lengths: RunLengt
     strategy = [accelerator.strategy.name]
     strategy += [f"mesh {' x '.join(f'{name}={size}' for name, size in layout.mesh.items())}"] if layout.mesh else []
     strategy += [layout.note] if layout.note else []
+    if process.is_distributed and (local_steps := accelerator.config.local_steps) is not None:
+        strategy += [f"weights exchanged every {_count(local_steps, 'update')}"]
     local = f", {layout.num_local:,} on this rank" if process.is_distributed else ""
     name = type(accelerator.unwrap_model(model)).__name__.removeprefix("FSDP")  # which torch's fully_shard puts before
     return [

@@ -17,6 +17,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from accel_trainer.accelerator.accelerator import Accelerator
 from accel_trainer.runtime.preemption import StopSignals
+from accel_trainer.strategies.local_replicas import LocalReplicas
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
 from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
 from accel_trainer.trainer.run_record import RunRecord
@@ -65,6 +66,8 @@ class RunningTrainer(Protocol):
     callback_handler: CallbackHandler
     is_sharded: bool
     """Ours: whether a rank holds only its shard of each parameter, so that forwards are collective."""
+    local_replicas: LocalReplicas | None
+    """Ours: of the present train(), where each rank updates its own."""
 
     is_world_process_zero: Callable[[], bool]
 
@@ -79,7 +82,6 @@ class SteppingTrainer(RunningTrainer, Protocol):
     """Whether the model's loss is divided by the number of items."""
     run_checkpoints: RunCheckpoints
     """Ours: of the present train()."""
-
     stop_signals: StopSignals
     """Ours: those that end the present train()."""
 
@@ -193,6 +195,8 @@ class CheckpointingTrainer(RunningTrainer, Protocol):
     _train_batch_size: int
     """Samples of a micro-batch on one rank."""
     get_total_train_batch_size: Callable[[Any], int]
+    mean_of_replicas: Callable[[], AbstractContextManager[None]]
+    """Ours: the model is the mean of all replicas within it. Collective."""
     save_model: Callable[..., None]
     """Writes the model so that `from_pretrained` reads it. Collective."""
     _save: Callable[..., None]

@@ -67,6 +67,7 @@ from accel_trainer.trainer.preparation import (
     ModelPreparation,
     TakenArguments,
     build_accelerator,
+    check_arguments,
     check_optimizer,
     create_overridden,
     keeping_global_batch,
@@ -170,7 +171,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             """
             if args is None:
                 args = self.arguments_class(output_dir="tmp_trainer")
-            _check_arguments(args)
+            check_arguments(args)
             self._loss_normalization = LossNormalization()
             self._preparation = ModelPreparation()
             # Upstream's callback (5.23, trainer_jit_checkpoint.py) acts on a rank's own signal, and hangs the others.
@@ -291,6 +292,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
     def _end_failed_train(self) -> None:
         """Remove the noise of a train() that failed, as upstream does at the end of one that succeeds."""
         self.is_in_train = False
+        self.end_local_updates(is_failed=True)
         if self.neftune_hook_handle is not None:
             self.neftune_hook_handle.remove()
 
@@ -337,6 +339,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             prepared: tuple[nn.Module, DataLoader] = super()._prepare_for_training(
                 max_steps, train_dataloader, resume_from_checkpoint
             )
+            self.begin_local_updates(resume_from_checkpoint)
             self.run_record.begin(self, prepared[0])
             return prepared
         if self._created_lr_scheduler:
@@ -577,6 +580,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         self._finish_boundary(self.model_wrapped, trial, None, start_time, saves=True)
         # Losses since the last log are this rank's own; transformers 5.23 (trainer.py:1998) takes them for the job's.
         self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
+        self.end_local_updates(is_failed=False)
         record = self.run_record.finish(self)
         with keeping_best(self), loading_by_override(self):
             output: TrainOutput = super()._finalize_training(trial, num_train_samples, start_time)
@@ -596,10 +600,10 @@ class Trainer(CheckpointMethods, transformers.Trainer):
     ) -> EvalLoopOutput:
         """Evaluate or predict: every sample once, in order, with the exact mean loss. Collective."""
         begin = time.perf_counter()
-        model, preparation_seconds = self._preparation.prepare_for_evaluation(self)
         # Predictions that a script asks for go on with its streams: those that are sampled differ from call to call.
         is_alone = self.is_in_train or description != "Prediction"
-        with KeptStreams() if is_alone else nullcontext(), keeping_epoch(dataloader):
+        with self.mean_of_replicas(), KeptStreams() if is_alone else nullcontext(), keeping_epoch(dataloader):
+            model, preparation_seconds = self._preparation.prepare_for_evaluation(self)
             output = run_evaluation(
                 self, model, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
@@ -696,20 +700,3 @@ class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
     """Upstream's Seq2SeqTrainer on accel_trainer; see `Trainer`."""
 
     arguments_class = Seq2SeqTrainingArguments
-
-
-def _check_arguments(args: Any) -> None:
-    """Refuse arguments that have resolved no configuration of ours."""
-    if isinstance(args, TrainingArguments):
-        return
-    kind = type(args)
-    way_out = "build that one, its fields are the same"
-    if kind is not transformers.TrainingArguments and isinstance(args, transformers.TrainingArguments):
-        way_out = (
-            f"build the arguments with a dataclass of both, class Arguments({kind.__name__}, "
-            "accel_trainer.TrainingArguments), and pass them as args"
-        )
-    raise ConfigError(
-        f"args is a {kind.__module__}.{kind.__name__}, and this Trainer runs on the configuration that "
-        f"accel_trainer.TrainingArguments resolves; {way_out}"
-    )

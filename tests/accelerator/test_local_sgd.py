@@ -124,10 +124,10 @@ def test_replicas_are_those_of_a_loop_by_hand() -> None:
     assert same(first[1], second[1])
 
 
-def save_in_the_middle(directory: Path, stop: int) -> tuple[State, State]:
+def save_in_the_middle(directory: Path, stop: int, after: int) -> tuple[State, State]:
     """Save after some steps, and go on to the end; return the states after one more step and at the end."""
-    accelerator, model, optimizer, loader = prepare()
-    with LocalSGD(accelerator, model, ROUND) as block:
+    accelerator, model, optimizer, loader = prepare(config={"local_steps": ROUND, "local_steps_after": after})
+    with LocalSGD(accelerator, model) as block:
         train(block, accelerator, model, optimizer, loader, stop)
         accelerator.save_state(directory)
         after_one = go_on(block, accelerator, model, optimizer, loader, stop)
@@ -142,13 +142,13 @@ def go_on(block: LocalSGD, accelerator: Accelerator, model: Any, optimizer: Any,
     return state
 
 
-def resume(directory: Path, stop: int, in_block: bool) -> tuple[tuple[State, State], list[int]]:
+def resume(directory: Path, stop: int, after: int, in_block: bool) -> tuple[tuple[State, State], list[int]]:
     """Load before the block or in it; return the states after a step and at the end, and the exchanges on the way."""
     accelerator, model, optimizer, loader = prepare()
     if not in_block:
         accelerator.load_state(directory)
     exchanges = []
-    with LocalSGD(accelerator, model, ROUND) as block:
+    with LocalSGD(accelerator, model, ROUND, begin_after=after) as block:
         if in_block:
             accelerator.load_state(directory)
         average = block._replicas.average_weights
@@ -158,10 +158,16 @@ def resume(directory: Path, stop: int, in_block: bool) -> tuple[tuple[State, Sta
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("stop", "in_block", "exchanges"), [(4, False, [2, 4]), (5, True, [1, 3]), (6, False, [2])])
-def test_a_resumed_run_is_the_interrupted_one(tmp_path: Path, stop: int, in_block: bool, exchanges: list[int]) -> None:
-    whole = run_ranks(save_in_the_middle, 2, tmp_path / "state", stop)
-    resumed = run_ranks(resume, 2, tmp_path / "state", stop, in_block)
+@pytest.mark.parametrize(
+    ("stop", "after", "in_block", "exchanges"),
+    [(5, 0, True, [1, 3]), (6, 0, False, [2]), (2, 3, False, [4, 6])],
+)
+def test_a_resumed_run_is_the_interrupted_one(
+    tmp_path: Path, stop: int, after: int, in_block: bool, exchanges: list[int]
+) -> None:
+    """The last one is saved in the updates that exchange gradients, where buffers go on as rank 0's."""
+    whole = run_ranks(save_in_the_middle, 2, tmp_path / "state", stop, after)
+    resumed = run_ranks(resume, 2, tmp_path / "state", stop, after, in_block)
     for rank in range(2):
         states, done = resumed[rank]
         assert all(same(own, expected) for own, expected in zip(states, whole[rank], strict=True))
@@ -240,6 +246,9 @@ def what_is_refused() -> None:
     sharding, sharded, *_ = prepare(strategy="fsdp2")
     with pytest.raises(ConfigError, match="strategy 'fsdp2' keeps none here; use strategy 'ddp'"):
         LocalSGD(sharding, sharded, ROUND)
+    asked, model, optimizer, loader = prepare(config={"local_steps": ROUND})
+    with pytest.raises(ConfigError, match="local_steps is set, and Small is updated outside of a LocalSGD block"):
+        train(LocalSGD(asked, model, enabled=False), asked, model, optimizer, loader)
     static, model, *_ = prepare(config={"ddp": {"static_graph": True}})
     with pytest.raises(ConfigError, match=r"static_graph=True.*leave static_graph out"), LocalSGD(static, model, ROUND):
         pass

@@ -297,8 +297,9 @@ class BaseCheckpointIO(CheckpointIO, ABC):
         if self.has_optimizer:
             shards, outline["optimizer"] = self.shard_optimizers(ranks)
             shards.write(staged, f"{prefix}.optimizer{own}")
-        if self.replicas is not None and is_apart:
+        if self.replicas is not None and (is_apart or self.replicas.num_steps < 0):
             outline["local_steps"] = self.replicas.num_steps
+        if is_apart:
             staged.write_json(f"{prefix}{own}.json", outline)
         if staged.commits:
             staged.write_json(f"{prefix}.json", outline)
@@ -342,14 +343,15 @@ class BaseCheckpointIO(CheckpointIO, ABC):
         return own if is_own and f"{prefix}.{own}.json" in manifest.files else ""
 
     def _resume_replicas(self, stored: StoredCheckpoint, num_steps: int | None, *, is_own: bool) -> None:
-        if num_steps is not None and not is_own:
+        was_apart = num_steps is not None and num_steps >= 0
+        if was_apart and not is_own:
             logger.warning(
                 "%s was saved by %d ranks after %d update(s) of a replica of their own: this run goes on with the mean "
                 "of their weights and optimizers; as many ranks with strategy 'ddp' go on with each replica",
                 stored.path, stored.manifest.world_size, num_steps,
             )  # fmt: skip
         if self.replicas is not None:
-            self.replicas.resume(num_steps if is_own else None)
+            self.replicas.resume(num_steps if is_own or not was_apart else None)
 
     def _read_outline(self, stored: StoredCheckpoint, prefix: str) -> Any:
         """Return the content of PREFIX.json; refuse another engine's layout."""

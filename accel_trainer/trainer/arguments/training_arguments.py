@@ -44,7 +44,12 @@ _OPTIONS = {
     "ddp_find_unused_parameters": "ddp.find_unused_parameters",
     "ddp_static_graph": "ddp.static_graph",
     "ddp_timeout": "timeout_seconds",
+    "local_steps": "local_steps",
+    "local_steps_after": "local_steps_after",
     "on_nonfinite": "on_nonfinite",
+    "outer_optimizer_lr": "outer_optimizer.lr",
+    "outer_optimizer_momentum": "outer_optimizer.momentum",
+    "outer_optimizer_nesterov": "outer_optimizer.nesterov",
     "preempt_grace_s": "preemption.grace_seconds",
     "preempt_signals": "preemption.signals",
     "use_cpu": "use_cpu",
@@ -123,6 +128,27 @@ class TrainingArguments(transformers.TrainingArguments):
             "'warn' trains on. With fp16 the loss scale skips such updates."
         },
     )
+    local_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "On several ranks without sharding: each rank updates its own replica of the model, and weights "
+            "are exchanged every so many updates in place of the gradients of each. Evaluations and checkpoints are of "
+            "the mean of the replicas."
+        },
+    )
+    local_steps_after: int = field(
+        default=0,
+        metadata={"help": "Updates with exchanged gradients before the first of local_steps: post-local SGD."},
+    )
+    outer_optimizer_lr: float | None = field(
+        default=None,
+        metadata={
+            "help": "With local_steps: learning rate of an outer SGD that makes the new weights at each exchange, as "
+            "DiLoCo's (0.7). None takes the mean of the replicas' weights."
+        },
+    )
+    outer_optimizer_momentum: float = field(default=0.9, metadata={"help": "Momentum of the outer SGD."})
+    outer_optimizer_nesterov: bool = field(default=True, metadata={"help": "Nesterov's form of that momentum."})
     preempt_signals: str = field(
         default="SIGTERM,SIGUSR1,SIGINT",
         metadata={

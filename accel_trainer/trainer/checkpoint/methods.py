@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,6 +18,7 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging as transformers_logging
 
 from accel_trainer import logging
+from accel_trainer.accelerator.local_sgd import configured_outer, find_replicas
 from accel_trainer.checkpoint.checkpointer import SaveJob
 from accel_trainer.checkpoint.commit.retry import save_persistently
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
@@ -31,12 +32,13 @@ from accel_trainer.checkpoint.weights.adapters import (
 )
 from accel_trainer.checkpoint.weights.writing import users_class
 from accel_trainer.data.loader import PreparedDataLoader, skip_first_batches
-from accel_trainer.errors import AccelTrainerError
+from accel_trainer.errors import AccelTrainerError, ConfigError
 from accel_trainer.report.recorded_run import RECORD_KEY
 from accel_trainer.runtime.collectives import gather_object
 from accel_trainer.runtime.nonfinite import check_weights
 from accel_trainer.runtime.preemption import PREEMPTED_EXIT_CODE, PreemptedExit, StopSignals
 from accel_trainer.runtime.shared_errors import raise_together
+from accel_trainer.strategies.local_replicas import LocalReplicas, OuterOptimizer
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.best_model import verify_best
 from accel_trainer.trainer.checkpoint.resuming import PREFIX, TRAINER_STATE_NAME, pass_streams_name, rest_of_pass
@@ -59,7 +61,7 @@ upstream_logger = transformers_logging.get_logger("transformers.trainer")
 
 RESERVED_NAMES = [
     "model*.safetensors*", "pytorch_model*", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*",
-    "epoch_rng_state*", "global_step*", "latest", TRAINER_STATE_NAME,
+    "epoch_rng_state*", "outer_optimizer*", "global_step*", "latest", TRAINER_STATE_NAME,
 ]  # fmt: skip
 """Names under which a resume looks for something. Callbacks may put other files into a checkpoint that is complete."""
 
@@ -86,6 +88,43 @@ class CheckpointMethods(_Upstream):
     """Signals that end the present train() with a checkpoint."""
     decisions: Decisions | None = None
     ends_evaluations = False
+    local_replicas: LocalReplicas | None = None
+    """Of the present train(), where `local_steps` lets each rank update its own."""
+
+    # --- updates of each rank's own --------------------------------------------------------------------------------
+
+    def begin_local_updates(self, checkpoint: str | None) -> None:
+        """Let each rank update its own replica of the model from now on, if `local_steps` is set. Not collective.
+
+        Raises:
+            ConfigError: the strategy keeps no replicas, or the optimizer has other weights in evaluations.
+            IncompatibleCheckpointError: the run that saved `checkpoint` had another outer optimizer.
+        """
+        accelerator, config = self.accelerator, self.accelerator.config
+        if config.local_steps is None or accelerator.num_processes == 1:
+            return
+        if callable(getattr(self.optimizer.optimizer, "eval", None)):
+            raise ConfigError(
+                f"{accelerator.resolved.describe('local_steps')} was asked for with "
+                f"{type(self.optimizer.optimizer).__name__}, which puts other weights into the model for an "
+                "evaluation: that of the mean of all replicas would not be theirs; use another optimizer"
+            )
+        replicas, build = find_replicas(accelerator, self.model), configured_outer(config.outer_optimizer)
+        outer = None if build is None else OuterOptimizer(accelerator.unit_of(self.model).module, build)
+        if checkpoint is not None:
+            upstream_files.load_outer_optimizer(outer, replicas, Path(checkpoint))
+        replicas.begin(outer, max(config.local_steps_after - self.state.global_step, 0))
+        self.local_replicas = replicas
+
+    def end_local_updates(self, *, is_failed: bool) -> None:
+        """Make the replicas alike, if each rank has updated its own. Collective, unless this rank has failed."""
+        replicas, self.local_replicas = self.local_replicas, None
+        if replicas is not None:
+            replicas.abandon() if is_failed else replicas.finish()
+
+    def mean_of_replicas(self) -> AbstractContextManager[None]:
+        """Context in which the model is the mean of all replicas, where each rank has updated its own. Collective."""
+        return nullcontext() if self.local_replicas is None else self.local_replicas.as_mean()
 
     # --- ending at a signal ----------------------------------------------------------------------------------------
 
@@ -372,6 +411,11 @@ class CheckpointMethods(_Upstream):
             self.accelerator.process if self.is_sharded else None,
             is_forced=self.args.on_nonfinite == "warn",
         )
+        if self.local_replicas is not None and self.local_replicas.is_apart:
+            logger.warning_once(
+                "save_model is called between two exchanges of local_steps: these are rank 0's weights; checkpoints, "
+                "and the model after train(), have the mean of all replicas"
+            )
         if not self.is_sharded:
             super().save_model(output_dir, _internal_call)
             return
@@ -454,10 +498,11 @@ def _write(trainer: CheckpointingTrainer, target: Path, staged: StagedDirectory)
     args, process = trainer.args, trainer.accelerator.process
     directory = os.fspath(staged)
     trainer.run_checkpoints.staged = staged
-    with raise_together(process, f"save of {target}"):  # the optimizer's state is gathered next
-        trainer.save_model(directory, _internal_call=True)
-    with raise_together(process, f"save of {target}"):
-        upstream_files.save_trained_beside(trainer, staged)
+    with trainer.mean_of_replicas():
+        with raise_together(process, f"save of {target}"):  # the optimizer's state is gathered next
+            trainer.save_model(directory, _internal_call=True)
+        with raise_together(process, f"save of {target}"):
+            upstream_files.save_trained_beside(trainer, staged)
     _name_best(trainer, target)
     if not args.save_only_model:
         trainer._save_optimizer_and_scheduler(directory)
@@ -492,6 +537,8 @@ def _need_bytes(trainer: CheckpointingTrainer) -> int:
         held = {id(value): value for value in state.values()}
         weights = sum(value.numel() * value.element_size() for value in held.values() if isinstance(value, Tensor))
     own = 0 if trainer.args.save_only_model else io.local_bytes(weights=not adapter_folders(model))
+    if trainer.local_replicas is not None and trainer.local_replicas.is_apart:
+        return weights + (0 if trainer.args.save_only_model else io.local_bytes())
     return max(weights * (2 if trainer.is_sharded else 1), own)
 
 

@@ -55,6 +55,7 @@ TRAINER_STATE_NAME = "trainer_state.json"
 _READ_BY_RANK_0 = re.compile(r"(model|pytorch_model|trained_weights)[^/]*|([^/]+/)?adapter_model[^/]*|optimizer\.bin")
 """Of a sharded Trainer's checkpoint; the other ranks are sent their shards."""
 _RANDOM_STREAMS = re.compile(r"(?:epoch_)?rng_state(?:_(\d+))?\.pth")
+_REPLICA = re.compile(r"^optimizer\.(?:model\.|optimizer\.)?replica_(\d+)\.")
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 
@@ -315,6 +316,12 @@ class _Rest:
         yield from entries
 
 
+def _is_replica_of_other(name: str, rank: int) -> bool:
+    """Whether a file holds another rank's replica of the model, updated by itself."""
+    replica = _REPLICA.search(name)
+    return replica is not None and int(replica[1]) != rank
+
+
 def files_to_read(manifest: Manifest, process: ProcessContext, *, is_sharded: bool) -> Iterator[str]:
     """Yield the files of a checkpoint that this rank reads."""
     for name in manifest.files:
@@ -322,6 +329,8 @@ def files_to_read(manifest: Manifest, process: ProcessContext, *, is_sharded: bo
         if streams is not None:
             if int(streams[1] or 0) == process.rank:
                 yield name
+        elif manifest.world_size == process.world_size and _is_replica_of_other(name, process.rank):
+            continue
         elif process.is_main or not is_sharded or not _READ_BY_RANK_0.fullmatch(name):
             yield name
 

@@ -6,6 +6,8 @@ A sharded Trainer writes:
     optimizer.bin                         state_dict_type full: the full state by parameter name, one torch file
     optimizer_0/                          state_dict_type sharded: a torch.distributed.checkpoint directory
     optimizer.json, optimizer.optimizer.* under DeepSpeed: each rank its shard, as `save_state` writes it
+    optimizer.json, optimizer.*.replica_* with local_steps: each rank its replica; model.safetensors is their mean
+    outer_optimizer.bin                   with local_steps and an outer optimizer: its weights and state
     scheduler.pt  rng_state_R.pth  trainer_state.json  training_args.bin
 
 Of a model with adapters of PEFT, a Trainer of any strategy writes in place of model.safetensors and config.json:
@@ -54,6 +56,7 @@ from accel_trainer.checkpoint.weights.writing import USERS_CLASS, full_state_dic
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.strategies.api import CheckpointIO
+from accel_trainer.strategies.local_replicas import LocalReplicas, OuterOptimizer
 from accel_trainer.strategies.parameter_state.matching import match_model
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
 from accel_trainer.trainer.arguments.deepspeed_arguments import unsharded_models
@@ -71,6 +74,7 @@ __all__ = [
     "load_engine_state",
     "load_model",
     "load_optimizer",
+    "load_outer_optimizer",
     "load_scheduler",
     "read_train_batch_size",
     "save_model",
@@ -88,6 +92,7 @@ PLAIN_OPTIMIZER_NAME = "optimizer.pt"
 SHARDS_PREFIX = "optimizer"
 SHARDS_NAME = f"{SHARDS_PREFIX}.json"
 _OPTIMIZER_NAMES = (FULL_OPTIMIZER_NAME, SHARDED_OPTIMIZER_NAME, PLAIN_OPTIMIZER_NAME, SHARDS_NAME)
+OUTER_OPTIMIZER_NAME = "outer_optimizer.bin"
 SCHEDULER_NAME = "scheduler.pt"
 ENGINE_STATE_PATTERN = "global_step*"
 
@@ -234,7 +239,13 @@ def save_optimizer(trainer: CheckpointingTrainer, output_dir: str) -> None:
     """Write the optimizer's and the scheduler's state next to the model. Collective where the model is sharded."""
     directory, writes = Path(output_dir), trainer.args.should_save
     staged, in_shards = _staged(trainer, directory), _saves_in_shards(trainer)
-    if not trainer.is_sharded:
+    replicas = trainer.local_replicas
+    if replicas is not None and replicas.is_apart and staged is not None:
+        _io(trainer).save(staged, SHARDS_PREFIX)
+        if replicas.outer is not None and writes:
+            with staged.open(OUTER_OPTIMIZER_NAME) as file:
+                torch.save(replicas.outer.state_dict(), file)
+    elif not trainer.is_sharded:
         if writes:
             with _create(trainer, directory, PLAIN_OPTIMIZER_NAME) as file:
                 torch.save(trainer.optimizer.state_dict(), file)
@@ -422,7 +433,9 @@ def load_optimizer(trainer: CheckpointingTrainer, directory: Path) -> None:
     if (directory / SHARDS_NAME).is_file():
         # Contents were compared with their checksums when the checkpoint was chosen.
         stored = open_checkpoint(directory, trainer.accelerator.process, verify="size")
-        io.load(stored, SHARDS_PREFIX, weights=False)
+        # Replicas that were updated apart have weights of their own, of which the model's files hold the mean.
+        has_replicas = any(name.startswith(f"{SHARDS_PREFIX}.model.") for name in stored.manifest.files)
+        io.load(stored, SHARDS_PREFIX, weights=has_replicas)
         return
     state: Mapping[str, Any] = {}
     own = io.full_optimizer_state()
@@ -432,6 +445,27 @@ def load_optimizer(trainer: CheckpointingTrainer, directory: Path) -> None:
             path = directory / (FULL_OPTIMIZER_NAME if is_full else PLAIN_OPTIMIZER_NAME)
             state = name_parameters(load_torch_file(path), own, path)
     io.load_full_optimizer_state(state)
+
+
+def load_outer_optimizer(outer: OuterOptimizer | None, replicas: LocalReplicas, directory: Path) -> None:
+    """Load the state of the optimizer at the exchanges of local updates; every rank reads it.
+
+    Args:
+        outer: of this run, if it has one.
+
+    Raises:
+        IncompatibleCheckpointError: only one of checkpoint and run has one, and replicas go on from the checkpoint.
+    """
+    path = directory / OUTER_OPTIMIZER_NAME
+    if outer is not None and path.is_file():
+        outer.load_state_dict(load_torch_file(path))
+    elif replicas.is_apart and (outer is not None or path.is_file()):
+        found, asked = ("no outer optimizer", "one") if outer is not None else ("an outer optimizer", "none")
+        raise IncompatibleCheckpointError(
+            f"{directory} was saved between exchanges of local_steps with {found}, and this run has {asked} "
+            "(outer_optimizer.lr): the next exchange would be another; resume with the options that it was saved with, "
+            "or begin a new training from its weights: pass the directory as the model"
+        )
 
 
 def load_scheduler(trainer: CheckpointingTrainer, directory: Path) -> None:
