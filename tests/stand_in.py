@@ -42,16 +42,21 @@ def build() -> Path:
     return library
 
 
-def install() -> None:
-    """Make `stand_in`, with two devices, this process's accelerator."""
+def install(name: str = "stand_in", *, keeps_parameters: bool = True) -> None:
+    """Make `stand_in`, with two devices, this process's accelerator.
+
+    Args:
+        name: of the kind of device.
+        keeps_parameters: `Module.to()` keeps the parameters' objects, as for CUDA; else it makes new ones, as it does
+            by itself for devices behind PrivateUse1.
+    """
     import torch
 
     torch.ops.load_library(build())
-    torch.utils.rename_privateuse1_backend("stand_in")
-    torch._register_device_module("stand_in", _Module("torch.stand_in"))
+    torch.utils.rename_privateuse1_backend(name)
+    torch._register_device_module(name, _Module(f"torch.{name}"))
     torch.utils.generate_methods_for_privateuse1_backend()
-    # `Module.to()` keeps the parameters' objects, as for CUDA.
-    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.__future__.set_swap_module_params_on_conversion(keeps_parameters)
 
 
 class _Module(ModuleType):
@@ -91,11 +96,11 @@ class _Module(ModuleType):
 
         torch.accelerator.set_device_index(device)
 
-    def Stream(self, device: Any = "stand_in") -> Any:
+    def Stream(self, device: Any = None) -> Any:
         """Return a stream, in which copies come late, on the default device or another."""
         import torch
 
-        return torch.Stream(device=device)
+        return torch.Stream(device=torch.accelerator.current_accelerator() if device is None else device)
 
     def stream(self, stream: Any) -> Any:
         """Return a context in which work is enqueued in a stream."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -94,6 +94,10 @@ class _Copy:
         return batch
 
 
+_COMPILING_DEVICES = ("tpu",)
+"""Kinds of devices on which every new shape costs a compilation, of seconds to minutes."""
+
+
 class _DeviceCopies:
     """Copies of batches to an accelerator, in a stream of their own where it has streams."""
 
@@ -101,18 +105,36 @@ class _DeviceCopies:
         self._device = device
         self._non_blocking = config.non_blocking
         self._side = _copy_stream(device) if config.prefetch_to_device and has_streams(device) else None
+        self._shapes: set[tuple[torch.Size, ...]] | None = set() if device.type in _COMPILING_DEVICES else None
 
     def begin(self, batch: Any) -> _Copy:
         """Begin to copy a batch. One that holds more than host tensors and plain values is copied where it is used.
 
         What another class's `.to` returns may hold tensors that nobody here can find, to keep their memory.
         """
+        if self._shapes is not None:
+            self._note_shapes(self._shapes, batch)
         if self._side is None:
             return _Copy(send_to_device(batch, self._device, non_blocking=self._non_blocking))
         if not all(map(_lies_on_host, leaves(batch, is_leaf=_is_moved))):
             return _Copy(send_to_device(batch, self._device, non_blocking=True))
         with self._side.entered():
             return _Copy(send_to_device(batch, self._device, non_blocking=True), self._side)
+
+    def _note_shapes(self, known: set[tuple[torch.Size, ...]], batch: Any) -> None:
+        shapes = tuple(leaf.shape for leaf in leaves(batch) if isinstance(leaf, Tensor))
+        if known and shapes not in known:
+            logger.warning_once(
+                f"batches differ in shape ({_show_shapes(next(iter(known)))}, then {_show_shapes(shapes)}), and "
+                f"{self._device.type} compiles a step anew for each: pad all to the length of the longest row "
+                "(pad_batches_to_multiple_of=N in TrainingArguments, pad_to_multiple_of=N of a collator), and drop "
+                "a short last batch (drop_last=True)"
+            )
+        known.add(shapes)
+
+
+def _show_shapes(shapes: Iterable[torch.Size]) -> str:
+    return ", ".join("x".join(map(str, shape)) for shape in shapes)
 
 
 def _is_moved(node: Any) -> bool:

@@ -29,6 +29,7 @@ from accel_trainer.launch.hosts import HostJob, agent_options, plan_hosts, run_o
 from accel_trainer.launch.network import find_interface
 from accel_trainer.launch.outer_job import OuterJob, find_outer_job, refuse_nesting
 from accel_trainer.launch.schedulers import job_text, submit
+from accel_trainer.launch.tpu import count_tpus, describe_tpu_variables
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.cores import usable_cores
 from accel_trainer.tracking import mask_secrets
@@ -270,6 +271,8 @@ def _print_job(job: Job) -> None:
         value = job.environment.get(name)
         if value != os.environ.get(name):
             lines.append(f"variable: {name} is removed" if value is None else f"variable: {name}={value}")
+    if job.needs_group and not job.resolved.config.use_cpu and count_tpus():
+        lines.append(describe_tpu_variables(launch.num_machines, job.num_local_processes))
     lines += [
         f"option: {path}={text} (from {source.where})"
         for path, text, source in option_rows(job.resolved)
@@ -365,6 +368,8 @@ def count_devices(use_cpu: bool, gpu_ids: str) -> int:
         return 0
     if gpu_ids != "all":
         return len(gpu_ids.split(","))
+    if num_tpus := count_tpus():
+        return num_tpus
     if not device_files():
         return 0  # also spares the import of torch
     import torch

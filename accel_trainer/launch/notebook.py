@@ -38,6 +38,7 @@ from accel_trainer.launch.network import find_interface
 from accel_trainer.launch.outer_job import refuse_nesting
 from accel_trainer.launch.rendezvous import build_rendezvous
 from accel_trainer.launch.torchrun import AGENT_LOGGERS, log_destination, worker_variables
+from accel_trainer.launch.tpu import count_tpus, set_tpu_variables
 from accel_trainer.runtime.process import destroy_process_group
 from accel_trainer.runtime.rank_watch import current_watch
 
@@ -78,7 +79,7 @@ def notebook_launcher(
     used a GPU, and each computes with one CPU thread, since the threads of this process do not survive a fork.
 
     Args:
-        num_processes: on this machine; None is one for each GPU, and one on the CPU.
+        num_processes: on this machine; None is one for each GPU or chip of a TPU, and one on the CPU.
         mixed_precision: "no", "bf16" or "fp16", where the function does not choose; None leaves it as configured.
         use_port: on the machine of rank 0; None is a free one on one machine, 29500 on several.
         master_addr: address of the machine of rank 0, as the others reach it.
@@ -135,6 +136,8 @@ def notebook_launcher(
     _check_can_fork(num_processes, resolved.config.use_cpu)
     environment["OMP_NUM_THREADS"] = "1"
     with worker_variables(environment), tempfile.TemporaryDirectory(prefix="accel_trainer_") as folder:
+        if not resolved.config.use_cpu:
+            set_tpu_variables(num_nodes, num_processes)
         _run(function, args, num_processes, launch, log_line_prefix_template, Path(folder))
         return _returned_value(Path(folder))
 
@@ -171,7 +174,7 @@ def _settings_text(conf: Mapping[str, Any] | None, run_id: str, *, is_static: bo
 
 def _default_processes(use_cpu: bool, environ: Mapping[str, str]) -> int:
     is_on_cpu = use_cpu or resolve(environ=environ).config.use_cpu
-    return 1 if is_on_cpu else max(1, torch.cuda.device_count())
+    return 1 if is_on_cpu else max(1, torch.cuda.device_count(), count_tpus())
 
 
 def _endpoint(endpoint: str, address: str, port: int | str | None) -> tuple[str, int | None]:
@@ -207,6 +210,9 @@ def _check_can_fork(num_processes: int, use_cpu: bool) -> None:
             "this process has used a GPU, and workers forked from it could not; restart the notebook, and use GPUs "
             "within the launched function only (models, tensors on a device, torch.cuda calls)"
         )
+    if count := count_tpus():
+        _check_tpus(num_processes, count)
+        return
     count = torch.cuda.device_count()  # touches none, so that workers can still be forked
     if count and num_processes > count:
         raise ConfigError(
@@ -218,6 +224,21 @@ def _check_can_fork(num_processes: int, use_cpu: bool) -> None:
         raise ConfigError(
             f"num_processes={num_processes}: workers on {kind} cannot be forked; start one process, pass use_cpu=True, "
             "or write a script and start it with `accel-trainer launch`"
+        )
+
+
+def _check_tpus(num_processes: int, count: int) -> None:
+    """Refuse more processes than chips, and a process that has claimed them: its forks would find none."""
+    if num_processes > count:
+        raise ConfigError(
+            f"num_processes={num_processes} on this machine, which has {count} TPU device(s); start at most {count}, "
+            "or pass use_cpu=True to run them on the CPU"
+        )
+    device_module = torch.get_device_module("tpu")
+    if device_module.is_initialized():
+        raise ConfigError(
+            "this process has used a TPU, which it keeps, and workers forked from it could not; restart the notebook, "
+            "and use TPUs within the launched function only"
         )
 
 

@@ -31,6 +31,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from accel_trainer.config import LaunchConfig
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.rendezvous import BoundRendezvous, Launchers, MachineFailure, build_rendezvous
+from accel_trainer.launch.tpu import set_tpu_variables
 
 __all__ = [
     "AGENT_LOGGERS",
@@ -108,6 +109,8 @@ def run_workers(job: AgentJob) -> int:
     """
     _check_devices(job)
     with worker_variables(job.environment), log_destination(job.launch) as logs:
+        if not job.use_cpu:
+            set_tpu_variables(job.launch.num_machines, job.num_local_processes)
         if "LOGLEVEL" not in os.environ:  # `report` sums up the agent's own lines on a failing worker in one
             for logger in AGENT_LOGGERS:
                 logger.setLevel(logging.CRITICAL)

@@ -22,8 +22,27 @@ __all__ = [
     "has_compiled_regions",
     "is_compiled_module",
     "model_has_dtensor",
+    "move_module",
     "unwrap_module",
 ]
+
+
+def move_module(module: nn.Module, device: torch.device) -> None:
+    """Move a module to a device, every parameter staying the object that it is.
+
+    `Module.to` makes new ones on devices behind PrivateUse1, as torch-tpu's: tied weights were tied no longer, and
+    optimizers updated those that were left behind.
+    """
+    named = list(module.named_parameters(remove_duplicate=False))
+    module.to(device)
+    for name, parameter in named:
+        owner, _, leaf = name.rpartition(".")
+        moved = module.get_parameter(name)
+        if moved is parameter:
+            continue
+        if parameter.device != moved.device:  # of a tied one only under its first name
+            torch.utils.swap_tensors(parameter, moved)
+        setattr(module.get_submodule(owner), leaf, parameter)
 
 
 def is_compiled_module(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.placement import local_box, local_tensor, wrap_local_like
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy, apply_autocast, apply_float8
+from accel_trainer.runtime.model_wrappers import move_module
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies import gradients
 from accel_trainer.strategies.api import (
@@ -46,7 +47,7 @@ def require_values(model: nn.Module) -> None:
 def place(model: nn.Module, job: TrainJob, process: ProcessContext) -> None:
     """Move the model to this rank's device, tied weights staying tied; nothing moves when it is there already."""
     if job.device_placement:
-        model.to(process.device)
+        move_module(model, process.device)
 
 
 def check_optimizers(job: TrainJob) -> None:

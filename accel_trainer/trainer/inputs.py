@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = [
     "check_dataset",
     "fill_empty",
     "load_model",
+    "padding_collator",
     "predicts_first_label",
     "shifts_labels",
 ]
@@ -56,6 +58,29 @@ class ColumnFilter(RemoveColumnsCollator):
         else:
             return self.data_collator(list(map(dict, features)))
         return super().__call__(features)
+
+
+def padding_collator(collator: Any, multiple: int | None) -> Any:
+    """Return a collator that pads to a multiple of a length: a copy of the given one, or that one where none is asked.
+
+    Raises:
+        ConfigError: it pads nothing, or to another multiple.
+    """
+    if multiple is None:
+        return collator
+    before = getattr(collator, "pad_to_multiple_of", 0)
+    if before not in (None, multiple) or multiple < 1:
+        name = getattr(collator, "__name__", type(collator).__name__)
+        reason = "is no length" if multiple < 1 else f"cannot be asked of {name}, "
+        if multiple >= 1:
+            reason += f"which pads to a multiple of {before}" if before else "which has no such option"
+        raise ConfigError(
+            f"pad_batches_to_multiple_of={multiple} {reason}; use a collator of transformers that pads, such as "
+            "DataCollatorWithPadding(tokenizer), and a length of 1 or more, or leave it out"
+        )
+    padding = copy.copy(collator)
+    padding.pad_to_multiple_of = multiple
+    return padding
 
 
 class ShiftingLabelSmoother(LabelSmoother):

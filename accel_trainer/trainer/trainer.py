@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -38,6 +39,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.memory import clear_device_cache, is_out_of_memory
+from accel_trainer.runtime.model_wrappers import move_module
 from accel_trainer.runtime.preemption import StopSignals
 from accel_trainer.runtime.rank_watch import failing_together
 from accel_trainer.runtime.rng import KeptStreams
@@ -59,6 +61,7 @@ from accel_trainer.trainer.inputs import (
     build_smoother,
     check_dataset,
     load_model,
+    padding_collator,
     predicts_first_label,
     shifts_labels,
 )
@@ -177,6 +180,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             # Upstream's callback (5.23, trainer_jit_checkpoint.py) acts on a rank's own signal, and hangs the others.
             jit, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False
             super().__init__(load_model(model, args), args, *rest, **kwargs)
+            self.data_collator = padding_collator(self.data_collator, args.pad_batches_to_multiple_of)
             args.enable_jit_checkpoint = jit
             self.run_checkpoints = RunCheckpoints(self.accelerator.process)
             self.run_record = RunRecord(self.accelerator.process)
@@ -202,6 +206,12 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         self.is_sharded = facts.shards_parameters
         self.is_deepspeed_enabled = facts.distributed_type == "DEEPSPEED"
         self.is_fsdp_enabled = facts.distributed_type == "FSDP"
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if getattr(model, "hf_device_map", None) is None:
+            move_module(model, device)
+        else:
+            super()._move_model_to_device(model, device)
 
     def _validate_args(self) -> None:
         check_dataset(self.train_dataset, "train_dataset")

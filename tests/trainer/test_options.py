@@ -215,3 +215,24 @@ def test_callbacks_are_called_in_upstreams_order(tmp_path):
     step = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_log"]
     end = ["on_epoch_end", "on_prediction_step", "on_log", "on_evaluate", "on_save", "on_log", "on_train_end"]
     assert events == ["on_init_end", "on_train_begin", "on_epoch_begin", *step, *step, *end]
+
+
+class Padding:
+    """A collator that pads, as those of transformers."""
+
+    pad_to_multiple_of: int | None = None
+
+    def __call__(self, rows: list[Any]) -> Any:
+        raise AssertionError("nothing is trained here")
+
+
+def test_the_collator_pads_to_the_multiple_that_is_asked_for(tmp_path: Any) -> None:
+    given = Padding()
+    args = arguments(tmp_path, pad_batches_to_multiple_of=16)
+    trainer = Trainer(model=build_model(), args=args, data_collator=given, train_dataset=TokenDataset(4))
+    assert (trainer.data_collator.pad_to_multiple_of, given.pad_to_multiple_of) == (16, None)
+    with pytest.raises(ConfigError, match=r"cannot be asked of default_data_collator.*use a collator .* that pads"):
+        Trainer(model=build_model(), args=args, train_dataset=TokenDataset(4))
+    given.pad_to_multiple_of = 8
+    with pytest.raises(ConfigError, match="cannot be asked of Padding, which pads to a multiple of 8"):
+        Trainer(model=build_model(), args=args, data_collator=given, train_dataset=TokenDataset(4))

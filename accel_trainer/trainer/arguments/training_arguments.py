@@ -164,6 +164,13 @@ class TrainingArguments(transformers.TrainingArguments):
             "of the last one, is left out. None always saves."
         },
     )
+    pad_batches_to_multiple_of: int | None = field(
+        default=None,
+        metadata={
+            "help": "Length that the data collator pads batches to a multiple of. That of the longest row gives every "
+            "batch one shape, as TPUs want."
+        },
+    )
     logging_nan_inf_filter: bool = field(
         default=False,
         metadata={
