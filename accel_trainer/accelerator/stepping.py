@@ -22,7 +22,7 @@ from accel_trainer.data.sampler import ShardedBatchSampler
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.kwargs import AutocastKwargs
 from accel_trainer.runtime.fault_injection import fault_point
-from accel_trainer.runtime.rank_watch import names_failed_rank, raise_if_theirs
+from accel_trainer.runtime.rank_watch import raise_if_theirs
 from accel_trainer.strategies.api import TrainUnit
 
 __all__ = ["AcceleratorStepping"]
@@ -204,7 +204,6 @@ class AcceleratorStepping(AcceleratorSettings):
         prepared.unit.set_gradient_sync(enabled)
         self.gradient_state.sync_gradients = enabled
 
-    @names_failed_rank
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate the gradients of `loss`; in `accumulate()` those of a window are the mean over its micro-batches.
 
@@ -240,7 +239,11 @@ class AcceleratorStepping(AcceleratorSettings):
             if self.nonfinite_guard.spreads:
                 kwargs.setdefault("gradient", self.nonfinite_guard.seed(loss))
         fault_point("train.backward")
-        leading.unit.backward(loss, **kwargs)
+        try:
+            leading.unit.backward(loss, **kwargs)
+        except RuntimeError as error:
+            raise_if_theirs(error)
+            raise
         for prepared in units:
             prepared.took_backward |= in_window
             if prepared.tokens is not None:
@@ -355,7 +358,7 @@ class AcceleratorStepping(AcceleratorSettings):
         Raises:
             ConfigError: the parameters were taken before prepare() sharded them.
         """
-        if not self.sync_gradients:
+        if not self.gradient_state.sync_gradients:
             return self._last_grad_norm
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not self._prepared.units:

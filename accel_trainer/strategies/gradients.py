@@ -67,9 +67,9 @@ def total_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     groups: dict[object, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         groups[gradient.device_mesh if isinstance(gradient, DTensor) else None].append(gradient)
+    if len(groups) == 1:
+        return _group_norm(gradients, norm_type)
     norms = [_group_norm(group, norm_type) for group in groups.values()]
-    if len(norms) == 1:
-        return norms[0]
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
 
 
@@ -132,7 +132,7 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> Non
 def _multiply(gradients: list[Tensor], factor: float | Tensor) -> None:
     """Multiply gradients by a number, or by a scalar, which is copied to each device that has some of them."""
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-    for gradient in map(_local, gradients):
-        by_device[gradient.device].append(gradient)
+    for gradient in gradients:  # a call for each would show: most are plain tensors, on every update
+        by_device[gradient.device].append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
     for device, group in by_device.items():
         foreach_mul_(group, factor.to(device) if isinstance(factor, Tensor) else factor)
