@@ -16,15 +16,16 @@ AXES = ("dp_replicate", "dp_shard", "tp")
 NOT_OFFERED = {
     "cp_size": "there is no context parallelism; set it to 1, and shard with dp_shard_size",
     "sp_size": "there is no sequence parallelism; set it to 1, and shard with dp_shard_size",
-    "ep_size": "there is no expert parallelism; set it to 1, and shard with dp_shard_size",
     "pp_size": "there are no pipelines; set it to 1, and shard with dp_shard_size",
 }
 """Sizes of axes that are not here, each with what to do."""
+_SIZES = (*AXES, "ep")
+"""All sizes; experts are distributed along a part of dp_shard."""
 _AXES_OF: Mapping[str, tuple[str, ...]] = {
     "auto": ("dp_replicate",),
     "single": ("dp_replicate",),
     "ddp": ("dp_replicate",),
-    "fsdp2": AXES,
+    "fsdp2": _SIZES,
     "deepspeed": ("dp_shard",),
 }
 """The axes under each of our strategies; a registered one may have any."""
@@ -45,7 +46,7 @@ class AxisSizes(NamedTuple):
 
 def size_for_shards(config: RunConfig) -> str | None:
     """Return the path of a size that replicas of the model do not have, where one was asked for."""
-    paths = (f"parallel.{axis}_size" for axis in AXES if axis != "dp_replicate")
+    paths = (f"parallel.{axis}_size" for axis in _SIZES if axis != "dp_replicate")
     return next((path for path in paths if (get_value(config, path) or 1) > 1), None)
 
 
@@ -57,6 +58,11 @@ def axis_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str
             f"{describe('data.dispatch_batches')} has one rank read for all, and {describe('parallel.tp_size')} needs "
             "ranks that read the same, each for itself; leave dispatch_batches off"
         )
+    if config.parallel.tp_size > 1 and config.parallel.ep_size > 1:
+        problems.append(
+            f"{describe('parallel.ep_size')} contradicts {describe('parallel.tp_size')}: ranks that share the matrices "
+            "of a layer have its experts in full, too, and read the same data; set one of them to 1"
+        )
     if config.launch.num_processes is not None and not problems and config.parallel != ParallelConfig():
         try:
             axis_sizes(config, describe, config.launch.num_processes, config.launch.num_machines)
@@ -66,7 +72,7 @@ def axis_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str
 
 
 def _missing_axes(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
-    paths = [f"parallel.{axis}_size" for axis in AXES if axis not in _AXES_OF.get(config.strategy, AXES)]
+    paths = [f"parallel.{axis}_size" for axis in _SIZES if axis not in _AXES_OF.get(config.strategy, _SIZES)]
     return [
         f"{describe(path)} does not go with {describe('strategy')}, which has no such axis; use strategy 'fsdp2' "
         "(distributed_type: FSDP, --use_fsdp), or a size of 1"
@@ -123,7 +129,16 @@ def axis_sizes(config: RunConfig, describe: Callable[[str], str], world_size: in
             f"{named} leaves nothing to shard on {world_size} processes; use fewer replicas, or strategy 'ddp' for "
             "replicas only"
         )
+    _check_experts(config, describe, found["dp_shard"])
     return AxisSizes(**found)
+
+
+def _check_experts(config: RunConfig, describe: Callable[[str], str], dp_shard: int) -> None:
+    if dp_shard % config.parallel.ep_size:
+        raise ConfigError(
+            f"{describe('parallel.ep_size')} does not divide the {dp_shard} ranks along dp_shard, over which experts "
+            "are distributed; use a size that does"
+        )
 
 
 def _replicas_of_fsdp(

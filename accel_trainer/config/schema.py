@@ -274,6 +274,8 @@ class ParallelConfig:
     """Ranks that share the shards of a replica, each for other data; None takes the ranks that no size names."""
     tp_size: int = 1
     """Ranks that share the matrices of a layer and read the same data: tensor parallelism."""
+    ep_size: int = 1
+    """Of the ranks that share shards, those that share a mixture's experts, too: expert parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -117,10 +117,12 @@ class ParallelismConfig(OptionObject):
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    ep_size: int | None = None
+    """Of the ranks along `dp_shard`, those that share a mixture's experts; not accelerate's, and no factor of ranks."""
     device_mesh: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for axis in _AXES:
+        for axis in (*_AXES, "ep"):
             name = f"{axis}_size"
             if getattr(self, name) is None:
                 setattr(self, name, int(_variable(name, "1")))
@@ -282,7 +284,8 @@ class ParallelismConfig(OptionObject):
                 raise ConfigError(
                     f"parallelism_config has {axis}_size={self._size(axis)}: {NOT_OFFERED[f'{axis}_size']}"
                 )
-        return {f"parallel.{axis}_size": self._size(axis) for axis in AXES} if self.total_size > 1 else {}
+        sizes = {f"parallel.{axis}_size": self._size(axis) for axis in AXES} if self.total_size > 1 else {}
+        return sizes | ({"parallel.ep_size": self._size("ep")} if self._size("ep") > 1 else {})
 
     @classmethod
     def of(cls, given: Any) -> ParallelismConfig:
@@ -293,7 +296,7 @@ class ParallelismConfig(OptionObject):
         """
         if isinstance(given, cls):
             return given
-        names = [f"{axis}_size" for axis in _AXES]
+        names = [f"{axis}_size" for axis in (*_AXES, "ep")]
         if isinstance(given, str) and given.lstrip().startswith("{"):
             given = json.loads(given)
         if isinstance(given, Mapping):

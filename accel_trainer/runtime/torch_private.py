@@ -71,6 +71,7 @@ __all__ = [
     "set_group_timeout",
     "tensor_registry",
     "tree_leaves",
+    "unflatten_mesh",
 ]
 
 SEEN_IN = ("2.11.0", "2.13.0")
@@ -115,6 +116,7 @@ PRIVATE_NAMES = {
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": _NOT_CLEARED,
     "torch.distributed.device_mesh.DeviceMesh._pg_registry": _NOT_CLEARED,
     "torch.distributed.device_mesh.DeviceMesh._flatten": f"{_REFUSED}: ParallelismConfig.build_device_mesh()",
+    "torch.distributed.device_mesh.DeviceMesh._unflatten": f"{_REFUSED}: parallel.ep_size",
     "torch.nn.Module._buffers": _REFUSED,
     "torch.nn.Module._call_impl": _REFUSED,
     "torch.nn.Module._compiled_call_impl": f"{_REFUSED}: models whose forward is torch's own would not be compiled",
@@ -219,6 +221,12 @@ def is_worker_done(frame: FrameType | None) -> bool:
 def flatten_mesh(mesh: DeviceMesh, name: str) -> None:
     """Add an axis to a mesh's root, over all ranks of a submesh, under a name. Collective."""
     _need(mesh, "torch.distributed.device_mesh.DeviceMesh._flatten")(name)
+
+
+def unflatten_mesh(mesh: DeviceMesh, axis: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh over the same ranks that has several axes in the place of one. Collective."""
+    cut: DeviceMesh = _need(mesh, "torch.distributed.device_mesh.DeviceMesh._unflatten")(axis, sizes, names)
+    return cut
 
 
 def clear_forward_hooks(module: nn.Module) -> None:

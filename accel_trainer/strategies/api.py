@@ -360,8 +360,10 @@ class TrainUnit(Protocol):
     def layout(self) -> Layout:
         """Return how many parameters the model has, and how many of them are on this rank. Not collective."""
         parameters = list(self.module.parameters())
-        meshes = [mesh for each in parameters if (mesh := getattr(each, "device_mesh", None)) is not None]
-        axes = {} if not meshes else dict(zip(meshes[0].mesh_dim_names or (), meshes[0].shape, strict=False))
+        meshes = dict.fromkeys(mesh for each in parameters if (mesh := getattr(each, "device_mesh", None)) is not None)
+        axes: dict[str, int] = {}
+        for mesh in meshes:
+            axes |= zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)
         return Layout(
             num_parameters=sum(each.numel() for each in parameters),
             num_trainable=sum(each.numel() for each in parameters if each.requires_grad),

@@ -1,9 +1,13 @@
-"""Tensor parallelism: the matrices of a layer are sharded over ranks that read the same data, by a model's own plan.
+"""Tensor and expert parallelism: layers are sharded over ranks by a model's own plans.
 
-A plan maps names of modules to styles, as transformers' models declare it. Every parameter of the model becomes a
-DTensor on the axis, replicated where the plan says nothing: an optimizer has parameters of one mesh, and a checkpoint
-finds who holds what. Forwards compute with plain tensors, this rank's shards; no operation is dispatched by DTensor.
-Method of Megatron-LM, arXiv 1909.08053, section 3.
+Matrices of a layer, over ranks that read the same data; and the experts of a mixture, over ranks that read different
+data and send tokens to the experts that they were given to.
+
+A plan maps names of modules to styles, as transformers' models declare it. Under tensor parallelism every parameter
+becomes a DTensor on the axis, replicated where the plan says nothing: an optimizer has parameters of one mesh, and a
+checkpoint finds who holds what. Forwards compute with plain tensors, this rank's shards; no operation is dispatched by
+DTensor.
+Methods of Megatron-LM, arXiv 1909.08053, section 3, and GShard, arXiv 2006.16668.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.torch_private import own_parameters
 
-__all__ = ["Plan", "plan_layers", "shard_layers"]
+__all__ = ["Plan", "plan_experts", "plan_layers", "shard_layers"]
 
 
 class _Style(NamedTuple):
@@ -53,7 +57,11 @@ _STYLES = {
     "replicate": _Style(),
 }
 """Names of transformers 5. Of a mixture's experts each rank has some in full, and not a part of each."""
+_EXPERTS = _Style(0, "exchange")
+"""Of expert parallelism: tokens go to their experts, and come back."""
+_EXPERT_STYLES = ("ep_dispatch_experts", "moe_tp_experts")
 _PER_HEAD = ("k_proj", "qkv_proj", "query_key_value")
+_EXPERT_EXAMPLE = "model._ep_plan = {'layers.*.experts': 'ep_dispatch_experts'}"
 _EXAMPLE = "model._tp_plan = {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
 
 Plan = Mapping[str, _Style]
@@ -88,19 +96,15 @@ def _declared_styles(model: nn.Module, origin: str) -> dict[str, str]:
     """Return the known styles of modules that the model's plan names; refuse others, and those of bare parameters."""
     name = type(model).__name__
     declared: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
-    rules = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in declared.items()]
-
-    def match(names: Iterable[str]) -> dict[str, str]:
-        return {where: style for where in names for pattern, style in rules if pattern.fullmatch(where)}
-
-    found = match(where for where, _ in model.named_modules())
+    found = _match(declared, (where for where, _ in model.named_modules()))
     if not found:
         raise ConfigError(
             f"{origin}: {name} declares no plan for tensor parallelism that names its modules (its _tp_plan is "
             f"{declared}); set tp_size to 1 and shard with dp_shard_size, or give it one before prepare(): {_EXAMPLE}"
         )
     experts = tuple(f"{where}." for where, style in found.items() if style == "moe_tp_experts")
-    bare = match(n for n, _ in model.named_parameters(remove_duplicate=False) if not n.startswith(experts))
+    names = (n for n, _ in model.named_parameters(remove_duplicate=False) if not n.startswith(experts))
+    bare = _match(declared, names)
     unknown = sorted({*found.values(), *bare.values()} - _STYLES.keys()) or list(bare)
     if unknown:
         raise ConfigError(
@@ -108,6 +112,52 @@ def _declared_styles(model: nn.Module, origin: str) -> dict[str, str]:
             "modules; set tp_size to 1 and shard with dp_shard_size"
         )
     return found
+
+
+def _match(declared: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """Return the styles of those names that a plan has, where `*` stands for a number."""
+    rules = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in declared.items()]
+    return {where: style for where in names for pattern, style in rules if pattern.fullmatch(where)}
+
+
+def plan_experts(model: nn.Module, size: int, ignored: Collection[nn.Module], origin: str) -> Plan:
+    """Return the style of each mixture's experts that the model's plan names. Not collective; changes nothing.
+
+    What else the plan has is computed on each rank's own data, and stays as it is.
+
+    Args:
+        size: number of ranks over which the experts are distributed.
+        ignored: modules whose parameters stay as they are.
+        origin: where `size` was asked for, for messages.
+
+    Raises:
+        ConfigError: there is no plan, or the experts cannot be distributed over so many ranks.
+    """
+    declared: dict[str, str] = dict(getattr(model, "_ep_plan", None) or {})
+    modules = dict(model.named_modules())
+    plan = {where: _EXPERTS for where, style in _match(declared, modules).items() if style in _EXPERT_STYLES}
+    if not plan:
+        raise ConfigError(
+            f"{origin}: {type(model).__name__} declares no plan for expert parallelism that names its experts (its "
+            f"_ep_plan is {declared}); set ep_size to 1 and shard with dp_shard_size, or give it one before prepare(): "
+            f"{_EXPERT_EXAMPLE}"
+        )
+    for where in plan:
+        _check_own_parameters(where, modules[where], ignored, origin)
+        _check_experts(where, modules[where], size, origin)
+    return plan
+
+
+def _check_own_parameters(where: str, module: nn.Module, ignored: Collection[nn.Module], origin: str) -> None:
+    """Refuse experts whose parameters are in other modules, or stay as they are."""
+    is_ignored = any(inner is module for each in ignored for inner in each.modules())
+    inner = next((name for child in module.children() for name, _ in child.named_parameters()), None)
+    if is_ignored or inner is not None:
+        kind = "are left out by fsdp.ignored_modules" if is_ignored else f"have modules with a {inner}"
+        raise ConfigError(
+            f"{origin}: the experts of {where} {kind}, which ranks cannot share; set ep_size to 1 and shard with "
+            "dp_shard_size"
+        )
 
 
 def _follow_tied(modules: Mapping[str, nn.Module], plan: dict[str, _Style]) -> None:
@@ -144,7 +194,7 @@ def _check_experts(where: str, module: Any, size: int, origin: str) -> None:
         if parameter is not None and parameter.shape[:1] != (number,):
             raise ConfigError(
                 f"{origin}: the plan shards the experts of {where}, whose {name} is {tuple(parameter.shape)}, not of "
-                f"{number} experts; set tp_size to 1 and shard with dp_shard_size"
+                f"{number} experts; set the size to 1 and shard with dp_shard_size"
             )
     if not isinstance(number, int) or number % size:
         raise ConfigError(f"{origin} does not divide the {number} experts of {where}; use a size that does")
@@ -238,7 +288,11 @@ class _ShardedForward:
         if style.takes in ("copy", "split"):
             function: Any = _Copy if style.takes == "copy" else _Split
             args = (function.apply(args[0], self.group), *args[1:])
-        calls: dict[str, Callable[..., Any]] = {"ids": self._look_up, "experts": self._ask_experts}
+        calls: dict[str, Callable[..., Any]] = {
+            "ids": self._look_up,
+            "experts": self._ask_experts,
+            "exchange": self._exchange_tokens,
+        }
         call = calls.get(style.takes, self.inner)
         registry = own_parameters(self.module)
         held = dict(registry)
@@ -273,11 +327,50 @@ class _ShardedForward:
         own = top_k_index - own_number * self.rank
         is_own = (own >= 0) & (own < own_number)
         hidden_states, weights = (_Copy.apply(x, self.group) for x in (hidden_states, top_k_weights))
-        module.num_experts, module._is_expert_parallel = own_number, True
+        module._is_expert_parallel = True
+        return self._run_own_experts(
+            own_number, hidden_states, own.masked_fill(~is_own, own_number), weights.masked_fill(~is_own, 0.0)
+        )
+
+    @torch.compiler.disable
+    def _exchange_tokens(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighed outputs of the experts of all ranks, for this rank's own tokens. Collective.
+
+        Each row goes to the rank that has its expert, and comes back.
+
+        Args:
+            hidden_states: (tokens, width).
+            top_k_index: (tokens, choices), int64; experts of all ranks.
+            top_k_weights: (tokens, choices).
+        """
+        module: Any = self.module
+        size, number, num_choices = dist.get_world_size(self.group), module.num_experts, top_k_index.shape[-1]
+        chosen, order = top_k_index.flatten().sort(stable=True)
+        bounds = torch.searchsorted(chosen, torch.arange(number + 1, device=chosen.device))
+        sent = bounds.diff().view(size, number // size)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        # The layer waits for the device here: collectives want their sizes on the host.
+        num_sent, num_received = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        rows = _Exchange.apply(hidden_states[order // num_choices], num_received, num_sent, self.group, float(size))
+        own = torch.arange(number // size, device=chosen.device).repeat(size).repeat_interleave(received.flatten())
+        if len(own) == 0:
+            # A row of zeros: without any, the experts would have no gradients, which FSDP2 exchanges.
+            rows, own = nn.functional.pad(rows, (0, 0, 0, 1)), own.new_zeros(1)
+        own = own.unsqueeze(-1)
+        outputs = self._run_own_experts(number // size, rows, own, torch.ones_like(own, dtype=rows.dtype))
+        outputs = outputs[: sum(num_received)]
+        # FSDP2 averages over the ranks that have an expert; the mean is over all that send it tokens.
+        outputs = _Exchange.apply(outputs, num_sent, num_received, self.group, 1.0 / size)
+        choices = torch.empty_like(outputs).index_copy(0, order, outputs).view(*top_k_weights.shape, -1)
+        return (choices * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+
+    def _run_own_experts(self, own_number: int, *args: Tensor) -> Tensor:
+        """Return the outputs of this rank's experts, which count from 0."""
+        module: Any = self.module
+        number, module.num_experts = module.num_experts, own_number
         try:
-            output: Tensor = self.inner(
-                hidden_states, own.masked_fill(~is_own, own_number), weights.masked_fill(~is_own, 0.0)
-            )
+            output: Tensor = self.inner(*args)
         finally:
             module.num_experts = number
         return output
@@ -297,6 +390,23 @@ class _ShardedForward:
             if padding_idx is not None:
                 module.padding_idx = padding_idx + num_rows * self.rank
         return vectors.masked_fill(~is_own.unsqueeze(-1), 0.0)
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows that all ranks have sent to this one, in the order of the ranks; backwards, they go back, with a factor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, num_received: list[int], num_sent: list[int], group: dist.ProcessGroup, factor: float
+    ) -> Tensor:
+        ctx.sizes, ctx.group, ctx.factor = (num_sent, num_received), group, factor
+        return _all_to_all(x, num_received, num_sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        num_sent, num_received = ctx.sizes
+        returned = _all_to_all(gradient, num_sent, num_received, ctx.group)
+        return returned.mul_(ctx.factor), None, None, None, None
 
 
 class _Copy(torch.autograd.Function):
@@ -348,6 +458,12 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _all_gather_last(gradient, ctx.group), None
+
+
+def _all_to_all(x: Tensor, num_received: list[int], num_sent: list[int], group: dist.ProcessGroup) -> Tensor:
+    received = x.new_empty(sum(num_received), *x.shape[1:])
+    dist.all_to_all_single(received, x.detach().contiguous(), num_received, num_sent, group=group)
+    return received
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:

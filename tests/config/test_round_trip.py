@@ -31,6 +31,7 @@ SPECIAL = {
     "fsdp.wrap_classes": st.lists(NAMES, max_size=3).map(tuple),
     "parallel.dp_replicate_size": st.none(),
     "parallel.dp_shard_size": st.none(),
+    "parallel.ep_size": st.just(1),
     "parallel.tp_size": st.just(1),
     "preemption.signals": st.lists(st.sampled_from(["SIGTERM", "SIGUSR1", "SIGUSR2"]), unique=True).map(tuple),
     "launch.gpu_ids": st.sampled_from(["all", "0", "0,1", "3,1"]),

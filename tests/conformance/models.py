@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 GLOBAL_BATCH = 8
-NUM_BATCHES = 6
+NUM_BATCHES = 8
 CLIP = 0.5
 
 KINDS = ("mlp", "llama", "gpt2", "bert")
@@ -44,8 +44,10 @@ def _transformer(kind: str) -> nn.Module:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", vocab_size=64, **options))
     options = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     options["max_position_embeddings"] = 32
-    if kind == "llama":
-        config = AutoConfig.for_model("llama", vocab_size=64, num_key_value_heads=2, **options)
+    if kind in ("llama", "mixtral"):
+        if kind == "mixtral":  # the loss that balances the experts' load is of a rank's batch, and not that of them all
+            options.update(num_hidden_layers=1, num_local_experts=4)
+        config = AutoConfig.for_model(kind, vocab_size=64, num_key_value_heads=2, **options)
         return AutoModelForCausalLM.from_config(config)
     options.update(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_hidden_layers=1)  # the largest one
     return AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", vocab_size=64, **options))

@@ -26,7 +26,7 @@ Batch = dict[str, Tensor]
 
 def batches() -> Iterator[Batch]:
     """Yield the whole batches that the ranks share."""
-    samples = build_samples("mlp")
+    samples = build_samples("mlp", 6 * GLOBAL_BATCH)
     for begin in range(0, len(samples), GLOBAL_BATCH):
         yield collate(samples[begin : begin + GLOBAL_BATCH])
 
@@ -47,7 +47,8 @@ def start(strategy: str, **options: Any) -> tuple[Any, nn.Module, Any, DataLoade
 
     accelerator = Accelerator(cpu=True, strategy=strategy, **options)
     model = build_model("mlp", seed=accelerator.process_index)
-    data = DataLoader(build_samples("mlp"), batch_size=GLOBAL_BATCH // accelerator.num_processes, collate_fn=collate)
+    samples = build_samples("mlp", 6 * GLOBAL_BATCH)
+    data = DataLoader(samples, batch_size=GLOBAL_BATCH // accelerator.num_processes, collate_fn=collate)
     model, optimizer, loader = accelerator.prepare(model, sgd(model), data)
     return accelerator, model, optimizer, loader
 

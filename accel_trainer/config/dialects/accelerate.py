@@ -63,7 +63,7 @@ DYNAMO = {
     "use_regional_compilation": "compile.regional",
 }
 """Options of `torch.compile`: `dynamo_backend` in files and flags, `ACCELERATE_DYNAMO_BACKEND` as a variable."""
-PARALLEL_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+PARALLEL_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "ep_size")
 PARALLEL_DETAILS = (
     "cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable",
     "sp_attn_implementation",

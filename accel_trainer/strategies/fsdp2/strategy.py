@@ -23,16 +23,24 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from accel_trainer import logging
+from accel_trainer.checkpoint.format.placement import local_tensor
 from accel_trainer.checkpoint.weights.writing import USERS_CLASS
 from accel_trainer.config import CompileConfig, FSDPConfig, Resolved, WrapPolicy
 from accel_trainer.config.parallel import AxisSizes, axis_sizes
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.precision import AutocastForward, PrecisionPolicy, apply_autocast, apply_float8
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.torch_private import flatten_mesh, group_timeout, set_group_timeout, tree_leaves
+from accel_trainer.runtime.torch_private import (
+    flatten_mesh,
+    group_timeout,
+    set_group_timeout,
+    tree_leaves,
+    unflatten_mesh,
+)
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob, WrapPolicyFunction
 from accel_trainer.strategies.compile import apply_compile, repeated_blocks
 from accel_trainer.strategies.fsdp2.initial_values import (
@@ -51,7 +59,7 @@ from accel_trainer.strategies.fsdp2.unit import (
 )
 from accel_trainer.strategies.quantized import keep_scales, refuse_8bit_shards
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, with_optimizers
-from accel_trainer.strategies.tensor_parallel import Plan, plan_layers, shard_layers
+from accel_trainer.strategies.tensor_parallel import Plan, plan_experts, plan_layers, shard_layers
 from accel_trainer.tree import leaves
 
 __all__ = [
@@ -94,6 +102,8 @@ class _Selection(NamedTuple):
     unsharded: frozenset[nn.Parameter] = frozenset()
     plan: Plan = MappingProxyType({})
     """Of tensor parallelism."""
+    experts: Plan = MappingProxyType({})
+    """Of expert parallelism; units of sharding, too."""
 
 
 def _upcast_trainable(model: nn.Module) -> None:
@@ -254,8 +264,7 @@ class FSDP2Strategy(BaseStrategy):
         if precision.output is not None:
             # Of the whole model alone, and not by FSDP2's policy, which would cast logits that the loss was made of.
             model.forward = AutocastForward(model, replace(precision, compute=None))
-        if self._axes is not None:
-            shard_layers(model, selection.plan, self._axes["tp"], selection.unsharded)
+        self._shard_layers(job, selection, process)
         regions = choose_regions(model, job.config.compile, selection.layers)
         apply_compile(model, regions, job.compile_options)
         root = self._shard(job, selection, precision, process)
@@ -266,12 +275,19 @@ class FSDP2Strategy(BaseStrategy):
         refuse_copies(model)
         return with_optimizers(FSDP2Unit(root, originals, job.loss_scale), job)
 
+    def _shard_layers(self, job: TrainJob, selection: _Selection, process: ProcessContext) -> None:
+        """Give each rank its part of the layers that are never gathered. Collective for a new mesh."""
+        if self._axes is not None:
+            shard_layers(job.model, selection.plan, self._axes["tp"], selection.unsharded)
+        for where, style in selection.experts.items():
+            shard_layers(job.model.get_submodule(where), {"": style}, self._expert_axes(process, job)["ep"], ())
+
     def _shard(
         self, job: TrainJob, selection: _Selection, precision: PrecisionPolicy, process: ProcessContext
     ) -> FSDPModule:
         """Make units of sharding of the selection and of the model, with their hooks. Collective for a new mesh."""
         model, config, outer = job.model, job.config.fsdp, selection.outer
-        blocks = _units_below_root(model, selection.layers, outer)
+        blocks = _units_below_root(model, selection)
         options: dict[str, Any] = {
             "mesh": self._mesh(process, job),
             "ignored_params": set(selection.unsharded) or None,
@@ -279,12 +295,14 @@ class FSDP2Strategy(BaseStrategy):
         }
         if config.offload_params:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=process.device.type == "cuda")
+        experts = {model.get_submodule(where) for where in selection.experts}
+        expert_options = options | (self._options_of_experts(process, job, precision) if experts else {})
         # Before the optimizer is bound: fully_shard replaces every Parameter object, and an optimizer built earlier
         # would keep updating the unsharded tensors without any error.
         for block in reversed(blocks):
             # The head's backward comes right behind its forward.
             reshard = config.reshard_after_forward and block is not outer.head
-            fully_shard(block, reshard_after_forward=reshard, **options)
+            fully_shard(block, reshard_after_forward=reshard, **(expert_options if block in experts else options))
         setattr(model, USERS_CLASS, type(model))
         root = fully_shard(model, **options)
         keep_scales(model)
@@ -307,11 +325,39 @@ class FSDP2Strategy(BaseStrategy):
         known = self._meshes.get(shape)
         return known or self._meshes.setdefault(shape, init_mesh(process, shape))
 
+    def _expert_axes(self, process: ProcessContext, job: TrainJob) -> DeviceMesh:
+        """Return the mesh in which the axis of shards is cut in two: ranks of the same experts, and of others.
+
+        Collective when it is new.
+        """
+        sizes, ep_size = _sizes_of(job, process), job.config.parallel.ep_size
+        shape = (sizes.dp_replicate, sizes.dp_shard // ep_size, ep_size)
+        axes = self._meshes.get(shape)
+        if axes is None:
+            axes = unflatten_mesh(self._mesh(process, job), "shard", shape[1:], ("ep_shard", "ep"))
+            axes = self._meshes.setdefault(shape, _wait_as_long(axes))
+        return axes
+
+    def _options_of_experts(self, process: ProcessContext, job: TrainJob, precision: PrecisionPolicy) -> dict[str, Any]:
+        """Return the options of units of experts where they differ from others': ranks of other experts have no part.
+
+        Routing weights stay in their dtype, as they do without a unit of their own.
+        """
+        axes = self._expert_axes(process, job)
+
+        def cut(parameter: nn.Parameter) -> Shard:
+            own_number, ranks = local_tensor(parameter).shape[0], axes["ep_shard"].size()
+            return Shard(0 if own_number % ranks == 0 or parameter.shape[1] % ranks else 1)
+
+        policy = MixedPrecisionPolicy(precision.compute, precision.reduce, cast_forward_inputs=False)
+        mesh = axes["replicate", "ep_shard"] if axes.ndim == 3 else axes["ep_shard"]
+        return {"mesh": mesh, "mp_policy": policy, "shard_placement_fn": cut}
+
 
 def _check(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> _Selection:
-    selection = _Selection()
+    selection, parallel = _Selection(), job.config.parallel
     for optimizer in job.optimizers:
-        check_optimizer_can_shard(optimizer, along_tp=job.config.parallel.tp_size > 1)
+        check_optimizer_can_shard(optimizer, in_parts=max(parallel.tp_size, parallel.ep_size) > 1)
     if not isinstance(job.model, FSDPModule):
         selection = _select_modules(job, precision, process)
         for optimizer in job.optimizers:
@@ -336,11 +382,12 @@ def _select_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessC
     own_choice = job.wrap_policy is not None or job.config.fsdp.wrap_policy != WrapPolicy.TRANSFORMER
     outer = OuterUnits() if own_choice else find_outer_units(model, layers, unsharded)
     if precision.compute is None:  # else they are upcast
-        _check_trained_dtypes(model, _units_below_root(model, layers, outer), unsharded)
-    tp_size = _sizes_of(job, process).tp
-    origin = job.resolved.describe("parallel.tp_size")
-    plan = plan_layers(model, tp_size, ignored, origin) if tp_size > 1 else {}
-    return _Selection(layers, outer, ignored, frozenset(unsharded), plan)
+        _check_trained_dtypes(model, _units_below_root(model, _Selection(layers, outer)), unsharded)
+    tp_size, ep_size = _sizes_of(job, process).tp, job.config.parallel.ep_size
+    describe = job.resolved.describe
+    plan = plan_layers(model, tp_size, ignored, describe("parallel.tp_size")) if tp_size > 1 else {}
+    experts = plan_experts(model, ep_size, ignored, describe("parallel.ep_size")) if ep_size > 1 else {}
+    return _Selection(layers, outer, ignored, frozenset(unsharded), plan, experts)
 
 
 def _apply_float8(
@@ -440,8 +487,12 @@ def init_mesh(process: ProcessContext, shape: tuple[int, ...]) -> DeviceMesh:
     Collective: every rank calls it with the same shape.
     """
     names = {1: ("shard",), 2: ("replicate", "shard"), 3: ("dp_replicate", "dp_shard", "tp")}[len(shape)]
-    mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=names)
-    for axis in names:
+    return _wait_as_long(init_device_mesh(process.device.type, shape, mesh_dim_names=names))
+
+
+def _wait_as_long(mesh: DeviceMesh) -> DeviceMesh:
+    """Give the groups of a new mesh the timeout of the job's own, and return it."""
+    for axis in mesh.mesh_dim_names or ():
         group = mesh.get_group(axis)
         # new_group() inside init_device_mesh falls back to the backend's default of 10 or 30 minutes. An axis over all
         # ranks is the job's own group, which has its timeout.
@@ -587,9 +638,10 @@ def _body(model: nn.Module, head: nn.Module, layers: Sequence[nn.Module]) -> nn.
     return None
 
 
-def _units_below_root(model: nn.Module, layers: Sequence[nn.Module], outer: OuterUnits) -> list[nn.Module]:
+def _units_below_root(model: nn.Module, selection: _Selection) -> list[nn.Module]:
     """Return all units but the root, in the order of `model.modules()`."""
-    chosen = {id(module) for module in (*drop_tied_blocks(model, layers), outer.embedding, outer.head)}
+    outer, experts = selection.outer, [model.get_submodule(where) for where in selection.experts]
+    chosen = {id(m) for m in (*drop_tied_blocks(model, selection.layers), outer.embedding, outer.head, *experts)}
     return [module for module in model.modules() if id(module) in chosen]
 
 

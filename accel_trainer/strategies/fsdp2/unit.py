@@ -112,7 +112,7 @@ class FSDP2Unit(NativeUnit):
 
     def bind_optimizer(self, optimizer: Optimizer) -> None:
         """Take the optimizer; one built before sharding, and new, is pointed to the sharded parameters by name."""
-        check_optimizer_can_shard(optimizer, along_tp=any(map(_is_along_tp, self.module.parameters())))
+        check_optimizer_can_shard(optimizer, in_parts=any(map(_is_in_parts, self.module.parameters())))
         known = self.known_parameters()
         if any(known.get(id(p), p) is not p for p in parameters_of(optimizer)):
             check_optimizer_is_new(optimizer, known)
@@ -141,18 +141,18 @@ _UNSUPPORTED = {
     "torch.Adafactor": "it mixes shards with norms of them; use that of transformers (optim='adafactor')",
     "torch.Rprop": "it indexes by masks, which shards cannot; use another optimizer, or strategy 'ddp'",
 }
-_UNSUPPORTED_ALONG_TP = {
-    "transformers.Adafactor": "its statistics of rows and columns would be those of the shards of tensor parallelism; "
-    "use AdamW, or set tp_size to 1"
+_UNSUPPORTED_IN_PARTS = {
+    "transformers.Adafactor": "its statistics of rows and columns would be those of the shards of tensor parallelism, "
+    "or of each rank's experts; use AdamW, or set tp_size and ep_size to 1"
 }
 _UNSUPPORTED_ON_CPU = {
     "torchao.AdamW4bit": "its update is compiled, which fails for shards on the CPU; use AdamW8bit, or strategy 'ddp'"
 }
 
 
-def check_optimizer_can_shard(optimizer: Optimizer, *, along_tp: bool) -> None:
-    """Refuse a kind of optimizer that cannot update shards, or those of tensor parallelism."""
-    check_kind(optimizer, {**_UNSUPPORTED, **(_UNSUPPORTED_ALONG_TP if along_tp else {})}, "fsdp2")
+def check_optimizer_can_shard(optimizer: Optimizer, *, in_parts: bool) -> None:
+    """Refuse a kind of optimizer that cannot update shards, or those of ranks that compute `in_parts`."""
+    check_kind(optimizer, {**_UNSUPPORTED, **(_UNSUPPORTED_IN_PARTS if in_parts else {})}, "fsdp2")
     if all(parameter.device.type == "cpu" for parameter in parameters_of(optimizer)):
         check_kind(optimizer, _UNSUPPORTED_ON_CPU, "fsdp2")
 
@@ -225,7 +225,12 @@ def _gathered_parameters(unit: FSDPModule, prefix: str, sharded: Mapping[str, nn
 
 
 def _average(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """Average a tensor over the ranks that read different data, in place, and return it. Collective."""
+    """Average a tensor over the ranks that read different data, in place, and return it. Collective.
+
+    Args:
+        mesh: of the parameter, or of any. What its ranks compute in parts is their own: a gradient of a rank's experts
+            is the mean over those who sent it tokens.
+    """
     num_readers = 1
     for group in _groups_of_readers(mesh):
         dist.all_reduce(tensor, group=group)
@@ -244,7 +249,7 @@ def _average_over_ranks(
     """
     names = list(sharded)
     first = next(iter(sharded.values()))
-    mesh = next((p.device_mesh for p in sharded.values() if isinstance(p, DTensor)), None)
+    mesh = _common_mesh(sharded.values())
     is_held = torch.tensor([n in local or sharded[n].grad is not None for n in names], dtype=torch.int32)
     is_held = is_held.to(first.device)
     dist.all_reduce(is_held, op=dist.ReduceOp.MAX)
@@ -254,7 +259,7 @@ def _average_over_ranks(
             continue
         parameter, box = sharded[name], boxes[name]
         mean = local[name].clone() if name in local else torch.zeros(box.sizes, dtype=parameter.dtype)
-        mean = _average(mean.to(parameter.device), mesh)
+        mean = _average(mean.to(parameter.device), getattr(parameter, "device_mesh", mesh))
         if isinstance(parameter, DTensor):
             shard = mean[local_box(parameter).within(box)].clone()
             if parameter.grad is not None:
@@ -266,14 +271,26 @@ def _average_over_ranks(
     return means
 
 
-def _is_along_tp(parameter: Tensor) -> bool:
-    return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
+def _common_mesh(parameters: Iterable[Tensor]) -> DeviceMesh | None:
+    """Return the mesh of all sharded parameters but experts."""
+    meshes = (p.device_mesh for p in parameters if isinstance(p, DTensor))
+    return next((mesh for mesh in meshes if "ep" not in (mesh.mesh_dim_names or ())), None)
+
+
+_PARTS = frozenset(("tp", "ep"))
+"""Axes whose ranks compute with parts of a layer that are never gathered."""
 
 
 def _groups_of_readers(mesh: DeviceMesh | None) -> list[dist.ProcessGroup | None]:
     """Return groups over all of which a sum is one over the ranks that read different data; None is the job's own."""
     names = () if mesh is None else mesh.mesh_dim_names or ()
-    return [mesh.get_group(name) for name in names if name != "tp"] if mesh is not None and "tp" in names else [None]
+    if mesh is None or _PARTS.isdisjoint(names):
+        return [None]
+    return [mesh.get_group(name) for name in names if name not in _PARTS]
+
+
+def _is_in_parts(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and not _PARTS.isdisjoint(parameter.device_mesh.mesh_dim_names or ())
 
 
 # --- the model's own methods ----------------------------------------------------------------------------------------

@@ -280,6 +280,9 @@ def test_replicas_without_fsdp_are_what_ddp_does():
             "dp_shard_size=2 .* does not go with strategy=ddp .*, which has no such",
         ),
         ("FSDP", 8, {"dp_replicate_size": 2, "dp_shard_size": 2}, r"makes 4 process\(es\), and this job has 8"),
+        ("FSDP", 6, {"ep_size": 4}, "^parallel.ep_size=4 .* does not divide the 6 ranks along dp_shard, over which"),
+        ("FSDP", 4, {"ep_size": 2, "tp_size": 2}, "ep_size=2 .* contradicts .*tp_size=2 .*: ranks that share the matr"),
+        ("MULTI_GPU", 4, {"ep_size": 2}, "ep_size=2 .* does not go with strategy=ddp .*, which has no such"),
     ],
 )
 def test_sizes_that_are_no_job_are_refused(kind, num_processes, sizes, message):
