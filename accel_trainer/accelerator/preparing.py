@@ -25,6 +25,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DummyOptim, DummyScheduler
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.fault_injection import hook_forward_faults
+from accel_trainer.runtime.model_wrappers import flattens_parameters
 from accel_trainer.runtime.rng import seed_own_streams
 from accel_trainer.strategies.api import TrainJob
 from accel_trainer.strategies.optimizer_placeholder import OptimizerPlaceholder
@@ -224,9 +225,15 @@ class AcceleratorPreparing(AcceleratorSettings):
         maps = (getattr(module, "hf_device_map", None) for module in model.modules())
         return any(len({str(device) for device in spread.values()}) > 1 for spread in maps if spread)
 
-    def _check_device_map(self, job: TrainJob) -> None:
-        """Refuse a model spread over several devices in replicas, and to train one that cannot be where it is."""
+    def _check_as_given(self, job: TrainJob) -> None:
+        """Refuse a model that FSDP1 wraps, that is spread over devices, or that cannot be trained where it is."""
         model, own = job.model, self.process.device
+        if flattens_parameters(model):
+            raise ConfigError(
+                f"{type(model).__name__} is wrapped by torch.distributed.fsdp.FullyShardedDataParallel (FSDP1), which "
+                "FSDP2 has replaced and whose flat parameters would be wrapped once more here; give prepare() the bare "
+                "model, and shard it with strategy 'fsdp2' (FullyShardedDataParallelPlugin takes FSDP1's options)"
+            )
         name, is_spread = type(model).__name__, self.verify_device_map(model)
         if is_spread and self.process.is_distributed:
             raise ConfigError(
@@ -278,7 +285,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         )
         jobs = {key: self._build_job(model, pairing.by_model[key], request) for key, model in new.items()}
         for job in jobs.values():
-            self._check_device_map(job)
+            self._check_as_given(job)
             self.strategy.check(job, self.precision, self.process)
         # Before a model is prepared: a unit may find only now that it cannot take the optimizer.
         for prepared, optimizer in pairing.to_bind:

@@ -357,13 +357,19 @@ def unused_notes(config: RunConfig, given: Collection[str], describe: Callable[[
         if asked := _changed_options(config, given, section):
             notes.append(f"{', '.join(map(describe, asked))}: not used with {describe(path)}")
     unused = {"deepspeed": "strategy"} if "deepspeed" in decisive else {}
-    if config.local_steps is None and config.local_steps_after:
-        unused["local_steps_after"] = "local_steps"
-    elif config.local_steps is not None and config.outer_optimizer.lr is None:
-        unused |= dict.fromkeys(("outer_optimizer.momentum", "outer_optimizer.nesterov"), "outer_optimizer.lr")
+    unused |= _unused_for_local_steps(config)
     if "fsdp" not in decisive:
         unused |= dict.fromkeys(_options_of_other_policies(config), "fsdp.wrap_policy")
     return notes + [f"{describe(path)} is not used: {describe(by)}" for path, by in unused.items() if path in given]
+
+
+def _unused_for_local_steps(config: RunConfig) -> dict[str, str]:
+    """Return the options of local updates that are without effect, each with the one that decides so."""
+    if config.local_steps is None:
+        return {"local_steps_after": "local_steps"} if config.local_steps_after else {}
+    if config.outer_optimizer.lr is None:
+        return dict.fromkeys(("outer_optimizer.momentum", "outer_optimizer.nesterov"), "outer_optimizer.lr")
+    return {}
 
 
 def _options_of_other_policies(config: RunConfig) -> list[str]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
 
 __all__ = [
+    "flattens_parameters",
     "get_model_tp_size",
     "get_module_children_bottom_up",
     "get_module_class_from_name",
@@ -96,6 +97,12 @@ def _holds_replica(module: nn.Module) -> bool:
         return True
     # DeepSpeedEngine, without an import of DeepSpeed: it keeps the model and delegates attributes to it.
     return hasattr(type(module), "allreduce_gradients") and any(name == "module" for name, _ in module.named_children())
+
+
+def flattens_parameters(model: nn.Module) -> bool:
+    """Whether a module is wrapped by FSDP1, `torch.distributed.fsdp.FullyShardedDataParallel`, or one inside is."""
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    return any(each.__module__ == "torch.distributed.fsdp.fully_sharded_data_parallel" for each in classes)
 
 
 def unwrap_module(model: nn.Module) -> nn.Module:

@@ -117,6 +117,27 @@ def spread_over_devices() -> str:
     return ""
 
 
+@SCENARIOS.add
+def wrapped_by_fsdp1() -> list[str]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    accelerator = Accelerator(cpu=True)
+    wrapped = FullyShardedDataParallel(nn.Linear(2, 2), device_id=accelerator.device)
+    errors = []
+    for model in (wrapped, nn.Sequential(wrapped)):
+        with pytest.raises(ConfigError) as caught:
+            accelerator.prepare(model)
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_a_model_that_fsdp1_wraps_is_refused():
+    for errors in results("wrapped_by_fsdp1"):
+        for name, error in zip(("FullyShardedDataParallel", "Sequential"), errors, strict=True):
+            assert f"{name} is wrapped by torch.distributed.fsdp.FullyShardedDataParallel (FSDP1)" in error
+            assert "give prepare() the bare model, and shard it with strategy 'fsdp2'" in error
+
+
 def test_a_model_that_is_spread_over_devices_is_seen_and_stays_where_it_is():
     accelerator = Accelerator(cpu=True)
     assert accelerator.verify_device_map(mapped({"0": "cpu", "1": "disk"}))

@@ -239,16 +239,8 @@ def save_optimizer(trainer: CheckpointingTrainer, output_dir: str) -> None:
     """Write the optimizer's and the scheduler's state next to the model. Collective where the model is sharded."""
     directory, writes = Path(output_dir), trainer.args.should_save
     staged, in_shards = _staged(trainer, directory), _saves_in_shards(trainer)
-    replicas = trainer.local_replicas
-    if replicas is not None and replicas.is_apart and staged is not None:
-        _io(trainer).save(staged, SHARDS_PREFIX)
-        if replicas.outer is not None and writes:
-            with staged.open(OUTER_OPTIMIZER_NAME) as file:
-                torch.save(replicas.outer.state_dict(), file)
-    elif not trainer.is_sharded:
-        if writes:
-            with _create(trainer, directory, PLAIN_OPTIMIZER_NAME) as file:
-                torch.save(trainer.optimizer.state_dict(), file)
+    if not trainer.is_sharded:
+        _save_unsharded_optimizer(trainer, directory)
     elif staged is not None and in_shards and (trainer.args.save_on_each_node or _builds_engine(trainer)):
         # Not by DCP, whose shards of one directory need each other: of what several nodes hold, each writes its own.
         _io(trainer).save(staged, SHARDS_PREFIX, weights=False)
@@ -264,6 +256,20 @@ def save_optimizer(trainer: CheckpointingTrainer, output_dir: str) -> None:
         with warnings.catch_warnings(record=True) as caught, _create(trainer, directory, SCHEDULER_NAME) as file:
             torch.save(trainer.lr_scheduler.state_dict(), file)
         reissue_pt_warnings(caught)
+
+
+def _save_unsharded_optimizer(trainer: CheckpointingTrainer, directory: Path) -> None:
+    """Write the optimizer's state; where each rank updates its own replica, those with theirs."""
+    staged, replicas = _staged(trainer, directory), trainer.local_replicas
+    if staged is None or replicas is None or not replicas.is_apart:
+        if trainer.args.should_save:
+            with _create(trainer, directory, PLAIN_OPTIMIZER_NAME) as file:
+                torch.save(trainer.optimizer.state_dict(), file)
+        return
+    _io(trainer).save(staged, SHARDS_PREFIX)
+    if replicas.outer is not None and trainer.args.should_save:
+        with staged.open(OUTER_OPTIMIZER_NAME) as file:
+            torch.save(replicas.outer.state_dict(), file)
 
 
 def _builds_engine(trainer: CheckpointingTrainer) -> bool:
