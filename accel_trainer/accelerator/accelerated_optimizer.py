@@ -146,7 +146,7 @@ class AcceleratedOptimizer(Optimizer):
         return guard.skips()
 
     def _take_norm(self, guard: NonFiniteGuard, unit: TrainUnit) -> None:
-        """Compute for the guard what the loop has not: a sum of a few gradients, or the norm."""
+        """Compute the guard's sum of a few gradients, or their norm, where the loop has computed no norm."""
         if guard.wants_sample:
             if self._samples is None:
                 self._samples = choose_samples(self._parameters())

@@ -228,12 +228,7 @@ class AcceleratorStepping(AcceleratorSettings):
             return self._backward_alone(loss, **kwargs)
         leading, in_window = units[0], bool(self._prepared.current)
         if leading.tokens is None or not leading.tokens.is_weighed:
-            if self.readers.world_size > 1:
-                weight = self.gradient_state.loss_weight(self.readers)
-                loss = loss if weight == 1.0 else loss * weight
-            divisor = leading.window.divisor if in_window else leading.window.num_steps
-            if divisor != 1:
-                loss = loss / divisor
+            loss = self._weigh(loss, leading.window.divisor if in_window else leading.window.num_steps)
         if self.nonfinite_guard is not None:
             self.nonfinite_guard.add_loss(loss)
             if self.nonfinite_guard.spreads:
@@ -248,6 +243,13 @@ class AcceleratorStepping(AcceleratorSettings):
             prepared.took_backward |= in_window
             if prepared.tokens is not None:
                 prepared.tokens.take_backward()
+
+    def _weigh(self, loss: Tensor, divisor: int) -> Tensor:
+        """Return the loss by the samples that this rank holds of the step, over the micro-batches of a window."""
+        if self.readers.world_size > 1:
+            weight = self.gradient_state.loss_weight(self.readers)
+            loss = loss if weight == 1.0 else loss * weight
+        return loss if divisor == 1 else loss / divisor
 
     def _backward_alone(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate gradients where no model is prepared: on one process in full precision, as torch does."""
