@@ -217,7 +217,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         return self._data_seed
 
     def deepspeed_ulysses_dl_adapter(self, dl: PreparedDataLoader, model: nn.Module) -> PreparedDataLoader:
-        """Return the loader as it is: there is no sequence parallelism, whose ranks would share its sequences."""
+        """Return the loader as it is: a model's own forward shares its sequences out over ranks."""
         return dl
 
     def verify_device_map(self, model: nn.Module) -> bool:

@@ -11,11 +11,10 @@ from accel_trainer.errors import ConfigError
 
 __all__ = ["AXES", "NOT_OFFERED", "AxisSizes", "axis_problems", "axis_sizes", "size_for_shards"]
 
-AXES = ("dp_replicate", "dp_shard", "tp")
+AXES = ("dp_replicate", "dp_shard", "sp", "tp")
 """Every axis, the outermost first: the ranks of the last one are neighbours."""
 NOT_OFFERED = {
     "cp_size": "there is no context parallelism; set it to 1, and shard with dp_shard_size",
-    "sp_size": "there is no sequence parallelism; set it to 1, and shard with dp_shard_size",
     "pp_size": "there are no pipelines; set it to 1, and shard with dp_shard_size",
 }
 """Sizes of axes that are not here, each with what to do."""
@@ -36,12 +35,18 @@ class AxisSizes(NamedTuple):
 
     dp_replicate: int = 1
     dp_shard: int = 1
+    sp: int = 1
     tp: int = 1
 
     @property
     def num_readers(self) -> int:
         """Number of ranks, or groups of ranks, that read different data."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def num_shards(self) -> int:
+        """Number of ranks over which the parameters of a replica are sharded, beside tensor parallelism."""
+        return self.dp_shard * self.sp
 
 
 def size_for_shards(config: RunConfig) -> str | None:
@@ -53,11 +58,18 @@ def size_for_shards(config: RunConfig) -> str | None:
 def axis_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
     """Return the contradictions of the sizes with other options, and with the number of processes where it is given."""
     problems = [*_missing_axes(config, describe), *_other_replicas(config, describe)]
-    if config.parallel.tp_size > 1 and config.data.dispatch_batches:
-        problems.append(
-            f"{describe('data.dispatch_batches')} has one rank read for all, and {describe('parallel.tp_size')} needs "
-            "ranks that read the same, each for itself; leave dispatch_batches off"
-        )
+    for path in ("parallel.tp_size", "parallel.sp_size"):
+        if get_value(config, path) > 1 and config.data.dispatch_batches:
+            problems.append(
+                f"{describe('data.dispatch_batches')} has one rank read for all, and {describe(path)} needs ranks that "
+                "read the same, each for itself; leave dispatch_batches off"
+            )
+    for path in ("parallel.tp_size", "parallel.ep_size"):
+        if get_value(config, path) > 1 and config.parallel.sp_size > 1:
+            problems.append(
+                f"{describe('parallel.sp_size')} does not go with {describe(path)}: heads and experts are shared out "
+                "over ranks that have whole sequences; set one of them to 1, and let dp_shard_size take the ranks"
+            )
     if config.parallel.tp_size > 1 and config.parallel.ep_size > 1:
         problems.append(
             f"{describe('parallel.ep_size')} contradicts {describe('parallel.tp_size')}: ranks that share the matrices "
@@ -94,8 +106,9 @@ def _other_replicas(config: RunConfig, describe: Callable[[str], str]) -> list[s
 
 
 def _paths_of(sizes: Mapping[str, int | None]) -> list[str]:
-    """Return the options that give sizes, for messages; a `tp_size` of 1 says nothing."""
-    return [f"parallel.{axis}_size" for axis, size in sizes.items() if size is not None and (size, axis) != (1, "tp")]
+    """Return the options that give sizes, for messages; a `tp_size` or `sp_size` of 1 says nothing."""
+    default = {"tp": 1, "sp": 1}
+    return [f"parallel.{axis}_size" for axis, size in sizes.items() if size != default.get(axis)]
 
 
 def axis_sizes(config: RunConfig, describe: Callable[[str], str], world_size: int, num_nodes: int | None) -> AxisSizes:

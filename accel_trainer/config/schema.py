@@ -276,6 +276,8 @@ class ParallelConfig:
     """Ranks that share the matrices of a layer and read the same data: tensor parallelism."""
     ep_size: int = 1
     """Of the ranks that share shards, those that share a mixture's experts, too: expert parallelism."""
+    sp_size: int = 1
+    """Ranks that share the tokens of each sequence and read the same data: sequence parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -345,8 +345,8 @@ def _refuse_of_others(written: str, name: str) -> None:
             raise ConfigError(f"{written} is an option of accelerate that is not offered: {way_out}")
     if name.startswith(f"{_PARALLELISM}_") and name.removeprefix(f"{_PARALLELISM}_") in PARALLEL_DETAILS:
         raise ConfigError(
-            f"{written} is an option of accelerate that is not offered: context and sequence parallelism are not here; "
-            "shard with --use_fsdp"
+            f"{written} is an option of accelerate that is not offered: there is no context parallelism, and sequence "
+            "parallelism takes any length, and the attention that the model was loaded with; leave it out"
         )
 
 

@@ -113,7 +113,7 @@ class ParallelismConfig(OptionObject):
     """"torch"."""
     sp_size: int | None = None
     sp_backend: str | None = None
-    """"deepspeed"."""
+    """"ulysses"; "deepspeed", accelerate's name for the method, is the same."""
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
@@ -128,12 +128,13 @@ class ParallelismConfig(OptionObject):
                 setattr(self, name, int(_variable(name, "1")))
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, but got {getattr(self, name)}")
-        for axis, backend in (("cp", "torch"), ("sp", "deepspeed")):
+        # transformers' Trainer computes its own loss where sp_backend is "deepspeed".
+        for axis, backend, other in (("cp", "torch", "torch"), ("sp", "ulysses", "deepspeed")):
             name = f"{axis}_backend"
             given = getattr(self, name) or _variable(name, backend)
-            if given != backend:
+            if given not in (backend, other):
                 raise ConfigError(f"{name} must be {backend!r}, but got {given!r}")
-            setattr(self, name, given)
+            setattr(self, name, backend)
         for axis, build in _HANDLERS.items():
             handler = getattr(self, f"{axis}_handler")
             if handler is None and self._size(axis) > 1:
@@ -279,11 +280,13 @@ class ParallelismConfig(OptionObject):
         Raises:
             ConfigError: one is above 1 whose axis is not offered.
         """
-        for axis in ("cp", "sp"):
-            if self._size(axis) > 1:
-                raise ConfigError(
-                    f"parallelism_config has {axis}_size={self._size(axis)}: {NOT_OFFERED[f'{axis}_size']}"
-                )
+        if self.sp_handler is not None and self.sp_handler.sp_attn_implementation is not None:
+            raise ConfigError(
+                f"parallelism_config has sp_attn_implementation={self.sp_handler.sp_attn_implementation!r}, and the "
+                "attention is that of the model: load it with attn_implementation=..., and leave this one out"
+            )
+        if self._size("cp") > 1:
+            raise ConfigError(f"parallelism_config has cp_size={self.cp_size}: {NOT_OFFERED['cp_size']}")
         sizes = {f"parallel.{axis}_size": self._size(axis) for axis in AXES} if self.total_size > 1 else {}
         return sizes | ({"parallel.ep_size": self._size("ep")} if self._size("ep") > 1 else {})
 

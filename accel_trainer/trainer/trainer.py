@@ -513,6 +513,14 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             return self.optimizer.param_groups[0]["lr"]
         return super()._get_learning_rate()
 
+    def get_tp_size(self) -> int:
+        """Return the number of ranks that read the same data, along any axis; upstream divides counts by it."""
+        return self.accelerator.process.world_size // self.accelerator.readers.world_size
+
+    def get_sp_size(self) -> int:
+        """Return 1: upstream takes it for loaders that hand out slices; here the model's forward makes them."""
+        return 1
+
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the number of operations of a forward and backward pass; see upstream."""
         name = getattr(self.model, "main_input_name", "input_ids")

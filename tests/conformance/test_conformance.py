@@ -77,6 +77,8 @@ LAYOUTS = {
         "mlp", {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, tp_size=2, dp_replicate_size=2, dp_shard_size=1
     ),
     "ep": mesh("mixtral", {"shard": 2, "ep_shard": 1, "ep": 2}, ep_size=2),
+    "sp": mesh("llama", {"shard": 2}, sp_size=2),
+    "sp_shards": mesh("llama", {"shard": 4}, sp_size=2),
     "zero1": zero(1),
     "zero2": zero(2),
     "zero3": zero(3),
@@ -359,17 +361,20 @@ EXCHANGED: dict[str, list[tuple[str, str]]] = {
         *((kind, saved) for kind in ("mlp", "gpt2") for saved in ("ddp", "single", "zero2")),
         ("llama", "tp_shards"),
         ("mixtral", "ep"),
+        ("llama", "sp_shards"),
     ],
     "single": [
         *((kind, saved) for kind in ("mlp", "gpt2") for saved in ("fsdp2", "zero3")),
         ("llama", "tp_shards"),
         ("mixtral", "ep"),
+        ("llama", "sp"),
     ],
     "zero1": [("mlp", "ddp"), ("gpt2", "ddp")],
     "zero3": [("mlp", "single"), ("gpt2", "single")],
     "hsdp": [("mlp", "tp")],
     "tp": [("mlp", "hsdp"), ("mlp", "tp_replicas"), ("llama", "fsdp2")],
     "tp_shards": [("llama", "single"), ("llama", "tp")],
+    "sp": [("llama", "fsdp2")],
 }
 
 

@@ -66,7 +66,7 @@ def both(directory: str, sizes: dict[str, int], resume: str, **options: Any) -> 
     return run(directory, batch, sizes, **options), run(f"{directory}-resumed", batch, sizes, resume, **options)
 
 
-LAYOUTS = {"tp": {"tp_size": 2}, "tp x shards": {"tp_size": 2, "dp_shard_size": 2}}
+LAYOUTS = {"tp": {"tp_size": 2}, "tp x shards": {"tp_size": 2, "dp_shard_size": 2}, "sp": {"sp_size": 2}}
 
 
 @pytest.fixture(scope="module")

@@ -246,10 +246,12 @@ class _Reader:
         num_processes = self.layer.settings.get("launch.num_processes")
         if name == "ddp" and num_processes is not None and num_processes.value == 1:
             name = "auto"
-        tp_size = self.layer.settings.get("parallel.tp_size")
-        if name == "ddp" and tp_size is not None and tp_size.value > 1:
-            name = "fsdp2"
-            self.layer.notes.append(f"{entry.subject} is {kind}, and tp_size is {tp_size.value}: strategy 'fsdp2' runs")
+        for axis in ("tp", "sp") if name == "ddp" else ():
+            size = self.layer.settings.get(f"parallel.{axis}_size")
+            if size is not None and size.value > 1:
+                name = "fsdp2"
+                note = f"{entry.subject} is {kind}, and {axis}_size is {size.value}: strategy 'fsdp2' runs"
+                self.layer.notes.append(note)
         self.layer.put("strategy", entry, name)
         if kind == "MULTI_CPU" and "use_cpu" not in self.layer.settings:
             self.layer.put("use_cpu", entry, True)

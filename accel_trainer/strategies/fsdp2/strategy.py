@@ -58,6 +58,7 @@ from accel_trainer.strategies.fsdp2.unit import (
     refuse_copies,
 )
 from accel_trainer.strategies.quantized import keep_scales, refuse_8bit_shards
+from accel_trainer.strategies.sequence_parallel import find_language_model, shard_sequences
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, with_optimizers
 from accel_trainer.strategies.tensor_parallel import Plan, plan_experts, plan_layers, shard_layers
 from accel_trainer.tree import leaves
@@ -104,6 +105,8 @@ class _Selection(NamedTuple):
     """Of tensor parallelism."""
     experts: Plan = MappingProxyType({})
     """Of expert parallelism; units of sharding, too."""
+    language_model: nn.Module | None = None
+    """The module whose sequences are shared out over ranks."""
 
 
 def _upcast_trainable(model: nn.Module) -> None:
@@ -218,6 +221,11 @@ class FSDP2Strategy(BaseStrategy):
         self._axes: DeviceMesh | None = None
         """All axes, where some ranks read the same data: those that do not meet in `_readers`."""
 
+    def _axis(self, name: str) -> DeviceMesh | None:
+        """Return an axis along which ranks compute a batch together; None where it has one rank."""
+        axis = None if self._axes is None else self._axes[name]
+        return axis if axis is not None and axis.size() > 1 else None
+
     def readers(self, resolved: Resolved, process: ProcessContext) -> ProcessContext:
         """Return this process among the ranks along the dp axes. Collective: a mesh with other axes is created."""
         sizes = axis_sizes(resolved.config, resolved.describe, process.world_size, process.num_nodes)
@@ -225,7 +233,8 @@ class FSDP2Strategy(BaseStrategy):
             return process
         self._axes = init_mesh(process, sizes)
         flatten_mesh(self._axes["dp_replicate", "dp_shard"], "dp")
-        flatten_mesh(self._axes["dp_shard", "tp"], "dp_shard_tp")  # norms are then reduced at once
+        if sizes.tp > 1:
+            flatten_mesh(self._axes["dp_shard", "tp"], "dp_shard_tp")  # norms are then reduced at once
         return process.among(self._axes.get_group("dp"))
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
@@ -261,6 +270,8 @@ class FSDP2Strategy(BaseStrategy):
         _prepare_unsharded(selection, precision, process.device)
         if config.activation_checkpointing:
             apply_activation_checkpointing(selection.layers)
+        if (sequences := self._axis("sp")) is not None and selection.language_model is not None:
+            shard_sequences(selection.language_model, sequences)
         if precision.output is not None:
             # Of the whole model alone, and not by FSDP2's policy, which would cast logits that the loss was made of.
             model.forward = AutocastForward(model, replace(precision, compute=None))
@@ -277,8 +288,8 @@ class FSDP2Strategy(BaseStrategy):
 
     def _shard_layers(self, job: TrainJob, selection: _Selection, process: ProcessContext) -> None:
         """Give each rank its part of the layers that are never gathered. Collective for a new mesh."""
-        if self._axes is not None:
-            shard_layers(job.model, selection.plan, self._axes["tp"], selection.unsharded)
+        if (axis := self._axis("tp")) is not None:
+            shard_layers(job.model, selection.plan, axis, selection.unsharded)
         for where, style in selection.experts.items():
             shard_layers(job.model.get_submodule(where), {"": style}, self._expert_axes(process, job)["ep"], ())
 
@@ -317,11 +328,12 @@ class FSDP2Strategy(BaseStrategy):
 
     def _mesh(self, process: ProcessContext, job: TrainJob) -> DeviceMesh:
         """Return the mesh of all models of this shape: one optimizer may hold the parameters of several. Collective."""
-        if self._axes is not None:
+        if self._axes is not None and self._axis("tp") is not None:
             is_hybrid = self._axes["dp_replicate"].size() > 1
             return self._axes["dp_replicate", "dp_shard"] if is_hybrid else self._axes["dp_shard"]
         sizes = _sizes_of(job, process)
-        shape = (sizes.dp_shard,) if sizes.dp_replicate == 1 else (sizes.dp_replicate, sizes.dp_shard)
+        # Ranks of one sequence hold different shards: they see different tokens, as readers see different samples.
+        shape = (sizes.num_shards,) if sizes.dp_replicate == 1 else (sizes.dp_replicate, sizes.num_shards)
         known = self._meshes.get(shape)
         return known or self._meshes.setdefault(shape, init_mesh(process, shape))
 
@@ -383,11 +395,11 @@ def _select_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessC
     outer = OuterUnits() if own_choice else find_outer_units(model, layers, unsharded)
     if precision.compute is None:  # else they are upcast
         _check_trained_dtypes(model, _units_below_root(model, _Selection(layers, outer)), unsharded)
-    tp_size, ep_size = _sizes_of(job, process).tp, job.config.parallel.ep_size
-    describe = job.resolved.describe
-    plan = plan_layers(model, tp_size, ignored, describe("parallel.tp_size")) if tp_size > 1 else {}
+    sizes, ep_size, describe = _sizes_of(job, process), job.config.parallel.ep_size, job.resolved.describe
+    plan = plan_layers(model, sizes.tp, ignored, describe("parallel.tp_size")) if sizes.tp > 1 else {}
     experts = plan_experts(model, ep_size, ignored, describe("parallel.ep_size")) if ep_size > 1 else {}
-    return _Selection(layers, outer, ignored, frozenset(unsharded), plan, experts)
+    language_model = find_language_model(model, sizes.sp, describe("parallel.sp_size")) if sizes.sp > 1 else None
+    return _Selection(layers, outer, ignored, frozenset(unsharded), plan, experts, language_model)
 
 
 def _apply_float8(
@@ -486,7 +498,7 @@ def init_mesh(process: ProcessContext, shape: tuple[int, ...]) -> DeviceMesh:
 
     Collective: every rank calls it with the same shape.
     """
-    names = {1: ("shard",), 2: ("replicate", "shard"), 3: ("dp_replicate", "dp_shard", "tp")}[len(shape)]
+    names = {1: ("shard",), 2: ("replicate", "shard"), 4: ("dp_replicate", "dp_shard", "sp", "tp")}[len(shape)]
     return _wait_as_long(init_device_mesh(process.device.type, shape, mesh_dim_names=names))
 
 

@@ -53,6 +53,7 @@ SPECIAL = {
     "compile.regional": "true",
     "fsdp.replicate_per_node": "false",
     "fp8.backend": "ao",
+    "parallel.sp_size": "1",
     "parallel.tp_size": "1",
     "launch.num_machines": "1",
     "launch.tee": "3",
@@ -201,10 +202,8 @@ def test_parallel_sizes_in_the_environment_are_mapped_or_refused():
 
     described = "parallel.dp_replicate_size=2 (from PARALLELISM_CONFIG_DP_REPLICATE_SIZE)"
     assert mapped.describe("parallel.dp_replicate_size") == described
-    with pytest.raises(
-        ConfigError, match="PARALLELISM_CONFIG_SP_SIZE is 2, which is not offered: there is no sequence"
-    ):
-        resolve(environ={**environ, "PARALLELISM_CONFIG_SP_SIZE": "2"})
+    with pytest.raises(ConfigError, match="PARALLELISM_CONFIG_CP_SIZE is 2, which is not offered: there is no context"):
+        resolve(environ={**environ, "PARALLELISM_CONFIG_CP_SIZE": "2"})
     with pytest.raises(ConfigError, match="PARALLELISM_CONFIG_CP_SIZE is 'x'; expected a whole number of at least 1"):
         resolve(environ={**environ, "PARALLELISM_CONFIG_CP_SIZE": "x"})
 

@@ -1,0 +1,246 @@
+"""Sequence parallelism: families of transformers against one process, packed and padded rows, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accel_trainer.errors import ConfigError
+from accel_trainer.strategies.sequence_parallel import find_language_model
+from tests.conformance.models import MLP, build_model
+from tests.ranks import preload, run_ranks
+
+preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
+
+# Of each way in which attention is called, one family: fewer heads of keys, norms of heads, windows in all layers, in
+# every other one, with a bound on scores that only eager attention has; learned positions, rotary ones of a part of a
+# head, fused heads, experts.
+FAMILIES = ("llama", "qwen3", "mistral", "gemma3_text", "gemma2", "gpt2", "gpt_neox", "phi3", "mixtral")
+
+
+def tiny_model(kind: str, **changes: Any) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    base = AutoConfig.for_model(kind)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "max_position_embeddings": 12}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4, "use_cache": False}
+    if hasattr(base, "layer_types") and kind.startswith("gemma"):
+        sizes["layer_types"] = ["sliding_attention", "full_attention"]
+    sizes |= {"bos_token_id": 1, "eos_token_id": 2}
+    sizes |= dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    known = {name: value for name, value in sizes.items() if hasattr(base, name)}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**known, **changes}))
+
+
+def batches() -> list[dict[str, Tensor]]:
+    """Return rows of lengths that 2 and 4 do not divide: plain, padded on both sides, and packed of two documents."""
+    ids = torch.randint(3, 64, (4, 11), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, 7:] = mask[1, :2] = 0
+    packed = torch.cat((torch.arange(5), torch.arange(6))).expand(4, -1)
+    return [
+        {"input_ids": ids[:, :10], "labels": ids[:, :10]},
+        {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask},
+        {"input_ids": ids, "labels": ids.masked_fill(packed == 0, -100), "position_ids": packed},
+    ]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def updates(model: nn.Module, optimizer: Any, accelerator: Any = None, num: int = 3) -> list[float]:
+    """Return losses and norms of some updates, of the plain loop without an Accelerator."""
+    seen = []
+    for batch in batches()[:num]:
+        loss = model(**batch).loss
+        (loss.backward if accelerator is None else lambda loss=loss: accelerator.backward(loss))()
+        clip = nn.utils.clip_grad_norm_ if accelerator is None else accelerator.clip_grad_norm_
+        seen += [loss.item(), clip(model.parameters(), 0.5).item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def start(**options: Any) -> Any:
+    from accel_trainer import Accelerator, ParallelismConfig
+
+    return Accelerator(cpu=True, parallelism_config=ParallelismConfig(**options.pop("sizes")), **options)
+
+
+def both(accelerator: Any, plain: nn.Module, num: int = 3) -> tuple[list[float], list[float], nn.Module]:
+    """Return the numbers of one process, those of this rank, and the prepared model."""
+    model = copy.deepcopy(plain)
+    expected = updates(plain, adamw(plain), None, num)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    return expected, updates(model, optimizer, accelerator, num), model
+
+
+def train_families() -> dict[str, Any]:
+    accelerator, found = start(sizes={"sp_size": 2}), {}
+    for kind in FAMILIES:
+        plain = tiny_model(kind)
+        expected, trained, model = both(accelerator, plain)
+        inputs = {"input_ids": batches()[1]["input_ids"], "attention_mask": batches()[1]["attention_mask"]}
+        with torch.no_grad():
+            logits = [each(**inputs).logits for each in (plain, model)]
+            texts = [
+                each.generate(inputs["input_ids"][:, :6], max_new_tokens=4, do_sample=False) for each in (plain, model)
+            ]
+        found[kind] = (expected, trained, (logits[0] - logits[1]).abs().max().item(), texts[0].equal(texts[1]))
+        accelerator.free_memory()
+    # Each length and each kind of mask would be compiled anew.
+    found["compiled"] = both(start(sizes={"sp_size": 2}, dynamo_backend="eager"), tiny_model("llama"), 1)[:2]
+    return found
+
+
+@pytest.fixture(scope="module")
+def families() -> list[dict[str, Any]]:
+    return run_ranks(train_families, 2, timeout=150)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_family_of_transformers_trains_and_generates_as_on_one_process(kind: str, families: list[dict[str, Any]]):
+    for found in families:
+        expected, trained, difference, is_same_text = found[kind]
+        assert trained == pytest.approx(expected, abs=2e-6, rel=2e-6)
+        assert difference < 1e-3  # after updates of 1e-2 that follow the sign of a gradient
+        assert is_same_text
+
+
+def test_compiled_blocks_compute_the_same(families: list[dict[str, Any]]):
+    for found in families:
+        expected, trained = found["compiled"]
+        assert trained == pytest.approx(expected, abs=2e-6, rel=2e-6)
+
+
+# --- four ranks: for sequences alone, and two for the shards ----------------------------------------------------------
+
+
+def token_losses(accelerator: Any, directory: str | None, load: bool = False) -> dict[str, Tensor] | None:
+    """Train a window of 4 micro-batches by logits, with a save or a load after two; return the weights on rank 0."""
+    model = tiny_model("qwen3")
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    samples = [{"input_ids": row, "labels": row} for row in torch.cat([b["input_ids"] for b in batches()[1:]])]
+    loader = accelerator.prepare(torch.utils.data.DataLoader(samples, batch_size=1))
+    if load:
+        accelerator.load_state(directory)
+        loader = accelerator.skip_first_batches(loader, 2)
+    for index, batch in enumerate(loader, start=2 * load):
+        with accelerator.accumulate(model):
+            logits = model(input_ids=batch["input_ids"]).logits
+            targets = batch["labels"][:, 1:]
+            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten(), reduction="sum")
+            accelerator.backward(accelerator.global_token_mean(loss, targets.numel()))
+            optimizer.step()
+            optimizer.zero_grad()
+        if index == 1 and directory is not None and not load:
+            accelerator.save_state(directory)
+    return accelerator.get_state_dict(model)
+
+
+def dropped(accelerator: Any) -> tuple[float, float]:
+    """Return a random number that is drawn within a forward, and one behind it."""
+    model = accelerator.prepare(tiny_model("llama", attention_dropout=0.5))
+    torch.manual_seed(accelerator.readers.rank)
+    drawn: list[float] = []
+    handle = model.lm_head.register_forward_hook(lambda *_: drawn.append(torch.rand(()).item()))
+    model(**batches()[0])
+    handle.remove()
+    return drawn[0], torch.rand(()).item()
+
+
+def on_four_ranks(directory: str) -> dict[str, Any]:
+    sizes = {"sp_size": 2, "dp_shard_size": 2}
+    found: dict[str, Any] = {}
+    accelerator = start(sizes=sizes, gradient_accumulation_steps=4)
+    whole = token_losses(accelerator, directory)
+    resumed = token_losses(start(sizes=sizes, gradient_accumulation_steps=4), directory, load=True)
+    found["window"] = whole and max((whole[name] - resumed[name]).abs().max().item() for name in whole)
+    found["weights"] = whole and {name: value.double().sum().item() for name, value in whole.items()}
+    found["places"] = (accelerator.readers.rank, accelerator.readers.world_size, accelerator.num_processes)
+    found["gathered"] = accelerator.gather_for_metrics(torch.tensor([accelerator.process_index])).tolist()
+    found["dropped"] = dropped(accelerator)
+    found["replicas"] = both(start(sizes={"sp_size": 2, "dp_replicate_size": 2}), tiny_model("llama"))[:2]
+    # Fewer heads of keys than ranks; recomputed activations, and 16 bits.
+    for name, options in {
+        "checkpointed": {"config": {"fsdp": {"activation_checkpointing": True}}},
+        "bf16": {"mixed_precision": "bf16"},
+    }.items():
+        *found[name], model = both(start(sizes={"sp_size": 4}, **options), tiny_model("qwen3"))
+    model.save_pretrained(f"{directory}-export")
+    exported = type(tiny_model("qwen3")).from_pretrained(f"{directory}-export")
+    found["export"] = exported.config._attn_implementation
+    return found
+
+
+@pytest.fixture(scope="module")
+def meshed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(on_four_ranks, 4, str(tmp_path_factory.mktemp("mesh") / "state"), timeout=150)
+
+
+def test_logits_are_those_of_all_tokens_and_a_window_that_is_saved_open_goes_on(meshed: list[dict[str, Any]]):
+    from accel_trainer import Accelerator
+
+    assert meshed[0]["window"] < 1e-6
+    alone = token_losses(Accelerator(cpu=True, gradient_accumulation_steps=8), None)
+    expected = {name: value.double().sum().item() for name, value in alone.items()}
+    assert meshed[0]["weights"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_ranks_that_share_sequences_are_one_reader_and_drop_on_their_own(meshed: list[dict[str, Any]]):
+    for rank, found in enumerate(meshed):
+        assert found["places"] == (rank // 2, 2, 4)
+        assert found["gathered"] == [0, 2] or found["gathered"] == [1, 3]
+    within, behind = zip(*(found["dropped"] for found in meshed), strict=True)
+    assert len(set(within)) == 4
+    assert behind[0] == behind[1] != behind[2] == behind[3]
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("replicas", 2e-6), ("checkpointed", 2e-6), ("bf16", 0.05)])
+def test_options_of_fsdp_hold_for_shared_sequences(name: str, tolerance: float, meshed: list[dict[str, Any]]):
+    for found in meshed:
+        expected, trained = found[name]
+        assert trained == pytest.approx(expected, rel=tolerance, abs=tolerance)
+
+
+def test_what_is_saved_names_the_attention_of_the_model(meshed: list[dict[str, Any]]):
+    assert {found["export"] for found in meshed} == {"sdpa"}
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+SIX = {"num_attention_heads": 6}
+
+
+def changed(kind: str, **values: Any) -> nn.Module:
+    model = tiny_model(kind)
+    for name, value in values.items():
+        setattr(model.config, name, value)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (MLP(), "^sp_size=3: MLP is not a causal language model of transformers.*set sp_size to 1, and shard with"),
+        (build_model("bert"), "BertForMaskedLM is not a causal language model"),
+        (nn.ModuleList([tiny_model("llama"), MLP()]), "ModuleList is not a causal language model"),
+        (tiny_model("llama"), "LlamaForCausalLM has num_attention_heads=4, which sp_size=3 does not divide; use a"),
+        (changed("llama", **SIX, layer_types=["linear_attention"]), "has layers of linear_attention, in which tokens"),
+        (changed("llama", **SIX, rope_parameters={"rope_type": "dynamic"}), "positions of type dynamic, which depend"),
+        (changed("llama", **SIX, is_causal=False), "is not causal: padding behind"),
+        (changed("mixtral", **SIX, output_router_logits=True), "has output_router_logits=True, and the auxiliary loss"),
+        (changed("bloom", **SIX), "does not take attention from transformers' registry, or no"),
+    ],
+)
+def test_a_model_whose_tokens_meet_elsewhere_is_refused(model: nn.Module, message: str):
+    with pytest.raises(ConfigError, match=message):
+        find_language_model(model, 3, "sp_size=3")
