@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -11,6 +12,7 @@ from accel_trainer.config import field_specs
 from accel_trainer.config.readers.config_source import packaged_names
 from accel_trainer.registry import strategy_names
 from tests.documents import compatibility, reference
+from tests.documents.site import list_versions
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -54,3 +56,15 @@ def test_the_table_of_what_works_is_that_of_the_tests():
     text = compatibility.PAGE.read_text()
     assert compatibility.replace_tables(text) == text, "run `python -m tests.documents.compatibility`"
     assert text.count("✓") > 100
+
+
+def test_the_newest_of_the_versions_that_are_there_is_the_latest(tmp_path: Path):
+    for name in ("0.2.0", "0.10.0", "0.9.1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "objects.inv").touch()
+    (tmp_path / "built").mkdir()  # of a build that has failed
+    list_versions(tmp_path)
+    listed = json.loads((tmp_path / "versions.json").read_text())
+    aliases = {each["version"]: each["aliases"] for each in listed}
+    assert list(aliases.items()) == [("0.10.0", ["latest"]), ("0.9.1", []), ("0.2.0", [])]
+    assert "url=0.10.0/" in (tmp_path / "index.html").read_text()
