@@ -95,6 +95,8 @@ class AcceleratorCheckpointing(AcceleratorSettings):
 
     _registered: RegisteredState
     _stop_point: StopPoint | None = None
+    _has_own_states = False
+    """Whether this run has saved or loaded one of the states in its project's directory."""
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
         """Have `save_state` and `load_state` handle objects of your own; each is found again by its name.
@@ -244,6 +246,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         )
         if saved is not None and output_dir is None:
             configuration.iteration = 1 + int(saved.name.removeprefix(PREFIX))
+            self._has_own_states = True
         return saved
 
     def _write_state(self, staged: StagedDirectory) -> None:
@@ -387,6 +390,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         else:
             selection, outcome = self._load_newest(mode, files)
             self.project_configuration.iteration = 1 + int(selection.path.name.removeprefix(PREFIX))
+            self._has_own_states = True
         self._pass_start.has_loaded_state = True
         first, left = self.config.launch.num_processes, self.process.world_size
         if first not in (None, left) and not self.config.accumulation.keep_global_batch:
@@ -398,7 +402,25 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         seconds = ", ".join(f"{phase} {metrics.values[f'resume/{phase}_s']:.2f} s" for phase in phases)
         logger.info("%s", selection.describe("resumed", [selection.verified, outcome, seconds]))
 
-    def _load_newest(self, verify: Verify, files: FilesToRead) -> tuple[Selection, str]:
+    def _roll_back(self, found: str) -> None:
+        """Load the newest checkpoint of this run; loaders and random streams stay where they are. Collective.
+
+        Raises:
+            NonFiniteError: there is no checkpoint yet, or the run has gone back to it too often.
+        """
+        guard = self.nonfinite_guard
+        assert guard is not None
+        self.wait_for_checkpoint()
+        if not self._has_own_states:
+            guard.begin_rollback(found, None)
+
+        def files(manifest: Manifest) -> Iterable[str]:
+            return files_to_read(manifest, self._train_state(), self.process)
+
+        selection, _ = self._load_newest("full", files, keeps_place=True)
+        guard.begin_rollback(found, selection.path)
+
+    def _load_newest(self, verify: Verify, files: FilesToRead, *, keeps_place: bool = False) -> tuple[Selection, str]:
         """Load the newest checkpoint that is good; return it and how exact the run goes on. Collective."""
         directory = self._checkpoints_directory()
         missing = CheckpointNotFoundError(f"no {PREFIX}N in {directory.absolute()}; save one with save_state() first")
@@ -407,16 +429,17 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             selection = self._checkpointer.select_newest(directory, verify, files, missing, passed_over)
             try:
                 with self._checkpointer.metrics.resuming("load"):
-                    return selection, self._load_selected(selection)
+                    return selection, self._load_selected(selection, keeps_place=keeps_place)
             except Exception as error:  # each rank has one, and all take part in what follows
                 # Whatever was loaded of it by now, the next one replaces.
                 if not self._checkpointer.pass_over_together(selection, error):
                     raise
                 passed_over = selection.passed_over
 
-    def _load_selected(self, selection: Selection) -> str:
+    def _load_selected(self, selection: Selection, *, keeps_place: bool = False) -> str:
         """Run the user's hooks and load the state; return how exact the run goes on. Collective."""
         state, hooks = self._train_state(), self._registered.load_hooks
+        state.keeps_place = keeps_place
         if hooks:
             models = [prepared.unit.model for prepared in self._prepared.units]
             state.has_weights = self._left_by_hooks(hooks.values(), models, selection.path, "load_state's hooks")

@@ -214,13 +214,13 @@ def check_num_processes(resolved: Resolved, world_size: int) -> None:
 
 
 def keep_global_batch(resolved: Resolved, world_size: int) -> Resolved:
-    """Return a configuration whose updates have as many samples on fewer processes than the job began with.
+    """Return a configuration whose updates have as many samples, where it asks for that, on fewer processes.
 
     Raises:
         ConfigError: no whole number of micro-batches makes as many.
     """
     accumulation, first = resolved.config.accumulation, resolved.config.launch.num_processes
-    if first is None or first == world_size:
+    if not accumulation.keep_global_batch or first is None or first == world_size:
         return resolved
     num_steps, rest = divmod(accumulation.num_steps * first, world_size)
     if rest:

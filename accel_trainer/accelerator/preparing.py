@@ -273,6 +273,13 @@ class AcceleratorPreparing(AcceleratorSettings):
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], request: _Request
     ) -> dict[int, nn.Module]:
         """Prepare models that are not yet, once all of them are checked; return the models to call, by id."""
+        guard, naming = self.nonfinite_guard, self.project_configuration.automatic_checkpoint_naming
+        if optimizers and not naming and guard is not None and guard.roll_back is not None:
+            raise ConfigError(
+                f"{self.resolved.describe('on_nonfinite')} goes back to the newest save_state() of the run, which "
+                "needs a name of its own; give Accelerator(project_dir=...) with "
+                "ProjectConfiguration(automatic_checkpoint_naming=True), or set on_nonfinite to skip_step"
+            )
         found = {id(model): self._prepared.find(model) for model in models}
         new = {id(m): m for m in models if _needs_preparing(found[id(m)], request)}
         replaced = [unit for key, unit in found.items() if key in new and unit is not None]

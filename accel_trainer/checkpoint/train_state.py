@@ -83,6 +83,8 @@ class TrainState:
     readers: ProcessContext
     """This process among the ranks that read different data: others share their random streams with one of them."""
     windows: Windows | None = None
+    keeps_place: bool = False
+    """Loaders, accumulation windows and random streams stay where they are when a state is loaded."""
 
 
 def _write(staged: StagedDirectory, name: str, value: Any) -> None:
@@ -208,7 +210,7 @@ def _stateful(training: dict[str, Any], state: TrainState) -> list[tuple[Statefu
     objects = _by_name(training["objects"], state.objects)
     pairs: list[tuple[Any, Any]] = [
         *zip(state.schedulers, training["schedulers"], strict=True),
-        *zip(state.loaders, training["loaders"], strict=True),
+        *(() if state.keeps_place else zip(state.loaders, training["loaders"], strict=True)),
         *((state.objects[name], saved) for name, saved in objects.items()),
     ]
     if state.scaler is not None and training["scaler"] is not None:
@@ -249,6 +251,8 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
         fault_point("load.apply", manifest.step)
         for item, saved in stateful:
             item.load_state_dict(saved)
+        if state.keeps_place:
+            return "data and random streams go on"
         open_windows()
         if random_state is not None:
             with as_corrupt(stored.path / f"random_{_stream_of(manifest, state, process)}.json", RuntimeError):

@@ -54,6 +54,9 @@ def json_schema() -> dict[str, Any]:
         section, _, name = path.rpartition(".")
         place = properties[section]["properties"] if section else properties
         place[name] = _property(spec)
+        if path in LOW_ENDS:
+            place[name]["type"].append("string")
+            place[name]["pattern"] = r"^\d+:\d+$"
     properties |= {name: _property(field_specs()[path]) for name, path in ALIASES.items()}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -80,9 +83,6 @@ def _property(spec: FieldSpec) -> dict[str, Any]:
             result["items"] = {"type": "string"}
         else:
             words += ["object", "string"]  # a block, or the name of a file
-    if spec.path in LOW_ENDS:
-        words.append("string")
-        result["pattern"] = r"^\d+:\d+$"
     if words:
         result["type"] = words[0] if len(words) == 1 else words
     if spec.path != "deepspeed":

@@ -75,6 +75,7 @@ class NonFiniteAction(StrEnum):
 
     RAISE = "raise"
     SKIP_STEP = "skip_step"
+    ROLLBACK = "rollback"
     WARN = "warn"
 
 
@@ -351,7 +352,9 @@ class RunConfig:
     timeout_seconds: float = 1800.0
     """How long a rank waits for the others in a collective, in seconds."""
     on_nonfinite: NonFiniteAction = NonFiniteAction.RAISE
-    """NaN in an update: raise ends the run (code 76) before it is saved, skip_step leaves it out, warn trains on."""
+    """NaN in an update: raise ends the run (code 76), skip_step leaves it out, rollback loads the last save."""
+    max_rollbacks: int = 3
+    """How often in a row on_nonfinite rollback goes back to the same checkpoint before it raises."""
     hang_seconds: float = 60.0
     """Seconds without progress after which a warning names the ranks that the others wait for, and where they are."""
     local_steps: int | None = None

@@ -8,8 +8,9 @@ runs at most one update ahead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import isfinite
+from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
@@ -29,7 +30,7 @@ __all__ = ["NonFiniteGuard", "check_weights"]
 
 logger = logging.get_logger(__name__)
 
-Action = Literal["raise", "skip_step", "warn"]
+Action = Literal["raise", "skip_step", "rollback", "warn"]
 
 
 class NonFiniteGuard:
@@ -42,14 +43,22 @@ class NonFiniteGuard:
         loss: of this rank, the sum of those of the update under way; None without one.
         is_late: an engine steps by itself, leaves such updates out, and tells the norm only then.
         spreads: a loss that is none makes all gradients NaN, of all ranks.
+        roll_back: called with what was found, on every rank, with the action "rollback".
     """
 
-    def __init__(self, action: Action, process: ProcessContext, *, is_late: bool, is_sharded: bool) -> None:
+    def __init__(
+        self, action: Action, process: ProcessContext, *, is_late: bool, is_sharded: bool, max_rollbacks: int = 3
+    ) -> None:
         self.update = 0
         self.norm: Tensor | float | None = None
         self.loss: Tensor | None = None
         self.is_late = is_late
         self.spreads = action != "warn" and process.is_distributed and not is_late
+        self.roll_back: Callable[[str], None] | None = None
+        self.rolls_back = action == "rollback"
+        self._max_rollbacks = max_rollbacks
+        self._rollbacks: tuple[Path | None, int] = None, 0
+        """The checkpoint that the run went back to last, and how often in a row."""
         self._action = action
         self._process = process
         self._is_sharded = is_sharded
@@ -64,7 +73,8 @@ class NonFiniteGuard:
         """Return the guard of a configuration; None under fp16, whose loss scale leaves such updates out."""
         if config.mixed_precision is MixedPrecision.FP16:
             return None
-        return cls(config.on_nonfinite.value, process, is_late=is_late, is_sharded=is_sharded)
+        limit = config.max_rollbacks
+        return cls(config.on_nonfinite.value, process, is_late=is_late, is_sharded=is_sharded, max_rollbacks=limit)
 
     @property
     def wants_sample(self) -> bool:
@@ -80,7 +90,7 @@ class NonFiniteGuard:
         of shards, a collective, is not worth it.
         """
         is_warned = self._action == "warn" and self._process.is_distributed and not self._is_sharded
-        return self._action == "skip_step" or is_warned or self.spreads
+        return self._action == "skip_step" or self.rolls_back or is_warned or self.spreads
 
     def seed(self, loss: Tensor) -> Tensor | None:
         """Return the gradient that the backward of a loss begins with: NaN where the loss is none; None is 1."""
@@ -114,7 +124,8 @@ class NonFiniteGuard:
         if norm is None:
             return False
         if isinstance(norm, Tensor) and norm.device.type != "cpu" and self._action != "skip_step":
-            self.look()
+            if self.look():
+                return True  # this update's gradients are those of weights that are no more
             flags = torch.stack((norm.detach(), norm.detach() if loss is None else loss)).isfinite()
             # The copy, to pinned memory, waits for nobody: it is looked at once the device has the next update to do.
             self._pending = self.update, flags.to("cpu", non_blocking=True), is_local
@@ -124,16 +135,52 @@ class NonFiniteGuard:
         if isfinite(norm):
             return False
         self._act(self.update, loss is None or isfinite(loss), is_local=is_local)
-        return self._action == "skip_step"
+        return self._action == "skip_step" or self.rolls_back
 
-    def look(self) -> None:
-        """Look at the last update, if that has not been done: before a save, a log, and at the end. See `skips`."""
+    def look(self) -> bool:
+        """Look at the last update, if that has not been done: before a save, a log, and at the end. See `skips`.
+
+        Returns:
+            Whether the run has been rolled back for it.
+        """
         pending, self._pending = self._pending, None
-        if pending is not None:
-            self._event.synchronize()
-            has_norm, has_loss = pending[1].tolist()
-            if not has_norm:
-                self._act(pending[0], has_loss, is_local=pending[2])
+        if pending is None:
+            return False
+        self._event.synchronize()
+        has_norm, has_loss = pending[1].tolist()
+        if not has_norm:
+            self._act(pending[0], has_loss, is_local=pending[2])
+        return self.rolls_back and not has_norm
+
+    def begin_rollback(self, found: str, place: Path | None) -> None:
+        """Log that the run goes back to a checkpoint.
+
+        Args:
+            found: what `roll_back` was called with.
+            place: the checkpoint; None where the run has none.
+
+        Raises:
+            NonFiniteError: on every rank: there is none, or the run has gone back to it too often.
+        """
+        if place is None:
+            _end_with_exit_code()
+            raise NonFiniteError(
+                f"{found}; on_nonfinite='rollback' has no checkpoint of this run to go back to yet. Save one before, "
+                "or look at that batch and the learning rate"
+            )
+        before = self._rollbacks[1] if self._rollbacks[0] == place else 0
+        if before >= self._max_rollbacks:
+            _end_with_exit_code()
+            raise NonFiniteError(
+                f"{found}; the run has gone back to {place} {before} time(s) already, and has come no further "
+                f"(max_rollbacks={self._max_rollbacks}). Look at the data and the learning rate, and resume from an "
+                "earlier checkpoint"
+            )
+        self._rollbacks = place, before + 1
+        logger.warning(
+            "%s; the run goes back to %s (%d of at most %d times), and on with the data behind that update",
+            found, place, before + 1, self._max_rollbacks,
+        )  # fmt: skip
 
     def _act(self, update: int, has_loss: bool, *, is_local: bool) -> None:
         """Raise or warn; `is_local` where another rank's shards may be numbers, and it may not come to a collective."""
@@ -150,6 +197,10 @@ class NonFiniteGuard:
                 f"{found}; nothing of it was saved. Look at that batch and the learning rate, resume from the last "
                 "checkpoint, or set on_nonfinite='skip_step' to leave such updates out"
             )
+        if self.rolls_back:
+            assert self.roll_back is not None
+            self.roll_back(found)
+            return
         is_left_out = self.is_late or self._action == "skip_step"
         done = "it is left out" if is_left_out else "the weights have it (on_nonfinite='warn')"
         logger.warning("%s; %s", found, done)

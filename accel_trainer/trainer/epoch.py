@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import isfinite
 from time import perf_counter
@@ -33,6 +33,14 @@ __all__ = ["EpochRun", "WindowReader"]
 upstream_logger = transformers_logging.get_logger("transformers.trainer")
 
 _STEPPED_BY_METRIC = (ReduceLROnPlateau, GreedyLR)
+
+
+class UpdateTakenBackError(Exception):
+    """An update's gradients are no numbers, and the run goes back to a checkpoint. The same on every rank."""
+
+
+def _take_back(found: str) -> None:
+    raise UpdateTakenBackError(found)
 
 
 class WindowReader:
@@ -275,7 +283,11 @@ class EpochRun:
         if trainer.args.include_num_input_tokens_seen != "no" or not self.plan.counts_tokens_itself:
             self._count_tokens(inputs)
         if is_last:
-            self._update()
+            num_read = trainer.state.global_step + 1
+            try:
+                self._update()
+            except UpdateTakenBackError as taken:
+                self._roll_back(str(taken), num_read)
         else:
             if self.plan.is_heard(handler, "on_substep_end"):
                 trainer.control = handler.on_substep_end(trainer.args, trainer.state, trainer.control)
@@ -351,6 +363,29 @@ class EpochRun:
             self.guard.look()
         self._log_save_evaluate()
 
+    @contextmanager
+    def taking_back(self) -> Iterator[None]:
+        """Context in which an update that the guard finds is taken back."""
+        if self.guard is None:
+            yield
+            return
+        self.guard.roll_back = _take_back
+        try:
+            yield
+        finally:
+            self.guard.roll_back = None
+
+    def _roll_back(self, found: str, num_read: int) -> None:
+        """Go back to the newest checkpoint, after data for so many updates has been read. Collective."""
+        trainer = self.trainer
+        trainer.roll_back(found, self.trial, num_read)
+        trainer.run_checkpoints.end_update(None)
+        self.plan.zero_grad(self.model.parameters())
+        control = trainer.control
+        control.should_log = control.should_evaluate = control.should_save = False
+        control.should_training_stop |= trainer.state.global_step >= trainer.state.max_steps
+        PROGRESS.updates = trainer.state.global_step
+
     def _log_save_evaluate(self) -> None:
         """Log, evaluate and save where that is due; where a signal ends the run, save and end. Collective."""
         trainer = self.trainer
@@ -382,5 +417,8 @@ class EpochRun:
         if trainer.decisions is not None:
             trainer.decisions.end_epoch(trainer.control)
         if self.guard is not None:
-            self.guard.look()
+            try:
+                self.guard.look()
+            except UpdateTakenBackError as taken:
+                self._roll_back(str(taken), trainer.state.global_step)
         self._log_save_evaluate()

@@ -25,7 +25,7 @@ from accel_trainer import logging
 from accel_trainer.accelerator.accelerator import Accelerator
 from accel_trainer.accelerator.shared_state import AcceleratorState, PartialState, is_initialized
 from accel_trainer.big_models.module_tensors import get_non_persistent_buffers
-from accel_trainer.config import Resolved, SchedulerSteps
+from accel_trainer.config import NonFiniteAction, Resolved, SchedulerSteps
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DummyOptim, DummyScheduler
 from accel_trainer.strategies.api import TrainUnit
@@ -96,6 +96,9 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
             f"{accelerator.resolved.describe('scheduler_steps')} is for loops whose schedules are sized in the batches "
             "of one process, and the Trainer sizes its own in updates; leave it out"
         )
+    if accelerator.nonfinite_guard is not None:
+        _check_rollbacks(args, accelerator)
+        accelerator.nonfinite_guard.roll_back = None  # to a checkpoint of the Trainer's own
     accelerator.gradient_state.plugin_kwargs.update(args.accelerator_config.gradient_accumulation_kwargs or {})
     plain = PartialState(process=accelerator.process).distributed_type
     if configured not in (None, plain, accelerator.distributed_type):
@@ -123,6 +126,23 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
                 )
     share_accelerator(accelerator)
     return accelerator
+
+
+def _check_rollbacks(args: TrainingArguments, accelerator: Accelerator) -> None:
+    """Refuse rollbacks where there is nothing to go back to, or not all ranks would."""
+    resolved = accelerator.resolved
+    if accelerator.config.on_nonfinite is not NonFiniteAction.ROLLBACK:
+        return
+    if args.save_only_model:
+        raise ConfigError(
+            f"{resolved.describe('on_nonfinite')} goes back to checkpoints, and save_only_model=True leaves out their "
+            "optimizer and schedule; leave one of the two out"
+        )
+    if accelerator.config.local_steps is not None:
+        raise ConfigError(
+            f"{resolved.describe('on_nonfinite')} takes all ranks back together, and with "
+            f"{resolved.describe('local_steps')} each has updates of its own; leave one of the two out"
+        )
 
 
 def _check_optimizer_name(args: TrainingArguments, shards: bool) -> None:

@@ -82,6 +82,9 @@ class SteppingTrainer(RunningTrainer, Protocol):
     """Whether the model's loss is divided by the number of items."""
     run_checkpoints: RunCheckpoints
     """Ours: of the present train()."""
+    roll_back: Callable[[str, Any, int], None]
+    """Ours: load the newest checkpoint of the run; the data goes on."""
+
     stop_signals: StopSignals
     """Ours: those that end the present train()."""
 

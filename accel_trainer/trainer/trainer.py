@@ -419,12 +419,13 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             is_resumed=is_resumed,
         )
         self._reader = reader
-        try:
-            run.train(restore_rng_from)
-        finally:
-            self._reader = self._step_plan = None
-        reader.close()
-        run.end()
+        with run.taking_back():
+            try:
+                run.train(restore_rng_from)
+            finally:
+                self._reader = self._step_plan = None
+            reader.close()
+            run.end()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train one micro-batch and return its loss; see upstream. Collective on the last one of a window."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_trainer import Accelerator
+from accel_trainer import Accelerator, ProjectConfiguration
 from accel_trainer.errors import ConfigError, NonFiniteError
 from tests.ranks import preload, run_ranks
 
@@ -172,3 +174,98 @@ def test_a_loss_that_the_loop_leaves_out_is_no_updates() -> None:
             optimizer.step()
         optimizer.zero_grad()
     assert not optimizer.step_was_skipped
+
+
+def build_regression() -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+
+
+def loop(accelerator: Accelerator, *, saves_after: tuple[int, ...], bad: range) -> dict[str, Any]:
+    """Train 12 updates of a small regression; `bad` ones have a NaN in the loss of the last rank."""
+    model, optimizer, scheduler = build_regression()
+    data = torch.arange(48.0).reshape(24, 2) / 48
+    loader = torch.utils.data.DataLoader(data, batch_size=2 // accelerator.num_processes, shuffle=True)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    rows, error = [], ""
+    try:
+        for update, batch in enumerate(loader, start=1):
+            rows.append(batch.tolist())
+            with accelerator.accumulate(model):
+                loss = (model(batch).squeeze(1) - batch.sum(1)).square().mean()
+                is_bad = update in bad and accelerator.is_last_process
+                accelerator.backward(loss * float("nan") if is_bad else loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if update in saves_after:
+                accelerator.save_state()
+    except NonFiniteError as raised:
+        error = str(raised)
+    weights = accelerator.get_state_dict(model)
+    return {"error": error, "rows": rows, "weights": weights, "epoch": scheduler.last_epoch}
+
+
+def roll_back(folder: str, strategy: str) -> dict[str, Any]:
+    def build(name: str) -> Accelerator:
+        naming = ProjectConfiguration(project_dir=f"{folder}/{name}", automatic_checkpoint_naming=True)
+        config = {"on_nonfinite": "rollback", "max_rollbacks": 2, "strategy": strategy}
+        return Accelerator(cpu=True, project_config=naming, config=config)
+
+    with pytest.raises(
+        ConfigError, match=r"on_nonfinite=rollback .* goes back to the newest save_state\(\) of the run"
+    ):
+        loop(Accelerator(cpu=True, config={"on_nonfinite": "rollback"}), saves_after=(), bad=range(0))
+    return {
+        "once": loop(build("once"), saves_after=(2, 4, 9), bad=range(6, 7)),
+        "again": loop(build("again"), saves_after=(2,), bad=range(4, 20)),
+        "early": loop(build("early"), saves_after=(2,), bad=range(1, 2)),
+    }
+
+
+def by_hand(updates: list[tuple[Any, ...]]) -> dict[str, Any]:
+    """The plain loop: in place of its 6th update it goes back to what it was after the 4th."""
+    model, optimizer, scheduler = build_regression()
+    kept: list[Any] = []
+    for update, parts in enumerate(updates, start=1):
+        if update == 6:
+            for each, state in zip((model, optimizer, scheduler), kept, strict=True):
+                each.load_state_dict(state)
+            continue
+        batch = torch.tensor([row for part in parts for row in part])
+        (model(batch).squeeze(1) - batch.sum(1)).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if update == 4:
+            kept = copy.deepcopy([each.state_dict() for each in (model, optimizer, scheduler)])
+    return {"weights": model.state_dict(), "epoch": scheduler.last_epoch}
+
+
+def check_rollbacks(ranks: list[dict[str, Any]]) -> None:
+    once = [seen["once"] for seen in ranks]
+    reference = by_hand(list(zip(*(seen["rows"] for seen in once), strict=True)))
+    assert len({str(row) for seen in once for part in seen["rows"] for row in part}) == 24
+    for seen in once:
+        assert (seen["error"], seen["epoch"]) == ("", reference["epoch"])
+    for name, value in reference["weights"].items():
+        torch.testing.assert_close(once[0]["weights"][name], value, rtol=0, atol=1e-6)
+    bad = f"the loss on rank {len(ranks) - 1} is, too"
+    for seen in ranks:
+        assert seen["again"]["error"].startswith("update 6: ")
+        assert re.search(rf"{bad}; the run has gone back to \S+checkpoint_0 2 time", seen["again"]["error"])
+        assert re.match(rf"update 1: .*{bad}; on_nonfinite='rollback' has no checkpoint", seen["early"]["error"])
+
+
+def test_r14_a_loop_that_is_rolled_back_goes_on_behind_the_update(tmp_path: Path) -> None:
+    check_rollbacks(run_ranks(roll_back, 1, str(tmp_path), "auto"))
+
+
+HAS_ENGINE = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", pytest.param("deepspeed", marks=HAS_ENGINE)])
+def test_r14_ranks_are_rolled_back_together(tmp_path: Path, strategy: str) -> None:
+    check_rollbacks(run_ranks(roll_back, 2, str(tmp_path), strategy))

@@ -84,6 +84,7 @@ FLAGS = [
     "main_process_port",
     "main_training_function",
     "max_restarts",
+    "max_rollbacks",
     "min_processes",
     "mixed_precision",
     "module",

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import TrainerCallback
 
-from accel_trainer.errors import NonFiniteError
+from accel_trainer.errors import ConfigError, NonFiniteError
 from tests.ranks import run_ranks
-from tests.trainer_jobs import build_trainer
+from tests.trainer_jobs import build_model, build_trainer, on_ranks, weights_of
 
 
 class Poison(TrainerCallback):
@@ -102,3 +104,126 @@ def test_r14_the_process_ends_with_a_code_of_its_own(tmp_path: Path):
     ended = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=200)
     assert ended.returncode == 76
     assert ended.stderr.count("NonFiniteError: update 3: the norm of the gradients is NaN or infinite") == 1
+
+
+class PoisonedRun:
+    """A run whose losses are NaN in some of its updates, by their number in the order of the data."""
+
+    def __init__(
+        self, folder: str, strategy: str, poisoned: range, rank: int = 0, resume_from: Any = None, **options: Any
+    ) -> None:
+        given = {"save_strategy": "steps", "save_steps": 2, "on_nonfinite": "rollback", **options}
+        trainer = build_trainer(folder, strategy=strategy, **given)
+        self.trainer, self.updates = trainer, []
+        compute_loss, process = trainer.compute_loss, trainer.accelerator.process
+        micro_batches = trainer.args.gradient_accumulation_steps
+
+        def poison(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            self.updates.append(inputs["input_ids"].tolist())
+            number = 1 + (len(self.updates) - 1) // micro_batches
+            loss = compute_loss(model, inputs, *args, **kwargs)
+            return loss * float("nan") if number in poisoned and process.rank == rank else loss
+
+        trainer.compute_loss = poison
+        self.error = ""
+        try:
+            trainer.train(resume_from_checkpoint=resume_from)
+        except NonFiniteError as raised:
+            self.error = str(raised)
+
+    def seen(self) -> dict[str, Any]:
+        history = self.trainer.state.log_history
+        return {
+            "error": self.error,
+            "rows": self.updates,
+            "losses": {entry["step"]: entry["loss"] for entry in history if "loss" in entry},
+            "rates": {entry["step"]: entry["learning_rate"] for entry in history if "loss" in entry},
+            "train_loss": history[-1].get("train_loss"),
+            "step": self.trainer.state.global_step,
+            "weights": weights_of(self.trainer) if not self.error else {},
+        }
+
+
+def roll_back(folder: str, *, strategy: str) -> dict[str, Any]:
+    size = 4 if strategy == "single" else 2
+    two = {"per_device_train_batch_size": size, "num_train_epochs": 2}
+    once = PoisonedRun(f"{folder}/once", strategy, range(6, 7), **two)
+    resume = f"{folder}/once/checkpoint-8"
+    return {
+        "once": once.seen(),
+        "resumed": PoisonedRun(f"{folder}/once", strategy, range(0), resume_from=resume, **two).seen(),
+        "again and again": PoisonedRun(
+            f"{folder}/again", strategy, range(4, 20), per_device_train_batch_size=size, max_rollbacks=2
+        ).seen(),
+        "too early": PoisonedRun(f"{folder}/early", strategy, range(2, 3)).seen(),
+    }
+
+
+def train_by_hand(updates: list[tuple[Any, ...]]) -> dict[str, Any]:
+    """A loop over these updates, each in as many parts as there were ranks; the 6th goes back to after the 4th."""
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 16)
+    losses, kept = [], None
+    for number, parts in enumerate(updates, start=1):
+        if number == 6:
+            for each, state in zip((model, optimizer, schedule), kept, strict=True):
+                each.load_state_dict(state)
+            losses = losses[:4]
+            continue
+        rows = [torch.tensor(part) for part in parts]
+        loss = sum(model(input_ids=part, labels=part).loss for part in rows) / len(rows)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if number == 4:
+            kept = copy.deepcopy([each.state_dict() for each in (model, optimizer, schedule)])
+    return {"losses": losses, "weights": {name: value.detach().numpy() for name, value in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_r14_a_rollback_is_the_newest_checkpoint_with_the_data_behind_the_update(tmp_path: Path, strategy: str) -> None:
+    ranks = on_ranks(strategy, roll_back, str(tmp_path))
+    once = [seen["once"] for seen in ranks]
+    updates = list(zip(*(seen["rows"] for seen in once), strict=True))
+    assert len(updates) == 16
+    by_hand = train_by_hand(updates)
+    for seen in once:
+        assert (seen["error"], seen["step"]) == ("", 14)
+        assert list(seen["losses"]) == list(range(1, 15))
+        assert list(seen["losses"].values()) == pytest.approx(by_hand["losses"], abs=1e-5)
+        assert seen["rates"][5] == pytest.approx(1e-2 * 12 / 16)
+        assert seen["train_loss"] == pytest.approx(sum(by_hand["losses"]) / 14, abs=1e-5)
+        for name, value in seen["weights"].items():
+            np.testing.assert_allclose(value, by_hand["weights"][name], rtol=0, atol=2e-6)
+    assert once[0]["weights"]
+    for seen, resumed in zip(once, (seen["resumed"] for seen in ranks), strict=True):
+        assert resumed["rows"] == seen["rows"][10:]
+        assert (resumed["step"], resumed["losses"]) == (14, seen["losses"])
+        for name, value in seen["weights"].items():
+            np.testing.assert_array_equal(resumed["weights"][name], value)
+    for seen in ranks:
+        assert re.match(
+            r"update 3: .* the loss on rank 0 is, too; the run has gone back to \S+checkpoint-2 2 time\(s\) already, "
+            r"and has come no further \(max_rollbacks=2\)",
+            seen["again and again"]["error"],
+        )
+        assert re.match(
+            r"update 2: .*; on_nonfinite='rollback' has no checkpoint of this run to go back to yet\. Save one before",
+            seen["too early"]["error"],
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"save_only_model": True}, "goes back to checkpoints, and save_only_model=True leaves out"),
+        ({"local_steps": 2}, "takes all ranks back together, and with local_steps=2 .* each has updates of its own"),
+    ],
+)
+def test_r14_rollbacks_are_refused_where_they_cannot_be(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"on_nonfinite=rollback .* {message}"):
+        build_trainer(tmp_path, on_nonfinite="rollback", **options)

@@ -46,6 +46,7 @@ _OPTIONS = {
     "ddp_timeout": "timeout_seconds",
     "local_steps": "local_steps",
     "local_steps_after": "local_steps_after",
+    "max_rollbacks": "max_rollbacks",
     "on_nonfinite": "on_nonfinite",
     "outer_optimizer_lr": "outer_optimizer.lr",
     "outer_optimizer_momentum": "outer_optimizer.momentum",
@@ -120,12 +121,13 @@ class TrainingArguments(transformers.TrainingArguments):
     max_pause_s: float = field(
         default=3600.0, metadata={"help": "With on_save_error='pause': seconds after which the error is raised."}
     )
-    on_nonfinite: Literal["raise", "skip_step", "warn"] = field(
+    on_nonfinite: Literal["raise", "skip_step", "rollback", "warn"] = field(
         default="raise",
         metadata={
             "help": "What to do where an update's gradients are NaN or infinite: 'raise' ends the run with exit code "
             "76 before anything of it is saved, 'skip_step' leaves the update out (and waits for the device in each), "
-            "'warn' trains on. With fp16 the loss scale skips such updates."
+            "'rollback' loads the newest checkpoint of the run and goes on with the data behind that update, 'warn' "
+            "trains on. With fp16 the loss scale skips such updates."
         },
     )
     local_steps: int | None = field(
@@ -149,6 +151,10 @@ class TrainingArguments(transformers.TrainingArguments):
     )
     outer_optimizer_momentum: float = field(default=0.9, metadata={"help": "Momentum of the outer SGD."})
     outer_optimizer_nesterov: bool = field(default=True, metadata={"help": "Nesterov's form of that momentum."})
+    max_rollbacks: int = field(
+        default=3,
+        metadata={"help": "With on_nonfinite='rollback': how often in a row the run goes back to the same checkpoint."},
+    )
     preempt_signals: str = field(
         default="SIGTERM,SIGUSR1,SIGINT",
         metadata={

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging as transformers_logging
@@ -66,6 +67,12 @@ RESERVED_NAMES = [
 """Names under which a resume looks for something. Callbacks may put other files into a checkpoint that is complete."""
 
 
+_ROLLED_BACK = (
+    "global_step", "log_history", "best_metric", "best_global_step", "best_model_checkpoint", "total_flos",
+    "num_input_tokens_seen",
+)  # fmt: skip
+
+
 class SaveSkippedError(AccelTrainerError):
     """A checkpoint could not be written, and the run goes on without it."""
 
@@ -78,6 +85,7 @@ class CheckpointMethods(_Upstream):
         args: Any
         control: Any
         state: Any
+        _tr_loss: Tensor
 
     run_checkpoints: RunCheckpoints
     """Of the present train(), or of the last one."""
@@ -295,6 +303,7 @@ class CheckpointMethods(_Upstream):
         resumption, step = self.run_checkpoints.resumption, self.state.global_step
         if resumption is None:
             return trained
+        self.state.max_steps -= self.run_checkpoints.num_taken_back  # their data has been read
         lost = resumption.lost_steps(step)
         if lost is not None:
             self.run_checkpoints.metrics.record("lost_steps", float(lost))
@@ -305,6 +314,34 @@ class CheckpointMethods(_Upstream):
         if not self.args.ignore_data_skip:
             resumption.check_by_updates(self.state, trained[0] + trained[1] / self._steps_in_epoch)
         return trained
+
+    def roll_back(self, found: str, trial: Any, num_read: int) -> None:
+        """Load the newest checkpoint of this train(); the data goes on where it is, random streams too. Collective.
+
+        Args:
+            found: what is wrong with an update.
+            num_read: the updates that data has been read for, this one among them.
+
+        Raises:
+            NonFiniteError: there is no checkpoint yet, or the run has gone back to it too often.
+        """
+        run, state, run_dir = self.run_checkpoints, self.state, Path(self._get_output_dir(trial=trial))
+        path = run.select_own(run_dir, is_sharded=self.is_sharded, verify=self.args.verify)
+        self.accelerator.nonfinite_guard.begin_rollback(found, path)
+        checkpoint = str(path)
+        with loading_by_override(self):
+            self._load_from_checkpoint(checkpoint)
+        self._load_optimizer_and_scheduler(checkpoint)
+        self._load_scaler(checkpoint)
+        saved = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
+        for name in _ROLLED_BACK:
+            setattr(state, name, getattr(saved, name))
+        start = torch.zeros_like(self._tr_loss), 0.0, saved.global_step  # of one that this train() began with
+        losses = run.running_losses.get(saved.global_step, start)
+        self._tr_loss, self._total_loss_scalar, self._globalstep_last_logged = losses[0].clone(), losses[1], losses[2]
+        self.current_flos = 0.0
+        run.num_taken_back += num_read - saved.global_step
+        state.max_steps -= num_read - saved.global_step
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         resumption, process = self.run_checkpoints.resumption, self.accelerator.process
@@ -398,6 +435,8 @@ class CheckpointMethods(_Upstream):
         if not is_saved:
             raise SaveSkippedError(f"{target} was not written")
         run.note_saved(run_dir, state.global_step)
+        losses = self._tr_loss.clone(), self._total_loss_scalar, self._globalstep_last_logged
+        run.running_losses[state.global_step] = losses
         if args.push_to_hub:
             push = partial(_push, self, target)
             save_persistently(push, self.accelerator.process, args.save_policy, f"push of {target}")
@@ -584,6 +623,7 @@ def _describe_progress(trainer: CheckpointingTrainer) -> dict[str, Any]:
         "best_step": trainer.state.best_global_step,
         "readers": trainer.accelerator.readers.world_size,
         "update_batch": trainer.get_total_train_batch_size(trainer.args),
+        "taken_back": trainer.run_checkpoints.num_taken_back,
         "has_training_state": not trainer.args.save_only_model,
         "position": position,
         "job": trainer.run_checkpoints.job,

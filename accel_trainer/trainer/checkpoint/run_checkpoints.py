@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from accel_trainer import logging
 from accel_trainer.checkpoint.checkpointer import Checkpointer, CheckpointMetrics, FilesToRead
 from accel_trainer.checkpoint.commit.retention import numbered_checkpoints
@@ -107,6 +109,10 @@ class RunCheckpoints:
         self._note: UpdateNote | None = None
         self.last_saved: int | None = None
         """The last update of which this train() has saved a checkpoint."""
+        self.num_taken_back = 0
+        """Updates that were read, and that a rollback has taken back, since the beginning of the run."""
+        self.running_losses: dict[int, tuple[Tensor, float, int]] = {}
+        """By update that was saved: the loss since the last log, the sum of those logged, and the last that was."""
 
     def select(
         self, given: bool | str | os.PathLike[str], run_dir: Path, *, is_sharded: bool, verify: Verify = "full"
@@ -123,26 +129,45 @@ class RunCheckpoints:
             ConfigError: there is none in the directory; for others see `Checkpointer.select_newest` and `open_named`.
         """
         process = self.checkpointer.process
+        selection = self._select(given, run_dir, verify, is_sharded=is_sharded)
+        is_own = selection.path.absolute().parent == run_dir.absolute()
+        note = UpdateNote.read(run_dir) if is_own else None
+        noted_update = gather_or_raise(process, f"load of {selection.path}", None, note)[0]
+        self.resumption = Resumption(selection, noted_update)
+        self.num_taken_back = self.resumption.progress.get("taken_back", 0)
+        if selection.stored is None and selection.path.is_dir():
+            logger.warning(
+                "%s was not written by accel_trainer: it has no %s, so that its contents cannot be verified",
+                selection.path, MANIFEST_NAME,
+            )  # fmt: skip
+
+    def select_own(self, run_dir: Path, *, is_sharded: bool, verify: Verify) -> Path | None:
+        """Return the newest good checkpoint of this train(), else the one that it resumed from. Collective.
+
+        Raises:
+            CorruptCheckpointError: none of them is good.
+        """
+        found = self._find_own(run_dir)
+        if found is None and self.resumption is not None:
+            found = self.resumption.path
+        return None if found is None else self._select(found, run_dir, verify, is_sharded=is_sharded).path
+
+    def _select(
+        self, given: bool | str | os.PathLike[str], run_dir: Path, verify: Verify, *, is_sharded: bool
+    ) -> Selection:
+        """Return the checkpoint that `select` was asked for. Collective."""
+        process = self.checkpointer.process
         files = partial(files_to_read, process=process, is_sharded=is_sharded)
         if given is True:
             missing = ConfigError(
                 f"No valid checkpoint found in output directory ({run_dir}): it has no {PREFIX}N; train without "
                 "resume_from_checkpoint first"
             )
-            selection = self._select_newest(run_dir, verify, files, missing)
-        else:
-            selection = self.checkpointer.select_named(Path(str(given)), verify, files)
-            with raise_together(process, f"load of {selection.path}"):
-                check_contents(selection, process)
-        is_own = selection.path.absolute().parent == run_dir.absolute()
-        note = UpdateNote.read(run_dir) if is_own else None
-        noted_update = gather_or_raise(process, f"load of {selection.path}", None, note)[0]
-        self.resumption = Resumption(selection, noted_update)
-        if selection.stored is None and selection.path.is_dir():
-            logger.warning(
-                "%s was not written by accel_trainer: it has no %s, so that its contents cannot be verified",
-                selection.path, MANIFEST_NAME,
-            )  # fmt: skip
+            return self._select_newest(run_dir, verify, files, missing)
+        selection = self.checkpointer.select_named(Path(str(given)), verify, files)
+        with raise_together(process, f"load of {selection.path}"):
+            check_contents(selection, process)
+        return selection
 
     def _select_newest(
         self, run_dir: Path, verify: Verify, files: FilesToRead, missing: AccelTrainerError
@@ -167,21 +192,27 @@ class RunCheckpoints:
         None in the first attempt, and where this job has saved nothing in the directory: what an earlier run has left
         there is not taken for it.
         """
-        process, found, error = self.checkpointer.process, None, None
         if self._attempt == 0:
             return None
-        try:
-            if process.is_main:
-                found = self._newest_own(run_dir)
-        except Exception as raised:
-            error = raised
-        found = gather_or_raise(process, f"selection of a checkpoint in {run_dir}", error, found)[0]
+        found = self._find_own(run_dir)
         logger.warning(
             "the workers were started again, %d time(s): training %s", self._attempt,
             "begins anew, this job had saved no checkpoint" if found is None
             else "goes on from the newest checkpoint that this job has saved",
         )  # fmt: skip
         return found
+
+    def _find_own(self, run_dir: Path) -> Path | bool | None:
+        """Return the newest checkpoint of this train(), True for one that is the newest of all. Collective."""
+        process, found, error = self.checkpointer.process, None, None
+        try:
+            if process.is_main:
+                found = self._newest_own(run_dir)
+        except Exception as raised:
+            error = raised
+        section = f"selection of a checkpoint in {run_dir}"
+        answer: Path | bool | None = gather_or_raise(process, section, error, found)[0]
+        return answer
 
     def _newest_own(self, run_dir: Path) -> Path | bool | None:
         is_newest = True

@@ -64,7 +64,8 @@ SPECIAL = {
 def test_every_option_has_a_variable(path):
     text = SPECIAL.get(path) or SAMPLES.get(type(field_specs()[path].default), "3")
 
-    resolved = resolve(environ={variable_name(path): text})
+    needed = {"launch.min_processes": "launch.num_processes"}.get(path, path)
+    resolved = resolve(environ={variable_name(needed): text, variable_name(path): text})
 
     assert resolved.source(path).kind is SourceKind.ENVIRONMENT
     assert resolved.source(path).where == variable_name(path)
