@@ -21,6 +21,7 @@ __all__ = [
     "batch_indices",
     "check_can_split",
     "count_rows",
+    "full_rounds",
     "index_lists",
     "mix_seed",
     "permutation",
@@ -174,6 +175,23 @@ def plan_rounds(first: list[Any], rest: Iterable[Any], rule: RoundRule) -> Itera
         if is_last or previous is None or previous.sizes != sizes or previous.rows != rows:
             previous = BatchRows(rows, sizes, is_last)
         yield mine, previous
+
+
+def full_rounds(
+    order: range | torch.Tensor, rule: RoundRule, shard: int, start: int
+) -> Iterator[tuple[list[int], BatchRows]]:
+    """Yield one shard's batches of the rounds that are full and not the last, from round `start` on.
+
+    They are those of `plan_rounds`, at a cost that does not grow with the number of shards: the indices of the others
+    are not looked at.
+    """
+    assert rule.batch_size is not None
+    length = rule.batch_size // rule.shards if rule.split else rule.batch_size
+    width = length * rule.shards
+    rows = BatchRows((length,) * rule.shards, (length,) * rule.shards)
+    for begin in range(start * width + shard * length, (len(order) // width - 1) * width, width):
+        piece = order[begin : begin + length]
+        yield piece.tolist() if isinstance(piece, torch.Tensor) else list(piece), rows
 
 
 _END = object()

@@ -17,6 +17,7 @@ from accel_trainer.data.plan import (
     batch_indices,
     check_can_split,
     count_rows,
+    full_rounds,
     index_lists,
     permutation,
     plan_rounds,
@@ -219,8 +220,14 @@ class ShardedBatchSampler(Sampler[Any]):
         return _LastHeldBack(batches, planned, self.num_ahead) if self.num_ahead else batches
 
     def _shard(self, planned: deque[BatchRows]) -> Iterator[Any]:
-        rule, shard = self.rule, self.process_index
-        first, rest = self._batches(rule.batches_per_round)
+        rule, shard, start = self.rule, self.process_index, self.start
+        first, rest, order = self._batches(rule.batches_per_round)
+        if order is not None and shard is not None and rule.shards > 1:
+            for mine, rows in full_rounds(order, rule, shard, start):
+                start += 1
+                planned.append(rows)
+                yield mine
+            rest = batch_indices(order, self.batch_sampler.batch_size, self.drop_last, start * rule.batches_per_round)
         for batches, rows in plan_rounds(first, rest, rule):
             if shard is None:
                 planned.append(rows)
@@ -229,23 +236,23 @@ class ShardedBatchSampler(Sampler[Any]):
                 planned.append(rows)
                 yield mine
 
-    def _batches(self, width: int) -> tuple[list[Any], Iterator[Any]]:
-        """Return the first round's batches, and the batches from where the pass begins on."""
+    def _batches(self, width: int) -> tuple[list[Any], Iterator[Any], range | torch.Tensor | None]:
+        """Return the first round's batches, the batches from where the pass begins on, and of what order, if known."""
         base, origin, skip = self.batch_sampler, self.origin, self.start * width
         order = _known_order(base)
         if order is not None:
             size, drop_last = base.batch_size, base.drop_last
             self.began_at = (origin + skip * size, self.start)
             first = list(batch_indices(order[: width * size], size, drop_last))
-            return first, batch_indices(order[origin:], size, drop_last, skip)
+            return first, batch_indices(order[origin:], size, drop_last, skip), order[origin:]
         if origin and self.counts_samples:
-            return self._batches_from(origin, width)
+            return *self._batches_from(origin, width), None
         source = self._draw(base)
         first = list(islice(source, width))
         rest = chain(first, source)
         samples = sum(map(count_rows, islice(rest, origin + skip)))
         self.began_at = (samples, self.start)
-        return first, rest
+        return first, rest, None
 
     def _batches_from(self, origin: int, width: int) -> tuple[list[Any], Iterator[Any]]:
         """Return the same where samples are left out: the rest is batched anew, whatever the size was before."""

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import pytest
@@ -9,7 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_trainer.data.plan import BatchRows, RoundRule, batch_indices, mix_seed, permutation, plan_rounds
+from accel_trainer.data.plan import (
+    BatchRows,
+    RoundRule,
+    batch_indices,
+    full_rounds,
+    mix_seed,
+    permutation,
+    plan_rounds,
+)
 
 
 def rounds_of(batches: list[Any], rule: RoundRule, start: int = 0) -> list[Any]:
@@ -146,6 +154,20 @@ def test_with_join_it_has_one_sample_that_is_not_valid() -> None:
     assert rows == BatchRows((1, 0), (1, 1), is_last=True)
     assert rows.padded
     assert rows.is_even
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("num_samples", [0, 11, 36, 41])
+def test_one_shards_full_rounds_are_those_of_all(num_samples: int, split: bool) -> None:
+    rule = RoundRule(3, 6, split=split)
+    for seed, start in product((None, 4), (0, 1)):
+        order = range(num_samples) if seed is None else permutation(num_samples, seed, 0)
+        rounds = rounds_of_epoch(num_samples, rule, seed, 0, start)
+        # The last full round is left to those who look at what follows it.
+        num_full = max(0, num_samples // (6 if split else 18) - 1 - start)
+        for shard in range(3):
+            expected = [(batches[shard], rows) for batches, rows in rounds[:num_full]]
+            assert list(full_rounds(order, rule, shard, start)) == expected
 
 
 def test_full_steps_share_one_object() -> None:
