@@ -65,16 +65,22 @@ def own_share(
 ) -> list[str]:
     """Return the tensors of which this rank writes its shard: of ranks with the same shard, one does."""
     groups: dict[tuple[int, ...], list[str]] = {}
+    holders_of: dict[Any, tuple[int, ...]] = {}  # few layouts, and torch makes a tensor of all ranks for each question
     for name, tensor in tensors.items():
         # A rank whose shard is empty has nothing to write.
         if local_tensor(tensor).numel() or not tensor.numel():
-            holders = _holders(tensor, ranks)
+            layout = (id(tensor.device_mesh), _replicated_axes(tensor)) if isinstance(tensor, DTensor) else None
+            holders = holders_of.get(layout) or holders_of.setdefault(layout, _holders(tensor, ranks))
             groups.setdefault(holders[:1] if name in of_first_rank else holders, []).append(name)
     own = []
     for holders, names in groups.items():
         takers = balance_bytes([local_tensor(tensors[name]).nbytes for name in names], len(holders))
         own += [name for name, taker in zip(names, takers, strict=True) if holders[taker] == rank]
     return own
+
+
+def _replicated_axes(tensor: DTensor) -> tuple[bool, ...]:
+    return tuple(placement.is_replicate() for placement in tensor.placements)
 
 
 def _holders(tensor: Tensor, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -84,8 +90,8 @@ def _holders(tensor: Tensor, ranks: Sequence[int]) -> tuple[int, ...]:
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     index = tuple(
-        slice(None) if placement.is_replicate() else position
-        for placement, position in zip(tensor.placements, coordinate, strict=True)
+        slice(None) if is_replicated else position
+        for is_replicated, position in zip(_replicated_axes(tensor), coordinate, strict=True)
     )
     return tuple(holder for holder in tensor.device_mesh.mesh[index].flatten().tolist() if holder in ranks)
 

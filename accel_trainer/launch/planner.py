@@ -28,9 +28,10 @@ from accel_trainer.config.parallel import AxisSizes, axis_sizes
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.precision import build_precision
 from accel_trainer.registry import load_strategy
-from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.process import ProcessContext, destroy_process_group
 from accel_trainer.runtime.torch_private import (
     OperationMode,
+    clear_dtensor_caches,
     fake_tensors,
     join_fake_group,
     joined_groups,
@@ -84,12 +85,12 @@ class Exchange(NamedTuple):
     """Of the full tensors, over all calls."""
     seconds: float
     is_awaited: bool
-    """Whether the computation waits for it: between ranks that compute one sample together."""
+    """Whether the computation waits for it: it carries activations, not parameters or gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutPlan:
-    """What one rank holds and sends; sizes in bytes, times in seconds, of one update."""
+    """Memory and collectives of one rank; sizes in bytes, times in seconds, of one update."""
 
     strategy: str
     sizes: Mapping[str, int]
@@ -133,7 +134,8 @@ def fake_job(world_size: int, local_world_size: int, rank: int = 0) -> Iterator[
     try:
         yield ProcessContext(rank, rank % local_world_size, world_size, local_world_size, torch.device("cpu"), "fake")
     finally:
-        dist.destroy_process_group()
+        destroy_process_group()
+        clear_dtensor_caches()  # else meshes of the next job may be those of this one
 
 
 def plan_layout(
@@ -297,6 +299,8 @@ class _Call(NamedTuple):
     num_bytes: int
     times: int
     """In an update."""
+    is_of_unit: bool = False
+    """Whether it gathers parameters or reduces gradients of a unit, beside the computation of another."""
 
 
 class _Ledger(OperationMode):
@@ -359,8 +363,9 @@ class _Ledger(OperationMode):
             return
         tensors = [[leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] for value in (*args, result)]
         num_bytes = max(sum(tensor.nbytes for tensor in of_one) for of_one in tensors)
-        self.calls.append(_Call(kind, ranks, num_bytes, self.weight))
-        if func.overloadpacket.__name__ in ("_allgather_base_", "_reduce_scatter_base_"):
+        is_of_unit = func.overloadpacket.__name__ in ("_allgather_base_", "_reduce_scatter_base_")
+        self.calls.append(_Call(kind, ranks, num_bytes, self.weight, is_of_unit))
+        if is_of_unit:
             for tensor in args[:2]:
                 self.parts.setdefault(self.hold(tensor), "exchange")
 
@@ -482,41 +487,44 @@ def _seconds(call: _Call, cluster: Cluster) -> float:
 
 def _times(calls: Sequence[_Call], sizes: AxisSizes, cluster: Cluster, flops: int) -> dict[str, Any]:
     """Return the fields of a plan that are collectives and times."""
-    groups: dict[tuple[str, tuple[int, ...]], list[_Call]] = defaultdict(list)
-    for call in calls:
-        if len(call.ranks) > 1:
-            groups[call.kind, call.ranks].append(call)
+    calls = [call for call in calls if len(call.ranks) > 1]
+    exchanges = _exchanges(calls, sizes, cluster)
     compute = flops / (cluster.teraflops * 1e12)
-    exchanges = []
-    of_readers = [call for call in calls if len(call.ranks) > 1 and _is_among_readers(_axes_of(call.ranks, sizes))]
-    for (kind, ranks), same in groups.items():
-        axes = _axes_of(ranks, sizes)
-        exchanges.append(
-            Exchange(
-                kind=kind,
-                axis=" x ".join(axes),
-                num_ranks=len(ranks),
-                calls=sum(call.times for call in same),
-                num_bytes=sum(call.times * call.num_bytes for call in same),
-                seconds=sum(call.times * _seconds(call, cluster) for call in same),
-                is_awaited=not _is_among_readers(axes),
-            )
-        )
     awaited = sum(each.seconds for each in exchanges if each.is_awaited)
     hidden = sum(each.seconds for each in exchanges if not each.is_awaited)
+    others = [call for call in calls if not _is_awaited(call, sizes)]
     # The first units are gathered before there is anything to compute, the last gradients reduced when all is done.
-    ends = [_seconds(call, cluster) for call in (of_readers[:1] + of_readers[-1:])]
-    exposed = awaited + min(hidden, max(hidden - compute, sum(ends)))
+    ends = sum(_seconds(call, cluster) for call in (*others[:1], *others[-1:]))
     return {
-        "exchanges": tuple(exchanges),
+        "exchanges": exchanges,
         "compute_seconds": compute,
         "exchange_seconds": awaited + hidden,
-        "exposed_seconds": exposed,
+        "exposed_seconds": awaited + min(hidden, max(hidden - compute, ends)),
     }
 
 
-def _is_among_readers(axes: Iterable[str]) -> bool:
-    return any(axis.startswith("dp_") for axis in axes)
+def _exchanges(calls: Iterable[_Call], sizes: AxisSizes, cluster: Cluster) -> tuple[Exchange, ...]:
+    groups: dict[tuple[str, tuple[int, ...], bool], list[_Call]] = defaultdict(list)
+    for call in calls:
+        groups[call.kind, call.ranks, _is_awaited(call, sizes)].append(call)
+    return tuple(
+        Exchange(
+            kind=kind,
+            axis=" x ".join(_axes_of(ranks, sizes)),
+            num_ranks=len(ranks),
+            calls=sum(call.times for call in same),
+            num_bytes=sum(call.times * call.num_bytes for call in same),
+            seconds=sum(call.times * _seconds(call, cluster) for call in same),
+            is_awaited=is_awaited,
+        )
+        for (kind, ranks, is_awaited), same in groups.items()
+    )
+
+
+def _is_awaited(call: _Call, sizes: AxisSizes) -> bool:
+    """Whether the computation waits: for all but parameters, and gradients that are summed over readers."""
+    is_of_gradients = call.kind == "all_reduce" and any(axis.startswith("dp_") for axis in _axes_of(call.ranks, sizes))
+    return not (call.is_of_unit or is_of_gradients)
 
 
 def _axes_of(ranks: Sequence[int], sizes: AxisSizes) -> list[str]:
