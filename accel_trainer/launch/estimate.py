@@ -351,36 +351,36 @@ def _comparison(plans: Sequence[LayoutPlan], limit: int | None, args: argparse.N
     from accel_trainer.big_models.sizes import convert_bytes
 
     fitting = [plan for plan in plans if limit is None or plan.peak <= limit]
-    rows = [
-        [
-            _layout_name(plan),
-            plan.strategy,
-            "yes" if plan.recomputes else "no",
-            convert_bytes(plan.parameters + plan.gradients + plan.optimizer_state),
-            convert_bytes(plan.activations),
-            convert_bytes(plan.peak),
-            _ms(plan.compute_seconds),
-            _ms(plan.exposed_seconds),
-            _ms(plan.seconds_per_row),
-        ]
-        for plan in fitting
-    ]
     headers = ["layout", "strategy", "checkpointing", "state", "activations", "peak", "compute", "exposed", "per row"]
     title = (
         f"Layouts of `{args.model_name}`, {args.batch} x {args.sequence} for each reader, {args.optimizer}, the "
         "fastest first (computation and exposed communication, per row of all)"
     )
-    lines = [create_ascii_table(headers, rows, title)] if rows else []
+    lines = [create_ascii_table(headers, [_comparison_row(plan) for plan in fitting], title)] if fitting else []
     if len(fitting) < len(plans):
         least = min(plan.peak for plan in plans if plan not in fitting)
         lines.append(f"{len(plans) - len(fitting)} more need above {args.memory}: {convert_bytes(least)} at least")
     if fitting:
-        best = fitting[0]
-        sizes = [f"--parallel_{axis}_size {size}" for axis, size in best.sizes.items() if size > 1]
-        recompute = ["--fsdp_activation_checkpointing true"] if best.recomputes else []
-        flags = [_FLAGS_OF[best.strategy]] if best.strategy in _FLAGS_OF else []
-        lines.append(f"The first: accel-trainer launch {' '.join([*flags, *sizes, *recompute])} ...")
+        lines.append(f"The first: accel-trainer launch {' '.join(_launch_flags(fitting[0]))} ...")
     return "\n".join(lines)
+
+
+def _comparison_row(plan: LayoutPlan) -> list[str]:
+    from accel_trainer.big_models.sizes import convert_bytes
+
+    state = plan.parameters + plan.gradients + plan.optimizer_state
+    sizes = [convert_bytes(size) for size in (state, plan.activations, plan.peak)]
+    times = [_ms(seconds) for seconds in (plan.compute_seconds, plan.exposed_seconds, plan.seconds_per_row)]
+    return [_layout_name(plan), plan.strategy, "yes" if plan.recomputes else "no", *sizes, *times]
+
+
+def _launch_flags(plan: LayoutPlan) -> Iterator[str]:
+    if plan.strategy in _FLAGS_OF:
+        yield _FLAGS_OF[plan.strategy]
+    if plan.strategy != "ddp":
+        yield from (f"--parallel_{axis}_size {size}" for axis, size in plan.sizes.items() if size > 1)
+    if plan.recomputes:
+        yield "--fsdp_activation_checkpointing true"
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------
