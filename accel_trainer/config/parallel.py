@@ -70,6 +70,11 @@ def axis_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str
                 f"{describe('parallel.sp_size')} does not go with {describe(path)}: heads and experts are shared out "
                 "over ranks that have whole sequences; set one of them to 1, and let dp_shard_size take the ranks"
             )
+    if config.parallel.loss_parallel and config.parallel.tp_size == 1:
+        problems.append(
+            f"{describe('parallel.loss_parallel')} needs ranks that share the vocabulary; give a tp_size above 1, "
+            "or leave it off"
+        )
     if config.parallel.tp_size > 1 and config.parallel.ep_size > 1:
         problems.append(
             f"{describe('parallel.ep_size')} contradicts {describe('parallel.tp_size')}: ranks that share the matrices "

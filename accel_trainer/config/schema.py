@@ -279,6 +279,8 @@ class ParallelConfig:
     """Of the ranks that share shards, those that share a mixture's experts, too: expert parallelism."""
     sp_size: int = 1
     """Ranks that share the tokens of each sequence and read the same data: sequence parallelism."""
+    loss_parallel: bool = False
+    """The ranks of a `tp_size` make the loss of a vocabulary of which each has a part; training gathers no logits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -119,6 +119,8 @@ class ParallelismConfig(OptionObject):
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
     ep_size: int | None = None
     """Of the ranks along `dp_shard`, those that share a mixture's experts; not accelerate's, and no factor of ranks."""
+    loss_parallel: bool = False
+    """Whether training gathers no logits along `tp`; not accelerate's, either."""
     device_mesh: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -275,7 +277,7 @@ class ParallelismConfig(OptionObject):
         return {name: dict(vars(value)) if hasattr(value, "__dict__") else value for name, value in plain.items()}
 
     def explicit(self) -> dict[str, Any]:
-        """Return the sizes by their paths; none where all are 1.
+        """Return sizes and options by their paths; none where all are 1.
 
         Raises:
             ConfigError: one is above 1 whose axis is not offered.
@@ -288,7 +290,8 @@ class ParallelismConfig(OptionObject):
         if self._size("cp") > 1:
             raise ConfigError(f"parallelism_config has cp_size={self.cp_size}: {NOT_OFFERED['cp_size']}")
         sizes = {f"parallel.{axis}_size": self._size(axis) for axis in AXES} if self.total_size > 1 else {}
-        return sizes | ({"parallel.ep_size": self._size("ep")} if self._size("ep") > 1 else {})
+        sizes |= {"parallel.ep_size": self._size("ep")} if self._size("ep") > 1 else {}
+        return sizes | ({"parallel.loss_parallel": True} if self.loss_parallel else {})
 
     @classmethod
     def of(cls, given: Any) -> ParallelismConfig:
@@ -299,7 +302,7 @@ class ParallelismConfig(OptionObject):
         """
         if isinstance(given, cls):
             return given
-        names = [f"{axis}_size" for axis in (*_AXES, "ep")]
+        names = [*(f"{axis}_size" for axis in (*_AXES, "ep")), "loss_parallel"]
         if isinstance(given, str) and given.lstrip().startswith("{"):
             given = json.loads(given)
         if isinstance(given, Mapping):

@@ -106,6 +106,7 @@ FLAGS = [
     "parallel_dp_replicate_size",
     "parallel_dp_shard_size",
     "parallel_ep_size",
+    "parallel_loss_parallel",
     "parallel_sp_size",
     "parallel_tp_size",
     "parallelism_config_cp_size",

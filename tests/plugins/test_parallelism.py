@@ -143,3 +143,9 @@ def hybrid() -> Any:
 
 def test_replicas_of_shards_are_hybrid_sharding():
     assert run_ranks(hybrid, 4) == [(0, 0), (1, 1), (2, 0), (3, 1)]
+
+
+def test_what_is_no_factor_of_the_ranks_is_told_by_its_path():
+    assert ParallelismConfig(tp_size=2, loss_parallel=True).explicit()["parallel.loss_parallel"] is True
+    experts = ParallelismConfig.of({"dp_shard_size": 4, "ep_size": 2})
+    assert (experts.total_size, experts.explicit()["parallel.ep_size"]) == (4, 2)

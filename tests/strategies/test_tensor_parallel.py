@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.strategies.tensor_parallel import plan_layers
+from accel_trainer.strategies.tensor_parallel import check_loss, plan_layers
 from tests.conformance.models import MLP, build_model
 from tests.ranks import preload, run_ranks
 
@@ -83,9 +83,56 @@ def train_families() -> dict[str, Any]:
     return found
 
 
+def lossy_labels() -> Tensor:
+    """Return labels of which some say nothing, and none of the first row does."""
+    labels = tokens().masked_fill(torch.arange(20).view(2, 10) % 3 == 0, -100)
+    labels[0] = -100
+    return labels
+
+
+def make_sharded_losses() -> dict[str, Any]:
+    """Return losses, gradients and logits of models that gather no logits in training, beside those of plain ones."""
+    accelerator = start(sizes={"tp_size": 2, "loss_parallel": True})
+    return {kind: make_losses(kind, accelerator) for kind in ("qwen2", "phi", "mixtral")}
+
+
+def make_losses(kind: str, accelerator: Any) -> dict[str, Any]:
+    plain = tiny_model(kind)
+    model = accelerator.prepare(copy.deepcopy(plain))
+    losses: list[float] = []
+    kept: set[int] = set()
+    noting = torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.update(x.shape[-1:]), x)[1], lambda x: x)
+    for each in (plain, model):
+        for labels, options in ((tokens(), {}), (lossy_labels(), {}), (lossy_labels(), {"num_items_in_batch": 5})):
+            kept.clear()
+            with noting:
+                output = each(tokens(), labels=labels, **options)
+            output.loss.backward()
+            losses.append(output.loss.item())
+    found: dict[str, Any] = {"losses": (losses[:3], losses[3:]), "kept": set(kept)}
+    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    found["gradients"] = max((p.grad - gradients[name]).abs().max().item() for name, p in plain.named_parameters())
+    in_tuple = next(x for x in model(tokens(), labels=tokens(), return_dict=False) if x.ndim == 3)
+    found["tuple"] = (in_tuple.full_tensor() - output.logits.full_tensor()).abs().max().item()
+    found["beyond"] = model(tokens(), labels=tokens() + 60).loss.item()
+    with torch.no_grad():
+        expected, evaluated = (each.eval()(tokens(), labels=lossy_labels()) for each in (plain, model))
+    found["evaluated"] = (expected.loss - evaluated.loss).abs().item()
+    found["logits"] = [
+        (x - expected.logits).abs().max().item() for x in (evaluated.logits, output.logits.full_tensor())
+    ]
+    found["types"] = (type(evaluated.logits).__name__, type(output.logits).__name__)
+    accelerator.free_memory()
+    return found
+
+
+def on_two_ranks() -> dict[str, Any]:
+    return train_families() | {"sharded losses": make_sharded_losses()}
+
+
 @pytest.fixture(scope="module")
 def families() -> list[dict[str, Any]]:
-    return run_ranks(train_families, 2, timeout=150)
+    return run_ranks(on_two_ranks, 2, timeout=150)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -96,6 +143,24 @@ def test_a_family_of_transformers_trains_and_generates_as_on_one_process(kind: s
         assert difference < 1e-3  # after updates of 1e-2 that follow the sign of a gradient
         assert is_same_text
         assert share < 0.6
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "phi", "mixtral"])
+def test_a_loss_of_sharded_logits_is_that_of_full_ones(kind: str, families: list[dict[str, Any]]):
+    for found in (of_rank["sharded losses"][kind] for of_rank in families):
+        expected, losses = found["losses"]
+        assert losses == pytest.approx(expected, abs=2e-6)
+        assert found["gradients"] < 2e-6
+        if kind != "mixtral":  # whose experts keep as many columns
+            assert max(found["kept"]) < 64  # of the vocabulary: nobody keeps its full logits
+        assert found["beyond"] != found["beyond"]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "phi", "mixtral"])
+def test_logits_are_full_in_evaluation_and_sharded_in_training(kind: str, families: list[dict[str, Any]]):
+    for found in (of_rank["sharded losses"][kind] for of_rank in families):
+        assert found["types"] == ("Tensor", "DTensor")
+        assert max(found["evaluated"], found["tuple"], *found["logits"]) < 2e-6
 
 
 # --- two ranks for the layers, two for the shards ---------------------------------------------------------------------
@@ -237,6 +302,22 @@ def test_a_model_that_cannot_be_sharded_is_refused_before_it_is_touched(model: n
     with pytest.raises(ConfigError, match=message):
         plan_layers(model, 2, (), "tp_size=2")
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            MLP(),
+            "^loss_parallel=True: MLP makes no loss of its own in the way of causal language models; expected a mo",
+        ),
+        (build_model("gpt2"), "GPT2LMHeadModel has a full head; expected .*'colwise_gather_output'; leave loss_par"),
+        (build_model("bert"), "BertForMaskedLM makes no loss of its own in the way of causal"),
+    ],
+)
+def test_a_model_without_such_a_loss_is_refused(model: nn.Module, message: str):
+    with pytest.raises(ConfigError, match=message):
+        check_loss(model, {}, "loss_parallel=True")
 
 
 def test_a_module_that_is_left_out_is_not_sharded():

@@ -60,13 +60,17 @@ def run(directory: str, batch: int, sizes: Any, resume: str | None = None, **opt
     }
 
 
-def both(directory: str, sizes: dict[str, int], resume: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def both(directory: str, sizes: dict[str, Any], resume: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a run on a mesh, and one that goes on from one process's checkpoint."""
     batch = 2 // sizes.get("dp_shard_size", 1)
     return run(directory, batch, sizes, **options), run(f"{directory}-resumed", batch, sizes, resume, **options)
 
 
-LAYOUTS = {"tp": {"tp_size": 2}, "tp x shards": {"tp_size": 2, "dp_shard_size": 2}, "sp": {"sp_size": 2}}
+LAYOUTS = {
+    "tp": {"tp_size": 2, "loss_parallel": True},
+    "tp x shards": {"tp_size": 2, "dp_shard_size": 2},
+    "sp": {"sp_size": 2},
+}
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,14 @@ from accel_trainer.strategies.fsdp2.unit import (
 from accel_trainer.strategies.quantized import keep_scales, refuse_8bit_shards
 from accel_trainer.strategies.sequence_parallel import find_language_model, shard_sequences
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, with_optimizers
-from accel_trainer.strategies.tensor_parallel import Plan, plan_experts, plan_layers, shard_layers
+from accel_trainer.strategies.tensor_parallel import (
+    Plan,
+    check_loss,
+    plan_experts,
+    plan_layers,
+    shard_layers,
+    shard_loss,
+)
 from accel_trainer.tree import leaves
 
 __all__ = [
@@ -290,6 +297,8 @@ class FSDP2Strategy(BaseStrategy):
         """Give each rank its part of the layers that are never gathered. Collective for a new mesh."""
         if (axis := self._axis("tp")) is not None:
             shard_layers(job.model, selection.plan, axis, selection.unsharded)
+            if job.config.parallel.loss_parallel:
+                shard_loss(job.model, axis)
         for where, style in selection.experts.items():
             shard_layers(job.model.get_submodule(where), {"": style}, self._expert_axes(process, job)["ep"], ())
 
@@ -397,6 +406,8 @@ def _select_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessC
         _check_trained_dtypes(model, _units_below_root(model, _Selection(layers, outer)), unsharded)
     sizes, ep_size, describe = _sizes_of(job, process), job.config.parallel.ep_size, job.resolved.describe
     plan = plan_layers(model, sizes.tp, ignored, describe("parallel.tp_size")) if sizes.tp > 1 else {}
+    if job.config.parallel.loss_parallel:
+        check_loss(model, plan, describe("parallel.loss_parallel"))
     experts = plan_experts(model, ep_size, ignored, describe("parallel.ep_size")) if ep_size > 1 else {}
     language_model = find_language_model(model, sizes.sp, describe("parallel.sp_size")) if sizes.sp > 1 else None
     return _Selection(layers, outer, ignored, frozenset(unsharded), plan, experts, language_model)

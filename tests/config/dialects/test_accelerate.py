@@ -290,6 +290,11 @@ def test_sizes_that_are_no_job_are_refused(kind, num_processes, sizes, message):
         resolve(file={"distributed_type": kind, "num_processes": num_processes, "parallelism_config": sizes})
 
 
+def test_a_sharded_loss_needs_ranks_that_share_the_vocabulary():
+    with pytest.raises(ConfigError, match=r"loss_parallel=true .* needs ranks that share the vocabulary; give a tp_si"):
+        resolve(file={"strategy": "fsdp2", "parallel": {"loss_parallel": True}})
+
+
 def test_an_unquoted_no_is_the_distributed_type_no(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("distributed_type: NO\n", encoding="utf-8")
