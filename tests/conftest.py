@@ -118,6 +118,16 @@ def early_type_check(
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def early_stand_in(own_temporary_files: None, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compile the stand-in for an accelerator while other tests run: ten seconds, once for a release of torch."""
+    with contextlib.ExitStack() as stack:
+        if any("tests/gpu" in item.nodeid for item in request.session.items):
+            command = ["nice", sys.executable, "-c", "from tests import stand_in; stand_in.build()"]
+            stack.callback(stack.enter_context(subprocess.Popen(command, cwd=ROOT)).kill)
+        yield
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Prepare once what tests would wait for."""
     # A full collection, which some code under test asks for, takes half a second with all that collecting imports.

@@ -35,7 +35,8 @@ def train(folder: str, dies_after: int = -1) -> dict[str, Any]:
     )  # fmt: skip
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"losses": losses, "weights": trainer.model.state_dict(), "begun_at": trainer._initial_global_step}
+    begun_at = trainer.run_checkpoints.metrics.begun_at
+    return {"losses": losses, "weights": trainer.model.state_dict(), "begun_at": begun_at}
 
 
 SCRIPT = f"""
@@ -122,7 +123,7 @@ def train_elastic(folder: str, num_steps: int, dies_after: int = -1) -> dict[str
     trainer.training_step = SeenSamples(trainer, Path(folder))
     trainer.train()
     given = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
-    return {"weights": trainer.model.state_dict(), "begun_at": trainer._initial_global_step, "given": given}
+    return {"weights": trainer.model.state_dict(), "begun_at": trainer.run_checkpoints.metrics.begun_at, "given": given}
 
 
 ELASTIC_SCRIPT = SCRIPT.replace("train(sys.argv[1], 5)", "train_elastic(sys.argv[1], 1, 5)").replace(

@@ -466,6 +466,6 @@ def test_a_checkpoint_with_fitting_checksums_that_holds_something_else_is_passed
     again.train(resume_from_checkpoint=True)
 
     assert "checkpoint-4 is not a good checkpoint and is passed over; it is kept as _bad-checkpoint-4" in caplog.text
-    assert again._initial_global_step == 2
+    assert again.run_checkpoints.metrics.begun_at == 2
     # R16: options that are others than those of the run that saved it.
     assert "checkpoint-2 is of a run that was set up otherwise: learning_rate: 0.01 -> 0.5" in caplog.text

@@ -25,7 +25,7 @@ ZERO_3 = {
     "gradient_accumulation_steps": "auto",
 }
 RUN: dict[str, Any] = {
-    "samples": 64, "per_device_train_batch_size": 2, "num_train_epochs": 2, "dropout": 0.1, "save_strategy": "steps",
+    "samples": 40, "per_device_train_batch_size": 2, "num_train_epochs": 2, "dropout": 0.1, "save_strategy": "steps",
     "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "eval_samples": 8,
 }  # fmt: skip
 ENGINES: dict[str, dict[str, Any]] = {
