@@ -14,7 +14,7 @@ __all__ = ["AXES", "NOT_OFFERED", "AxisSizes", "axis_problems", "axis_sizes", "s
 AXES = ("dp_replicate", "dp_shard", "sp", "tp")
 """Every axis, the outermost first: the ranks of the last one are neighbours."""
 NOT_OFFERED = {
-    "cp_size": "there is no context parallelism; set it to 1, and shard with dp_shard_size",
+    "cp_size": "there is no context parallelism; set it to 1, and share sequences out over ranks with sp_size",
     "pp_size": "there are no pipelines; set it to 1, and shard with dp_shard_size",
 }
 """Sizes of axes that are not here, each with what to do."""
@@ -57,7 +57,18 @@ def size_for_shards(config: RunConfig) -> str | None:
 
 def axis_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
     """Return the contradictions of the sizes with other options, and with the number of processes where it is given."""
-    problems = [*_missing_axes(config, describe), *_other_replicas(config, describe)]
+    problems = [*_missing_axes(config, describe), *_other_replicas(config, describe), *_unlike_axes(config, describe)]
+    if config.launch.num_processes is not None and not problems and config.parallel != ParallelConfig():
+        try:
+            axis_sizes(config, describe, config.launch.num_processes, config.launch.num_machines)
+        except ConfigError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _unlike_axes(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
+    """Return the contradictions of axes with each other, and with a reader for all ranks."""
+    problems = []
     for path in ("parallel.tp_size", "parallel.sp_size"):
         if get_value(config, path) > 1 and config.data.dispatch_batches:
             problems.append(
@@ -80,11 +91,6 @@ def axis_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str
             f"{describe('parallel.ep_size')} contradicts {describe('parallel.tp_size')}: ranks that share the matrices "
             "of a layer have its experts in full, too, and read the same data; set one of them to 1"
         )
-    if config.launch.num_processes is not None and not problems and config.parallel != ParallelConfig():
-        try:
-            axis_sizes(config, describe, config.launch.num_processes, config.launch.num_machines)
-        except ConfigError as error:
-            problems.append(str(error))
     return problems
 
 

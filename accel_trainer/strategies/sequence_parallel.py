@@ -89,29 +89,31 @@ def find_language_model(model: nn.Module, size: int, origin: str) -> nn.Module:
 
 
 def _reason_against(model: Any, size: int) -> str | None:
-    config = model.config
-    kinds = sorted({*(getattr(config, "layer_types", None) or ())} - set(_LAYERS))
-    rope = getattr(config, "rope_parameters", None) or {}
-    by_length = [kind for kind in _BY_LENGTH if kind in str(rope)]
-    names = inspect.signature(type(model).forward).parameters
-    heads = config.num_attention_heads
+    heads, names = model.config.num_attention_heads, inspect.signature(type(model).forward).parameters
     if heads % size:
         return f"has num_attention_heads={heads}, which sp_size={size} does not divide; use a size that does"
     if not getattr(model, "_supports_attention_backend", False) or "position_ids" not in names:
         return f"does not take attention from transformers' registry, or no positions; {_WAY_OUT}"
+    if getattr(model, "loss_type", None) not in ("ForCausalLM", None) or "_loss_function" in vars(model):
+        return f"computes its loss by a function of its own, which may mix tokens; {_WAY_OUT}"
+    return _mixing(model.config)
+
+
+def _mixing(config: Any) -> str | None:
+    """Return the part of a model that looks at tokens together, beside attention, by its configuration."""
+    kinds = sorted({*(getattr(config, "layer_types", None) or ())} - set(_LAYERS))
+    by_length = [kind for kind in _BY_LENGTH if kind in str(getattr(config, "rope_parameters", None))]
     if kinds:
         return f"has layers of {', '.join(kinds)}, in which tokens meet outside of attention; {_WAY_OUT}"
     if by_length:
         return f"has rotary positions of type {by_length[0]}, which depend on the length of a slice; {_WAY_OUT}"
-    if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
-        return f"is not causal: padding behind a sequence would be seen; {_WAY_OUT}"
+    if not getattr(config, "is_causal", True):
+        return f"is not causal, and packed rows are told apart in causal attention only; {_WAY_OUT}"
     if getattr(config, "output_router_logits", False):
         return (
             "has output_router_logits=True, and the auxiliary loss of its router is not the mean of those of slices; "
             f"set it to False, or {_WAY_OUT}"
         )
-    if getattr(model, "loss_type", None) not in ("ForCausalLM", None) or "_loss_function" in vars(model):
-        return f"computes its loss by a function of its own, which may mix tokens; {_WAY_OUT}"
     return None
 
 
@@ -165,33 +167,44 @@ def _attend(
 
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(inner, own)
-    name = type(module).__name__
     if sharded_sequence is None:
         if _current.get() is not None:
-            raise ConfigError(f"{name} does not pass the options of its model on to attention; {_WAY_OUT}")
+            raise ConfigError(
+                f"{type(module).__name__} does not pass the options of its model on to attention; {_WAY_OUT}"
+            )
         output: tuple[Tensor, Any] = attend(module, query, key, value, attention_mask, **options)
         return output
-    group, length = sharded_sequence.group, sharded_sequence.length
-    size = dist.get_world_size(group)
-    if query.shape[1] % size or query.shape[1] % key.shape[1]:
+    return _attend_to_all(attend, module, (query, key, value), attention_mask, sharded_sequence, options)
+
+
+def _attend_to_all(
+    attend: Callable[..., Any],
+    module: Any,
+    given: tuple[Tensor, Tensor, Tensor],
+    attention_mask: Any,
+    sequence: _Sequence,
+    options: dict[str, Any],
+) -> tuple[Tensor, Any]:
+    name, group, length = type(module).__name__, sequence.group, sequence.length
+    size, heads, own_heads = dist.get_world_size(group), given[0].shape[1], given[1].shape[1]
+    if heads % size or heads % own_heads:
         raise ConfigError(
-            f"{name} has {query.shape[1]} heads and {key.shape[1]} of keys, which sp_size={size} does not divide; use "
-            "a size that does"
+            f"{name} has {heads} heads and {own_heads} of keys, which sp_size={size} does not divide; use a size that "
+            "does"
         )
     if isinstance(attention_mask, Tensor) and attention_mask.shape[-1] != length:
         raise ConfigError(f"{name} is given a mask of {tuple(attention_mask.shape)} for {length} tokens; {_WAY_OUT}")
     # Heads of keys that are fewer than ranks, or do not divide by them, are on several ranks.
-    copies = math.lcm(key.shape[1], size) // key.shape[1]
-    if copies > 1:
-        key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
-    query, key, value = (_AllToAll.apply(x, 1, 2, group)[:, :, :length] for x in (query, key, value))
+    copies = math.lcm(own_heads, size) // own_heads
+    copied = (given[0], *(x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in given[1:]))
+    whole = [_AllToAll.apply(x, 1, 2, group)[:, :, :length] for x in copied]
     if options.get("position_ids") is not None:
-        options["position_ids"] = sharded_sequence.positions
+        options["position_ids"] = sequence.positions
     groups = getattr(module, "num_key_value_groups", 1)
     if copies > 1:
         module.num_key_value_groups = groups // copies
     try:
-        attended, _ = attend(module, query, key, value, attention_mask, **options)
+        attended, _ = attend(module, *whole, attention_mask, **options)
     finally:
         if copies > 1:
             module.num_key_value_groups = groups

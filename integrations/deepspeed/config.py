@@ -342,11 +342,10 @@ class _Resolver:
 
     def _shared_batches(self) -> None:
         """Refuse ranks that share a batch: DeepSpeed takes it for granted that they read the same, and here none do."""
-        for path in ("tensor_parallel.autotp_size", "sequence_parallel_size"):
+        of_fsdp2 = {"tensor_parallel.autotp_size": "tp_size", "sequence_parallel_size": "sp_size"}
+        for path, size in of_fsdp2.items():
             if get_key(self.data, path) not in (None, 0, 1, AUTO):
-                self._wrong(
-                    path, "1: ranks read different data under DeepSpeed; tp_size of strategy 'fsdp2' cuts layers"
-                )
+                self._wrong(path, f"1: ranks read different data under DeepSpeed; use {size} of strategy 'fsdp2'")
 
     def _count(self, path: str, fact: Fact | None) -> int | None:
         """Return a number of the block, or the run's; None when neither is known."""

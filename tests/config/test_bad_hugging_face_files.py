@@ -93,7 +93,7 @@ BAD_FILES = [
         "  parallelism_config_dp_shard_siz: 2\n",
         "2 problems in acc.yaml:\n"
         "  - parallelism_config.parallelism_config_cp_size at acc.yaml:3 is 2, which is not offered: there is no "
-        "context parallelism; set it to 1, and shard with dp_shard_size\n"
+        "context parallelism; set it to 1, and share sequences out over ranks with sp_size\n"
         "  - unknown key 'parallelism_config_dp_shard_siz' in 'parallelism_config' at acc.yaml:4; did you "
         "mean 'parallelism_config_dp_shard_size'?",
     ),

@@ -126,6 +126,14 @@ def in_accelerators() -> Any:
             {"parallelism_config": ParallelismConfig(cp_size=2)},
             "has cp_size=2: there is no context parallelism; set it to 1",
         ),
+        (
+            {
+                "parallelism_config": ParallelismConfig(
+                    sp_size=2, sp_backend="deepspeed", sp_handler=DeepSpeedSequenceParallelConfig(None, None, "sdpa")
+                )
+            },
+            "has sp_attn_implementation='sdpa', and the attention is that of the model",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             Accelerator(cpu=True, **options)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from accel_trainer.config.resolve import resolve
 from accel_trainer.errors import ConfigError
-from accel_trainer.strategies.sequence_parallel import find_language_model
+from accel_trainer.strategies.sequence_parallel import find_language_model, shard_sequences
 from tests.conformance.models import MLP, build_model
 from tests.ranks import preload, run_ranks
 
@@ -236,7 +241,7 @@ def changed(kind: str, **values: Any) -> nn.Module:
         (tiny_model("llama"), "LlamaForCausalLM has num_attention_heads=4, which sp_size=3 does not divide; use a"),
         (changed("llama", **SIX, layer_types=["linear_attention"]), "has layers of linear_attention, in which tokens"),
         (changed("llama", **SIX, rope_parameters={"rope_type": "dynamic"}), "positions of type dynamic, which depend"),
-        (changed("llama", **SIX, is_causal=False), "is not causal: padding behind"),
+        (changed("llama", **SIX, is_causal=False), "is not causal, and packed rows"),
         (changed("mixtral", **SIX, output_router_logits=True), "has output_router_logits=True, and the auxiliary loss"),
         (changed("bloom", **SIX), "does not take attention from transformers' registry, or no"),
     ],
@@ -244,3 +249,69 @@ def changed(kind: str, **values: Any) -> nn.Module:
 def test_a_model_whose_tokens_meet_elsewhere_is_refused(model: nn.Module, message: str):
     with pytest.raises(ConfigError, match=message):
         find_language_model(model, 3, "sp_size=3")
+
+
+@pytest.fixture
+def one_of_two() -> Iterator[nn.Module]:
+    """A model of the first of two ranks, which do not communicate."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    model = tiny_model("llama")
+    shard_sequences(model, init_device_mesh("cpu", (2,)))
+    yield model
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"token_type_ids": torch.zeros(4, 10)}, "is given token_type_ids, and sequence parallelism shares out att"),
+        (
+            {"output_attentions": True},
+            "is asked for attentions, which no rank has in full; set output_attentions=False",
+        ),
+    ],
+)
+def test_inputs_that_cannot_be_shared_out_are_refused(one_of_two: nn.Module, inputs: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=f"LlamaForCausalLM {message}"):
+        one_of_two(**batches()[0], **inputs)
+
+
+def test_a_loss_or_an_attention_that_does_not_know_of_slices_is_refused(one_of_two: Any):
+    inner, attention = one_of_two.forward.inner, one_of_two.model.layers[0].self_attn
+    one_of_two.forward.inner = lambda labels, **given: {"loss": inner(**given).logits.sum()}
+    with pytest.raises(ConfigError, match="LlamaForCausalLM does not compute its loss by its loss_function, and that"):
+        one_of_two(**batches()[0])
+    one_of_two.forward.inner, attend = inner, attention.forward
+    attention.forward = lambda sharded_sequence, **given: attend(**given)
+    with pytest.raises(ConfigError, match="LlamaAttention does not pass the options of its model on to attention"):
+        one_of_two(**batches()[0])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"parallel": {"sp_size": 2, "tp_size": 2}},
+            "parallel.sp_size=2 .* does not go with parallel.tp_size=2 .*heads",
+        ),
+        (
+            {"parallel": {"sp_size": 2, "ep_size": 2}},
+            "parallel.sp_size=2 .* does not go with parallel.ep_size=2 .*heads",
+        ),
+        (
+            {"parallel": {"sp_size": 2}, "strategy": "ddp"},
+            "sp_size=2 .* does not go with strategy=ddp .*use strategy 'f",
+        ),
+        (
+            {"parallel": {"sp_size": 2}, "data": {"dispatch_batches": True}},
+            "dispatch_batches=true .* has one rank read for all, and parallel.sp_size=2 .* needs ranks that read",
+        ),
+        (
+            {"parallel": {"sp_size": 3}, "launch": {"num_processes": 4}},
+            r"sp_size=3 .* makes 3 process\(es\), and this job",
+        ),
+    ],
+)
+def test_sizes_that_exclude_each_other_are_refused(config: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        resolve(file=config)

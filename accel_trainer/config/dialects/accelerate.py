@@ -246,15 +246,17 @@ class _Reader:
         num_processes = self.layer.settings.get("launch.num_processes")
         if name == "ddp" and num_processes is not None and num_processes.value == 1:
             name = "auto"
-        for axis in ("tp", "sp") if name == "ddp" else ():
-            size = self.layer.settings.get(f"parallel.{axis}_size")
-            if size is not None and size.value > 1:
-                name = "fsdp2"
-                note = f"{entry.subject} is {kind}, and {axis}_size is {size.value}: strategy 'fsdp2' runs"
-                self.layer.notes.append(note)
+        if name == "ddp" and (size := self.shared_size()):
+            name = "fsdp2"
+            self.layer.notes.append(f"{entry.subject} is {kind}, and {size}: strategy 'fsdp2' runs")
         self.layer.put("strategy", entry, name)
         if kind == "MULTI_CPU" and "use_cpu" not in self.layer.settings:
             self.layer.put("use_cpu", entry, True)
+
+    def shared_size(self) -> str | None:
+        """Return the size of an axis along which ranks compute a batch together, in words, where there is one."""
+        sizes = {axis: self.layer.settings.get(f"parallel.{axis}_size") for axis in ("tp", "sp")}
+        return next((f"{axis}_size is {size.value}" for axis, size in sizes.items() if size and size.value > 1), None)
 
     def parallelism(self) -> None:
         sizes: dict[str, Entry] = {}

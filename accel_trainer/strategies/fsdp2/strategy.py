@@ -277,12 +277,10 @@ class FSDP2Strategy(BaseStrategy):
         _prepare_unsharded(selection, precision, process.device)
         if config.activation_checkpointing:
             apply_activation_checkpointing(selection.layers)
-        if (sequences := self._axis("sp")) is not None and selection.language_model is not None:
-            shard_sequences(selection.language_model, sequences)
+        self._shard_layers(job, selection, process)
         if precision.output is not None:
             # Of the whole model alone, and not by FSDP2's policy, which would cast logits that the loss was made of.
             model.forward = AutocastForward(model, replace(precision, compute=None))
-        self._shard_layers(job, selection, process)
         regions = choose_regions(model, job.config.compile, selection.layers)
         apply_compile(model, regions, job.compile_options)
         root = self._shard(job, selection, precision, process)
@@ -294,13 +292,15 @@ class FSDP2Strategy(BaseStrategy):
         return with_optimizers(FSDP2Unit(root, originals, job.loss_scale), job)
 
     def _shard_layers(self, job: TrainJob, selection: _Selection, process: ProcessContext) -> None:
-        """Give each rank its part of the layers that are never gathered. Collective for a new mesh."""
+        """Give each rank its part of layers that are never gathered, and of sequences. Collective for a new mesh."""
         if (axis := self._axis("tp")) is not None:
             shard_layers(job.model, selection.plan, axis, selection.unsharded)
             if job.config.parallel.loss_parallel:
                 shard_loss(job.model, axis)
         for where, style in selection.experts.items():
             shard_layers(job.model.get_submodule(where), {"": style}, self._expert_axes(process, job)["ep"], ())
+        if (axis := self._axis("sp")) is not None and selection.language_model is not None:
+            shard_sequences(selection.language_model, axis)
 
     def _shard(
         self, job: TrainJob, selection: _Selection, precision: PrecisionPolicy, process: ProcessContext

@@ -360,8 +360,14 @@ BAD = {
     "ranks that share a batch": (
         {"tensor_parallel": {"autotp_size": 2}},
         NATIVE,
-        "tensor_parallel.autotp_size is 2; expected 1: ranks read different data under DeepSpeed; tp_size of strategy "
-        "'fsdp2' cuts layers",
+        "tensor_parallel.autotp_size is 2; expected 1: ranks read different data under DeepSpeed; use tp_size of "
+        "strategy 'fsdp2'",
+    ),
+    "ranks that share sequences": (
+        {"sequence_parallel_size": 2},
+        NATIVE,
+        "sequence_parallel_size is 2; expected 1: ranks read different data under DeepSpeed; use sp_size of strategy "
+        "'fsdp2'",
     ),
     "misspelled": (
         {"gradient_cliping": 1.0},
