@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -185,9 +184,7 @@ class Accelerator(
         self.nonfinite_guard = NonFiniteGuard.of(
             self.config, self.process, is_late=facts.builds_engine, is_sharded=facts.shards_parameters
         )
-        if self.nonfinite_guard is not None and self.nonfinite_guard.rolls_back:
-            own = weakref.WeakMethod(self._roll_back)  # an Accelerator that nobody holds is freed at once
-            self.nonfinite_guard.roll_back = lambda found: method(found) if (method := own()) else None
+        self._take_rollbacks()
         self._prepared = Prepared(self.nonfinite_guard)
         self._checkpointer = Checkpointer(self.process, SAVED_STATES)
         self._registered = RegisteredState()

@@ -269,17 +269,21 @@ class AcceleratorPreparing(AcceleratorSettings):
         """Return a loader over the same data that begins after `num_batches` batches of this rank."""
         return skip_loader_batches(dataloader, num_batches)
 
-    def _prepare_models(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], request: _Request
-    ) -> dict[int, nn.Module]:
-        """Prepare models that are not yet, once all of them are checked; return the models to call, by id."""
-        guard, naming = self.nonfinite_guard, self.project_configuration.automatic_checkpoint_naming
-        if optimizers and not naming and guard is not None and guard.roll_back is not None:
+    def _check_rollbacks(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse to train in a loop that is to go back to states without names of their own."""
+        naming = self.project_configuration.automatic_checkpoint_naming
+        if optimizers and not naming and self.nonfinite_guard and self.nonfinite_guard.roll_back:
             raise ConfigError(
                 f"{self.resolved.describe('on_nonfinite')} goes back to the newest save_state() of the run, which "
                 "needs a name of its own; give Accelerator(project_dir=...) with "
                 "ProjectConfiguration(automatic_checkpoint_naming=True), or set on_nonfinite to skip_step"
             )
+
+    def _prepare_models(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], request: _Request
+    ) -> dict[int, nn.Module]:
+        """Prepare models that are not yet, once all of them are checked; return the models to call, by id."""
+        self._check_rollbacks(optimizers)
         found = {id(model): self._prepared.find(model) for model in models}
         new = {id(m): m for m in models if _needs_preparing(found[id(m)], request)}
         replaced = [unit for key, unit in found.items() if key in new and unit is not None]

@@ -56,6 +56,7 @@ class NonFiniteGuard:
         self.spreads = action != "warn" and process.is_distributed and not is_late
         self.roll_back: Callable[[str], None] | None = None
         self.rolls_back = action == "rollback"
+        self._leaves_out = action in ("skip_step", "rollback")
         self._max_rollbacks = max_rollbacks
         self._rollbacks: tuple[Path | None, int] = None, 0
         """The checkpoint that the run went back to last, and how often in a row."""
@@ -90,7 +91,7 @@ class NonFiniteGuard:
         of shards, a collective, is not worth it.
         """
         is_warned = self._action == "warn" and self._process.is_distributed and not self._is_sharded
-        return self._action == "skip_step" or self.rolls_back or is_warned or self.spreads
+        return self._leaves_out or is_warned or self.spreads
 
     def seed(self, loss: Tensor) -> Tensor | None:
         """Return the gradient that the backward of a loss begins with: NaN where the loss is none; None is 1."""
@@ -135,7 +136,7 @@ class NonFiniteGuard:
         if isfinite(norm):
             return False
         self._act(self.update, loss is None or isfinite(loss), is_local=is_local)
-        return self._action == "skip_step" or self.rolls_back
+        return self._leaves_out
 
     def look(self) -> bool:
         """Look at the last update, if that has not been done: before a save, a log, and at the end. See `skips`.

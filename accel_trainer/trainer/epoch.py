@@ -245,6 +245,7 @@ class EpochRun:
         if clock.sample is not None:
             clock.sample.mark(BATCHES_READ)
         self.is_resumed = False
+        num_before = trainer.state.global_step
         reader.begin(batches)
         # Divides the loss of a model that does not normalise by `num_items` itself; the last window may be short.
         trainer.current_gradient_accumulation_steps = len(batches)
@@ -253,7 +254,10 @@ class EpochRun:
         for index, inputs in enumerate(batches):
             self.step += 1
             reader.begin_batch(index)
-            self._micro_batch(inputs, num_items, is_first=index == 0, is_last=index == len(batches) - 1)
+            try:
+                self._micro_batch(inputs, num_items, is_first=index == 0, is_last=index == len(batches) - 1)
+            except UpdateTakenBackError as taken:
+                self._roll_back(str(taken), num_before + 1)
             if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
                 break
         reader.forget()
@@ -283,11 +287,7 @@ class EpochRun:
         if trainer.args.include_num_input_tokens_seen != "no" or not self.plan.counts_tokens_itself:
             self._count_tokens(inputs)
         if is_last:
-            num_read = trainer.state.global_step + 1
-            try:
-                self._update()
-            except UpdateTakenBackError as taken:
-                self._roll_back(str(taken), num_read)
+            self._update()
         else:
             if self.plan.is_heard(handler, "on_substep_end"):
                 trainer.control = handler.on_substep_end(trainer.args, trainer.state, trainer.control)

@@ -116,16 +116,21 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
             f"auto_find_batch_size is set with strategy {accelerator.strategy.name!r}, whose engine is built for one "
             "batch size and keeps hold of the memory of an attempt that failed; set per_device_train_batch_size"
         )
-    if accelerator.config.launch.min_processes is not None:
-        for name in ("auto_find_batch_size", "dataloader_drop_last"):
-            if getattr(args, name):
-                raise ConfigError(
-                    f"{accelerator.resolved.describe('launch.min_processes')} keeps the samples of each update when "
-                    f"processes are lost, and with {name}=True they depend on how many there are; leave one of the "
-                    "two out"
-                )
+    _check_restarts(args, accelerator)
     share_accelerator(accelerator)
     return accelerator
+
+
+def _check_restarts(args: TrainingArguments, accelerator: Accelerator) -> None:
+    """Refuse options by which an update has other samples on fewer processes, where some may be lost."""
+    if accelerator.config.launch.min_processes is None:
+        return
+    for name in ("auto_find_batch_size", "dataloader_drop_last"):
+        if getattr(args, name):
+            raise ConfigError(
+                f"{accelerator.resolved.describe('launch.min_processes')} keeps the samples of each update when "
+                f"processes are lost, and with {name}=True they depend on how many there are; leave one of the two out"
+            )
 
 
 def _check_rollbacks(args: TrainingArguments, accelerator: Accelerator) -> None:
