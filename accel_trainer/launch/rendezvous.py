@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import socket
@@ -28,7 +29,7 @@ from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.launchers import DEFAULT_PORT
 from accel_trainer.runtime.process import bracket_ipv6
 
-__all__ = ["BoundRendezvous", "Launchers", "MachineFailure", "build_rendezvous", "parse_settings"]
+__all__ = ["BoundRendezvous", "Launchers", "MachineFailure", "build_rendezvous", "hosts_store", "parse_settings"]
 
 _LOOPBACK = "127.0.0.1"
 
@@ -67,8 +68,7 @@ def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
         return BoundRendezvous(address, port, launch.machine_rank, launch.num_machines, settings)
     run_id = settings.pop("rdzv_id", "accel_trainer")
     if launch.rdzv_backend == "c10d":
-        # torch compares the address with those of the machine's name, which on many machines is 127.0.1.1 alone.
-        settings.setdefault("is_host", str(_is_own(address)))
+        settings.setdefault("is_host", str(hosts_store(launch)))
     endpoint, size = f"{bracket_ipv6(address)}:{port}", launch.num_machines
     try:
         return get_rendezvous_handler(
@@ -79,7 +79,12 @@ def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
         raise ConfigError(f"rdzv_backend {launch.rdzv_backend!r} cannot be used{conf}: {error}") from error
 
 
-def _is_own(address: str) -> bool:
+def hosts_store(launch: LaunchConfig) -> bool:
+    """Whether the store of a rendezvous of torch's is on this machine.
+
+    torch compares the address with those of the machine's name, which on many machines is 127.0.1.1 alone.
+    """
+    address = launch.main_process_ip or _LOOPBACK
     try:
         family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
         socket.create_server((address, 0), family=family).close()
@@ -304,20 +309,25 @@ class MachineFailure:
     code: int
     text: str
     """What happened there, as the end of "on machine 1 ..."."""
+    may_come_back: bool = False
+    """Nothing was heard of the machine any more: another may take its place where workers are started again."""
 
 
 class Launchers:
-    """The state of the launchers of a job on several machines, through the store on machine 0.
+    """The state of the launchers of a job on several machines, through the store on one of them.
 
-    A thread counts up a heartbeat. Machine 0 watches those of the others, which watch the store itself.
+    A thread counts up a heartbeat. The machine with the store watches those of the others, which watch the store.
 
     Args:
         store: a connection that nobody else waits on.
+        hosts_store: the store is on this machine: machine 0, but for rendezvous in which machines number themselves.
     """
 
-    def __init__(self, store: Store, machine_rank: int, num_machines: int) -> None:
+    def __init__(self, store: Store, machine_rank: int, num_machines: int, *, hosts_store: bool) -> None:
         self._store = store
-        self._machine = machine_rank
+        self.machine = machine_rank
+        self._hosts_store = hosts_store
+        self._host = machine_rank if hosts_store else 0
         self._others = [machine for machine in range(num_machines) if machine != machine_rank]
         self._failure: MachineFailure | None = None
         now = time.monotonic()
@@ -331,29 +341,42 @@ class Launchers:
     @property
     def failure(self) -> MachineFailure | None:
         """The first failure of the job that is known here, of this machine or of another."""
-        if self._failure is None and self._machine and time.monotonic() - self._answered > _LOST_SECONDS:
-            self._failure = _lost(0)
+        if self._failure is None and not self._hosts_store and time.monotonic() - self._answered > _LOST_SECONDS:
+            self._failure = _lost(self._host)
         return self._failure
+
+    def wait_for_failure(self) -> MachineFailure | None:
+        """Return the first failure as soon as one is known; None after the time in which a lost machine is found."""
+        deadline = time.monotonic() + _LOST_SECONDS + _BEAT_SECONDS
+        while self.failure is None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return self.failure
 
     def tell(self, code: int, text: str) -> None:
         """Publish a failure of this machine, unless there is an earlier one, which is then known here, too."""
-        self._publish(MachineFailure(self._machine, code, text))
+        self._publish(MachineFailure(self.machine, code, text))
 
     def wait_until_all_are_done(self) -> None:
         """Wait until the workers of every machine have ended without an error, or there is a failure."""
         with contextlib.suppress(RuntimeError):  # the thread sees that machine 0 is gone
-            self._store.set(f"done/{self._machine}", "1")
+            self._store.set(f"done/{self.machine}", "1")
         while not self._all_are_done and self.failure is None:
             time.sleep(_POLL_SECONDS)
 
     def leave(self) -> None:
-        """End the heartbeat. Machine 0, which has the store, waits until the others have seen how the job ends."""
+        """End the heartbeat. The machine with the store waits until the others have seen how the job ends."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"left/{self._machine}", "1")
-            if self._machine == 0:
+            self._store.set(f"left/{self.machine}", "1")
+            if self._hosts_store:
                 self._wait_for_the_others()
         self._leaving.set()
         self._thread.join(_BEAT_SECONDS + 1.0)
+
+    def stop(self) -> None:
+        """End the heartbeat without a word: the machines meet again for the next start of the workers."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"left/{self.machine}", "1")
+        self._leaving.set()
 
     def _wait_for_the_others(self) -> None:
         deadline = time.monotonic() + _LOST_SECONDS + _BEAT_SECONDS
@@ -371,25 +394,29 @@ class Launchers:
 
     def _run(self) -> None:
         try:
+            if self._hosts_store:
+                self._store.set("host", str(self.machine))
             while True:
-                self._store.add(f"beat/{self._machine}", 1)
+                self._store.add(f"beat/{self.machine}", 1)
                 self._look()
                 self._answered = time.monotonic()
                 if self._leaving.wait(_BEAT_SECONDS):
                     return
         except RuntimeError:
             if not self._leaving.is_set():
-                self._failure = self._failure or _lost(0)
+                self._failure = self._failure or _lost(self._host)
 
     def _look(self) -> None:
         """Read the others' keys; nothing here waits."""
         if self._failure is None and self._store.check(["failure"]):
             self._failure = _read(self._store.get("failure"))
-        machines = [self._machine, *self._others]
+        machines = [self.machine, *self._others]
         self._all_are_done = self._store.check([f"done/{machine}" for machine in machines])
-        if self._machine:
+        if not self._hosts_store:
+            if self._store.check(["host"]):
+                self._host = int(self._store.get("host"))
             if self._failure is not None or self._all_are_done:
-                self._store.set(f"left/{self._machine}", "1")
+                self._store.set(f"left/{self.machine}", "1")
             return
         for machine, (known, _) in self._beats.items():
             count = self._store.add(f"beat/{machine}", 0)
@@ -403,10 +430,10 @@ class Launchers:
 
     def _publish(self, failure: MachineFailure) -> None:
         try:
-            text = json.dumps([failure.machine, failure.code, failure.text])
+            text = json.dumps(dataclasses.astuple(failure))
             self._failure = _read(self._store.compare_set("failure", "", text))
         except RuntimeError:
-            self._failure = self._failure or _lost(0)
+            self._failure = self._failure or _lost(self._host)
 
 
 def _read(text: bytes) -> MachineFailure:
@@ -415,5 +442,8 @@ def _read(text: bytes) -> MachineFailure:
 
 def _lost(machine: int) -> MachineFailure:
     return MachineFailure(
-        machine, 1, "the launcher has ended without a word or cannot be reached; look there, and at the network between"
+        machine,
+        1,
+        "the launcher has ended without a word or cannot be reached; look there, and at the network between",
+        may_come_back=True,
     )

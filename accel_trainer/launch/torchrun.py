@@ -23,14 +23,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from accel_trainer.config import LaunchConfig
 from accel_trainer.errors import ConfigError
-from accel_trainer.launch.rendezvous import BoundRendezvous, Launchers, MachineFailure, build_rendezvous
+from accel_trainer.launch.rendezvous import (
+    BoundRendezvous,
+    Launchers,
+    MachineFailure,
+    build_rendezvous,
+    hosts_store,
+)
 from accel_trainer.launch.tpu import set_tpu_variables
 
 __all__ = [
@@ -164,6 +172,12 @@ def _run_agent(agent: _Agent) -> int:
         if agent.exits and first is None:
             return 0
         return shell_code(first.code) if first else 128 + int(caught.sigval)
+    except RendezvousConnectionError:  # torch's own looks at its store, whose machine is gone
+        failure = agent.wait_for_failure_elsewhere()
+        if failure is None:
+            raise
+        _report_machine(failure)
+        return failure.code
     first = agent.first_failure()
     if first is None and result.failures:
         rank, failure = next(iter(result.failures.items()))
@@ -223,13 +237,23 @@ class _Agent(LocalElasticAgent):
         self._starts = 0
         self._num_lost = 0
         self._launchers: Launchers | None = None
+        self._is_static = isinstance(spec.rdzv_handler, BoundRendezvous)
 
     def _rendezvous(self, worker_group: Any) -> None:
         worker_group.spec.local_world_size = self._num_left(worker_group.spec.local_world_size)
         super()._rendezvous(worker_group)
-        handler = worker_group.spec.rdzv_handler
-        if isinstance(handler, BoundRendezvous) and handler.num_machines > 1:
-            self._launchers = Launchers(handler.connect(), handler.machine_rank, handler.num_machines)
+        if self._launchers is not None:
+            self._launchers.stop()
+        handler, machine, num_machines = (
+            worker_group.spec.rdzv_handler, worker_group.group_rank, worker_group.group_world_size
+        )  # fmt: skip
+        if num_machines == 1:
+            return
+        if isinstance(handler, BoundRendezvous):
+            self._launchers = Launchers(handler.connect(), machine, num_machines, hosts_store=machine == 0)
+        elif self._job.launch.rdzv_backend == "c10d":
+            store = PrefixStore("launchers", worker_group.store.clone())
+            self._launchers = Launchers(store, machine, num_machines, hosts_store=hosts_store(self._job.launch))
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         if any(exit_.code in _FINAL_CODES for exit_ in self.exits):
@@ -243,7 +267,9 @@ class _Agent(LocalElasticAgent):
         failure = self.failure_elsewhere()
         if failure is None or result.state != WorkerState.HEALTHY:
             return result
-        _report_machine(failure)
+        if not failure.may_come_back:
+            self._remaining_restarts = 0  # the job has ended there
+        _report_machine(failure, starts_again=self._remaining_restarts > 0)
         return RunResult(state=WorkerState.FAILED)
 
     def _num_left(self, num_before: int) -> int:
@@ -254,7 +280,8 @@ class _Agent(LocalElasticAgent):
 
     def _exit_barrier(self) -> None:
         # torch's ends after 300 s, and with the launcher of machine 0 the store of the others' workers would.
-        if self._launchers is None:
+        # Under c10d a machine whose workers are started again meets the others anew, which torch looks after.
+        if self._launchers is None or not self._is_static:
             super()._exit_barrier()
         else:
             self._launchers.wait_until_all_are_done()
@@ -262,11 +289,15 @@ class _Agent(LocalElasticAgent):
     def failure_elsewhere(self) -> MachineFailure | None:
         """Return the job's first failure where another machine had it."""
         failure = self._launchers.failure if self._launchers else None
-        return failure if failure and failure.machine != self._job.launch.machine_rank else None
+        return failure if self._launchers and failure and failure.machine != self._launchers.machine else None
+
+    def wait_for_failure_elsewhere(self) -> MachineFailure | None:
+        """Return the failure of another machine as soon as the heartbeat has found it; None where there is none."""
+        return None if self._launchers is None else self._launchers.wait_for_failure()
 
     def tell(self, exit_: _Exit) -> None:
         """Tell the launchers of the other machines that a worker has failed here."""
-        if self._launchers is not None:
+        if self._launchers is not None and (self._is_static or not self._remaining_restarts):
             self._launchers.tell(shell_code(exit_.code), _describe(exit_))
 
     def leave(self, code: int) -> None:
@@ -375,8 +406,9 @@ class _Agent(LocalElasticAgent):
 
 
 @functools.cache  # once: the workers here end because of it, and are not the cause
-def _report_machine(failure: MachineFailure) -> None:
-    print(f"accel-trainer launch: on machine {failure.machine} {failure.text}; this ended the job", file=sys.stderr)
+def _report_machine(failure: MachineFailure, *, starts_again: bool = False) -> None:
+    then = "the workers are started again once a machine has taken its place" if starts_again else "this ended the job"
+    print(f"accel-trainer launch: on machine {failure.machine} {failure.text}; {then}", file=sys.stderr)
 
 
 def _describe(exit_: _Exit) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -89,6 +90,8 @@ JOBS = {
     "worker 1 fails": Job(SLEEP, failing="1"),
     "launcher 0 is killed": Job(SLEEP, killed=0),
     "launcher 1 is killed": Job(SLEEP, killed=1),
+    "launcher 0 of c10d is killed": Job(SLEEP, "--rdzv_backend c10d", killed=0),
+    "launcher 1 of c10d is killed": Job(SLEEP, "--rdzv_backend c10d", killed=1),
     "workers are started again": Job(RESTART, "--rdzv_backend c10d --max_restarts 1"),
 }
 
@@ -249,12 +252,15 @@ def test_a_failure_is_named_on_the_other_machine(failing: int, ends: dict[str, d
     assert other.seconds < 15
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_launcher_is_named_on_the_other_machine(killed: int, ends: dict[str, dict[int, End]]) -> None:
-    job = ends[f"launcher {killed} is killed"]
+@pytest.mark.parametrize(("killed", "name"), [(0, ""), (1, ""), (0, " of c10d"), (1, " of c10d")])
+def test_a_killed_launcher_is_named_on_the_other_machine(
+    killed: int, name: str, ends: dict[str, dict[int, End]]
+) -> None:
+    job = ends[f"launcher {killed}{name} is killed"]
     other = job[1 - killed]
     assert (job[killed].code, other.code) == (-signal.SIGKILL, 1)
-    assert f"on machine {killed} the launcher has ended without a word or cannot be reached" in other.text
+    machine = killed if not name else r"\d"  # under c10d machines number themselves
+    assert re.search(f"on machine {machine} the launcher has ended without a word or cannot be reached", other.text)
     assert other.seconds < LOST_SECONDS + 3  # a beat, the other's next look, and the end of its worker
 
 
