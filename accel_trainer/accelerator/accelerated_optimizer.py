@@ -13,7 +13,7 @@ from accel_trainer.accelerator.accumulation import PreparedUnit
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
-from accel_trainer.runtime.rank_watch import PROGRESS
+from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.tensor_trees import send_to_device
 from accel_trainer.strategies.api import TrainUnit
 from accel_trainer.strategies.gradients import choose_samples, sample_sum

@@ -26,6 +26,7 @@ from accel_trainer.plugins.deepspeed_plugin import DummyOptim, DummyScheduler
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.fault_injection import hook_forward_faults
 from accel_trainer.runtime.model_wrappers import flattens_parameters
+from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rng import seed_own_streams
 from accel_trainer.strategies.api import TrainJob
 from accel_trainer.strategies.optimizer_placeholder import OptimizerPlaceholder
@@ -302,6 +303,8 @@ class AcceleratorPreparing(AcceleratorSettings):
         for prepared, optimizer in pairing.to_bind:
             prepared.unit.bind_optimizer(optimizer)
         self._prepared.drop(replaced)
+        if new:
+            PROGRESS.begin()
         called = {id(model): _wrapper_of(model, found[id(model)]) for model in models}
         called |= {key: self._prepare_job(job) for key, job in jobs.items()}
         self._prepared.join()

@@ -7,13 +7,14 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from datetime import timedelta
 from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from accel_trainer.config import Resolved, SourceKind, resolve
+from accel_trainer.config import HangConfig, Resolved, SourceKind, resolve
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.data.plan import BatchRows
 from accel_trainer.errors import ConfigError
@@ -211,11 +212,15 @@ class ProcessView:
         return self._only_if(self.local_process_index == local_process_index, function)
 
 
-def stated_waits(resolved: Resolved) -> dict[str, float]:
+def stated_waits(resolved: Resolved) -> dict[str, Any]:
     """Return the bounds of waits that are configured, for `init_process`; the others leave a group as it is."""
     config = resolved.config
-    waits = {"timeout_seconds": config.timeout_seconds, "hang_seconds": config.hang_seconds}
-    return {name: value for name, value in waits.items() if resolved.source(name).kind is not SourceKind.DEFAULT}
+    options = {"timeout_seconds": ["timeout_seconds"], "hang": [f"hang.{item.name}" for item in fields(HangConfig)]}
+    return {
+        name: getattr(config, name)
+        for name, paths in options.items()
+        if any(resolved.source(path).kind is not SourceKind.DEFAULT for path in paths)
+    }
 
 
 class PartialState(ProcessView):

@@ -25,6 +25,7 @@ __all__ = [
     "Fp8Backend",
     "Fp8Config",
     "FrozenDict",
+    "HangConfig",
     "LaunchConfig",
     "MixedPrecision",
     "NonFiniteAction",
@@ -284,6 +285,22 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HangConfig:
+    """How long ranks wait for one that does not move, by where it is, until the job ends with exit code 75."""
+
+    step_seconds: float = 60.0
+    """In forward, backward, the optimizer, or stopped; ten median updates, where those are more. A warning at half."""
+    startup_seconds: float = 600.0
+    """The same before the first update has been done: models are compiled then."""
+    user_seconds: float = 1800.0
+    """In the script's own code: its loop, callbacks, data sets."""
+    evaluation_seconds: float = 1800.0
+    """In an evaluation."""
+    save_seconds: float = 1800.0
+    """In a save or a load."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PreemptionConfig:
     """How a run ends that is asked to: by a scheduler that takes its machine, or by Ctrl-C."""
 
@@ -357,8 +374,6 @@ class RunConfig:
     """NaN in an update: raise ends the run (code 76), skip_step leaves it out, rollback loads the last save."""
     max_rollbacks: int = 3
     """How often in a row on_nonfinite rollback goes back to the same checkpoint before it raises."""
-    hang_seconds: float = 60.0
-    """Seconds without progress after which a warning names the ranks that the others wait for, and where they are."""
     local_steps: int | None = None
     """Under ddp: each rank updates its own replica, and weights are exchanged every so many updates (local SGD)."""
     local_steps_after: int = 0
@@ -379,6 +394,8 @@ class RunConfig:
     """Fully sharded data parallel."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Sizes of the axes of the mesh."""
+    hang: HangConfig = field(default_factory=HangConfig)
+    """Ending where a rank hangs."""
     preemption: PreemptionConfig = field(default_factory=PreemptionConfig)
     """Ending at a signal."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)

@@ -76,11 +76,15 @@ def _are_signals(names: tuple[str, ...]) -> bool:
     return set(names) <= {item.name for item in signal.Signals} - {"SIGKILL", "SIGSTOP"}
 
 
+_SECONDS: tuple[Callable[[Any], bool], str] = (
+    lambda seconds: 0 < seconds <= 1e9,
+    "a positive number of seconds, 1e9 at most",
+)
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "strategy": (lambda name: bool(name.strip()), "the name of a strategy such as auto, single, ddp or fsdp2"),
     # torch counts nanoseconds in 64 bits, and waits not at all beyond 292 years.
-    "timeout_seconds": (lambda seconds: 0 < seconds <= 1e9, "a positive number of seconds, 1e9 at most"),
-    "hang_seconds": (lambda seconds: 0 < seconds <= 1e9, "a positive number of seconds, 1e9 at most"),
+    "timeout_seconds": _SECONDS,
+    **{f"hang.{name}_seconds": _SECONDS for name in ("step", "startup", "user", "evaluation", "save")},
     "local_steps": _at_least(1),
     "local_steps_after": _at_least(0),
     "outer_optimizer.lr": (lambda rate: rate > 0, "a positive number"),

@@ -95,6 +95,7 @@ _SECTION_TITLES = {
     "outer_optimizer": "the optimizer at the exchanges of --local_steps",
     "parallel": "ranks along the axes of the mesh",
     "fsdp": "FSDP2 (also the spellings of accelerate, such as --fsdp_transformer_layer_cls_to_wrap)",
+    "hang": "ending where a rank hangs",
     "preemption": "ending at a signal",
     "deepspeed": "DeepSpeed",
     _PARALLELISM: "ranks as accelerate's ParallelismConfig divides them",

@@ -53,6 +53,9 @@ __all__ = [
 # The workers may need this long to save after a signal; torch's agent kills after 30 s, in the middle of a large
 # checkpoint.
 _GRACE_SECONDS = 120
+_HUNG_CODE = 75
+_HUNG_GRACE_SECONDS = 3.0
+"""Of workers that do not end with those that found the job hung: they are stopped, or keep the interpreter's lock."""
 _FINAL_CODES = (76, 85, 93)
 """Workers that end so are not started again here: NaN would come again, the machine is asked for, do not requeue."""
 AGENT_LOGGERS = [
@@ -230,6 +233,7 @@ class _Agent(LocalElasticAgent):
         super().__init__(spec, logs)
         self._grace = _grace_seconds(job.environment)
         self.exits: list[_Exit] = []
+        self._stuck: list[int] = []
         self._job = job
         self._guard = guard
         self._pids: dict[int, int] = {}
@@ -258,8 +262,10 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         if any(exit_.code in _FINAL_CODES for exit_ in self.exits):
             self._remaining_restarts = 0
-            self._let_end()  # torch would end the others at once
+            self._let_end(self._grace)  # torch would end the others at once
         by_themselves = list(self.exits)  # torch ends the others as soon as it has seen one fail
+        if any(exit_.code == _HUNG_CODE for exit_ in self.exits):
+            self._end_hung()
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
             # One with an exit code, beside the first, has failed because of that one, as a rule.
@@ -318,7 +324,7 @@ class _Agent(LocalElasticAgent):
                 file=sys.stderr,
             )
         self._starts += 1
-        self.exits = []
+        self.exits, self._stuck = [], []
         # On another thread than the main one, torch leaves signals alone. Its handlers raise as soon as there is the
         # first worker, and a signal that comes before the pids are known here could be passed on to nobody.
         with _signals_held_back(), ThreadPoolExecutor(1) as thread:
@@ -359,10 +365,17 @@ class _Agent(LocalElasticAgent):
             file=sys.stderr,
         )
         self._send(number)
-        self._let_end()
+        self._let_end(self._grace)
 
-    def _let_end(self) -> None:
-        deadline = time.monotonic() + self._grace
+    def _end_hung(self) -> None:
+        """Kill the workers that do not end with those that found the job hung; torch would wait for 30 s."""
+        self._let_end(_HUNG_GRACE_SECONDS)
+        ended = {exit_.pid for exit_ in self.exits}
+        self._stuck = [rank for rank, pid in self._pids.items() if pid not in ended]
+        self._send(signal.SIGKILL)
+
+    def _let_end(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         for watcher in self._watchers:
             watcher.join(max(0.0, deadline - time.monotonic()))
 
@@ -402,6 +415,7 @@ class _Agent(LocalElasticAgent):
             for exit_ in self.exits
             if not exit_.code and exit_.rank not in failures and exit_.seconds < first.seconds
         ]
+        lines += [f"  rank {rank} hung: it did not end with the others, and was killed" for rank in self._stuck]
         print("\n".join(lines), file=sys.stderr)
 
 

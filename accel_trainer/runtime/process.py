@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from accel_trainer import logging
+from accel_trainer.config import HangConfig
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.fault_injection import install_faults
@@ -289,7 +290,7 @@ def init_process(
     *,
     use_cpu: bool = False,
     timeout_seconds: float | None = None,
-    hang_seconds: float | None = None,
+    hang: HangConfig | None = None,
     backend: str | None = None,
 ) -> ProcessContext:
     """Join the job that a launcher started, or stand alone when none did.
@@ -300,8 +301,7 @@ def init_process(
     Args:
         timeout_seconds: how long a collective may wait, on any backend, the CPU's included. None is half an hour for a
             group that is made here, and leaves one that exists as it is.
-        hang_seconds: after which time without progress ranks that do not come are named; None is a minute, or leaves it
-            as it is. Half of the timeout at most.
+        hang: how long ranks wait for one that does not move; None is the defaults, or leaves them as they are.
         backend: for `torch.distributed`, e.g. "nccl"; None chooses one for the device, and takes that of a group that
             exists.
 
@@ -334,7 +334,7 @@ def init_process(
         _init_process_group(info, device, backend or _select_backend(device), seconds)
     logging.set_rank(info.rank, info.world_size, _wait_for_ranks)
     _leave_interrupts_to_launcher(environ)
-    start_watch(info.rank, info.world_size, hang_seconds, hosts_store=_hosts_store(environ, info.rank))
+    start_watch(info.rank, info.world_size, hang, hosts_store=_hosts_store(environ, info.rank))
     _current = ProcessContext(
         info.rank, info.local_rank, info.world_size, info.local_world_size, device, _backends()[device.type]
     )

@@ -5,9 +5,10 @@ Steps exchange nothing for it, and do nothing but count. Three things happen thr
 
 - A rank that fails writes its error down before its process ends. The others, whose connections to it break then, raise
   a RemoteRankError that names it, its error and the line.
-- A rank that has made no progress for `hang_seconds` calls the roll: every thread answers with the collectives that
-  its rank has begun and the stack of its loop. A warning names the ranks that the others wait for, and where they are.
-  Ranks that do not answer are stopped, hold the interpreter's lock, or are gone.
+- A rank that has made no progress for long calls the roll: every thread answers with the collectives that its rank has
+  begun and the stack of its loop. A warning names the ranks that the others wait for, and where they are. Ranks that do
+  not answer are stopped, hold the interpreter's lock, or are gone. Where they do not move within the limit of that
+  section of the run, the threads end all processes.
 - A rank that waits for one whose process ends in an error, and whose connections do not break, ends, too.
 """
 
@@ -33,7 +34,9 @@ from zlib import crc32
 import torch.distributed as dist
 
 from accel_trainer import logging
+from accel_trainer.config import HangConfig
 from accel_trainer.errors import DesyncError, HangError, ProcessGroupError, RemoteRankError
+from accel_trainer.runtime.progress import PROGRESS, Pace
 from accel_trainer.runtime.torch_private import (
     begun_collectives,
     default_group,
@@ -53,9 +56,7 @@ from accel_trainer.runtime.whereabouts import (
 )
 
 __all__ = [
-    "PROGRESS",
     "CallRecord",
-    "Progress",
     "RankWatch",
     "current_watch",
     "failing_together",
@@ -89,23 +90,6 @@ _LEFT = "has left the job"
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 _EXPIRED = ("Timed out waiting", "operation timeout", "wait timeout after")
 """What gloo, NCCL and the store say."""
-
-
-class Progress:
-    """Count of this rank's updates; the loops set it.
-
-    Attributes:
-        updates: optimizer steps of a loop of the user's own since the process began; of a Trainer, its global step.
-    """
-
-    __slots__ = ("updates",)
-
-    def __init__(self) -> None:
-        self.updates = 0
-
-
-PROGRESS = Progress()
-"""Of this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,24 +142,22 @@ class RankWatch:
     """The thread of this rank, and its page of the store. One at a time in a process; every rank has one.
 
     Attributes:
-        hang_seconds: how long this rank may make no progress before the roll is called.
+        pace: of this rank's loop.
         timeout_seconds: of collectives.
         calls: collectives that the ranks compare.
         is_muted: whether broken connections are explained by someone else.
         is_guarded: whether errors are told where they leave a block of `failing_together`.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, world_size: int, hang_seconds: float, *, hosts_store: bool
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, hang: HangConfig, *, hosts_store: bool) -> None:
         """Begin to watch. The calling thread is the one whose position is told.
 
         Args:
             store: a connection of its own to the job's.
-            hang_seconds: half of the group's timeout at most, so that it comes before.
+            hang: how long ranks wait for one that does not move.
             hosts_store: the job's store goes with this process.
         """
-        self.hang_seconds = hang_seconds
+        self.pace = Pace(hang, time.monotonic())
         self.calls = CallRecord()
         self.is_muted = False
         self.is_guarded = False
@@ -201,8 +183,8 @@ class RankWatch:
         self._found: _Failure | None = None
         """Another rank's, kept for when the store has gone with that rank."""
         self._num_answered = 0
-        self._seen: tuple[int, ...] = ()
-        self._looked_at, self._idle_seconds, self._reported_seconds = time.monotonic(), 0.0, 0.0
+        self._next_report_seconds = 0.0
+        """Of being idle; 0 before the first report."""
         self._is_heard, self._heard_at = False, 0.0
         """Whether this rank's place has been written since its last progress, and when."""
         self._is_over = threading.Event()
@@ -212,7 +194,7 @@ class RankWatch:
     @property
     def options(self) -> dict[str, Any]:
         """The options of `start_watch` for another group of the same ranks."""
-        return {"hang_seconds": self.hang_seconds, "hosts_store": self._hosts_store}
+        return {"hang": self.pace.hang, "hosts_store": self._hosts_store}
 
     @property
     def is_own_process(self) -> bool:
@@ -255,7 +237,7 @@ class RankWatch:
         return self._store.add(key, 0) == self._world_size
 
     def tell_soon(self, name: str, value: bool) -> list[bool | None]:
-        """Return what the ranks say under a name that is used once; None for those that do not within a second."""
+        """Return each rank's value under a name that is used once; None for those that give none within a second."""
         keys = [self._key(name, rank) for rank in range(self._world_size)]
         self._store.set(keys[self._rank], str(int(value)))
         deadline = time.monotonic() + _SOON_SECONDS
@@ -424,19 +406,16 @@ class RankWatch:
             return
 
     def _look_at_progress(self, now: float) -> None:
-        seen = (PROGRESS.updates, *begun_collectives().values())
-        # A machine that was suspended has waited for nobody.
-        self._idle_seconds += min(now - self._looked_at, 2 * self._poll_seconds)
-        self._looked_at = now
-        if seen != self._seen:
-            self._seen, self._idle_seconds, self._reported_seconds, self._is_heard = seen, 0.0, 0.0, False
+        pace = self.pace
+        if pace.look(now, tuple(begun_collectives().values()), 2 * self._poll_seconds):
+            self._next_report_seconds, self._is_heard = 0.0, False
         if not self._is_heard and now >= self._heard_at + _BEAT_SECONDS:
             self._is_heard, self._heard_at = True, now
             self._store.set(self._key("heard", self._rank), self._state(with_stack=False))
-        idle = self._idle_seconds
-        if idle >= max(2 * self._reported_seconds, min(self.hang_seconds, self.timeout_seconds / 2)):
-            self._reported_seconds = idle
-            self._report_hang(idle)
+        idle = pace.idle_seconds
+        first = min(pace.first_report_seconds, self.timeout_seconds / 2)
+        if idle >= (self._next_report_seconds or first):
+            self._next_report_seconds = self._report_hang(idle)
         if idle >= _STUCK_SECONDS and not self.is_muted:
             self._leave_if_stuck(idle)
 
@@ -450,6 +429,8 @@ class RankWatch:
                 self._store.set(self._key("answer", number, self._rank), state)
             self._num_answered = called
             self._found = self.find_failure()
+            if self._store.check([self._key("end")]):
+                self._end_hung(self._store.get(self._key("end")).decode())
 
     def _state(self, *, with_stack: bool) -> str:
         where = self._position or describe_thread(self._loop_thread)
@@ -457,18 +438,56 @@ class RankWatch:
         stack = where.stack[-_LINES:] if with_stack else ""
         last = last_collective() if with_stack else ""
         begun = begun_collectives()
-        state = RankState(PROGRESS.updates, begun, last, where.section, where.operation, where.line, stack)
+        limit, still = self.pace.limit_seconds(where), self.pace.still_seconds
+        place = where.section, where.operation, where.line
+        state = RankState(PROGRESS.updates, begun, last, *place, stack, limit, still)
         return json.dumps(asdict(state))
 
-    def _report_hang(self, seconds: float) -> None:
-        """Print where everyone is, on one of the ranks that find so: the first that comes."""
+    def _report_hang(self, seconds: float) -> float:
+        """Print where everyone is, on one of the ranks that find so: the first that comes; end all where the limit is.
+
+        Returns:
+            When to come again, in seconds without progress.
+        """
         called = self._store.add(self._key("calls"), 0)
         mine = str(self._rank)
         if self._store.compare_set(self._key("reporter", called), "", mine).decode() != mine:
-            return
-        report = self._report(self._call_roll())
-        if report:
-            logger.warning("no progress for %.0f s. %s", seconds, report, main_process_only=False)
+            return 2 * seconds
+        answers = self._call_roll()
+        report = self._report(answers)
+        if not report:
+            return 2 * seconds
+        limit = max(state.limit_seconds for state in answers if state is not None)
+        are_new = self._note_silent(answers)
+        computing = [state for state in answers if state is not None and not state.operation]
+        is_stuck = not are_new and all(state.still_seconds >= limit / 2 for state in computing)
+        if is_stuck and seconds >= limit and not self.is_muted:
+            text = f"no progress for {seconds:.0f} s, the limit there is {limit:g} s"
+            self._store.set(self._key("end"), text)
+            self._store.add(self._key("calls"), 1)
+            self._end_hung(f"{text}. {report}")
+        logger.warning("no progress for %.0f s. %s", seconds, report, main_process_only=False)
+        return limit if seconds < limit else seconds + 1 if are_new else 2 * seconds
+
+    def _note_silent(self, answers: list[RankState | None]) -> bool:
+        """Note the ranks that do not answer; return whether some did the last time: they may hold the lock for once."""
+        key, silent = self._key("silent"), {rank for rank, state in enumerate(answers) if state is None}
+        before = set(json.loads(self._store.get(key))) if self._store.check([key]) else set()
+        self._store.set(key, json.dumps(sorted(silent)))
+        return not silent <= before
+
+    def _end_hung(self, text: str) -> None:
+        """End this process: nothing else interrupts a collective, or what a rank stands in."""
+        where = describe_thread(self._loop_thread)
+        stack = where.stack if where is not None else ""
+        self._end(stack, f"{HangError.__module__}.{HangError.__name__}: {text}", HangError.exit_code)
+
+    def _end(self, stack: str, text: str, code: int) -> None:
+        sys.stderr.write(f"rank {self._rank} is here:\n{stack}{text}. Rank {self._rank} ends with exit code {code}\n")
+        sys.stderr.flush()
+        if self._hosts_store:
+            self._let_others_ask(lambda: False)
+        os._exit(code)
 
     def _leave_if_stuck(self, seconds: float) -> None:
         """End the process whose loop waits for a rank that has failed: nothing else interrupts a collective."""
@@ -480,12 +499,9 @@ class RankWatch:
         if failure is None or not failure.is_final or failure.how == _LEFT:
             return
         self._write(failure, None)
-        sys.stderr.write(
-            f"{where.stack}{RemoteRankError.__module__}.{RemoteRankError.__name__}: {failure}. Rank {self._rank} has "
-            f"waited in {where.operation} for {seconds:.0f} s (update {PROGRESS.updates}, {where.line}) and ends\n"
-        )
-        sys.stderr.flush()
-        os._exit(1)
+        error = f"{RemoteRankError.__module__}.{RemoteRankError.__name__}"
+        waited = f"waited in {where.operation} for {seconds:.0f} s (update {PROGRESS.updates}, {where.line})"
+        self._end(where.stack, f"{error}: {failure}. Rank {self._rank} has {waited}", 1)
 
     # --- the roll --------------------------------------------------------------------------------------------------
 
@@ -535,8 +551,6 @@ def _short(error: BaseException) -> str:
 # --- of this process ------------------------------------------------------------------------------------------------
 
 
-_HANG_SECONDS = 60.0
-
 _numbers = itertools.count()
 _watch: RankWatch | None = None
 
@@ -546,11 +560,11 @@ def current_watch() -> RankWatch | None:
     return _watch
 
 
-def start_watch(rank: int, world_size: int, hang_seconds: float | None, *, hosts_store: bool) -> None:
+def start_watch(rank: int, world_size: int, hang: HangConfig | None, *, hosts_store: bool) -> None:
     """Watch over the job that this process has joined; one of one rank needs nobody. Every rank calls it.
 
     Args:
-        hang_seconds: see `RankWatch`; None leaves it, at a minute to begin with.
+        hang: see `RankWatch`; None leaves it, at the defaults to begin with.
         hosts_store: see there.
     """
     global _watch
@@ -564,11 +578,11 @@ def start_watch(rank: int, world_size: int, hang_seconds: float | None, *, hosts
         if store is None:
             return
         PROGRESS.updates = 0
-        _watch = RankWatch(store, rank, world_size, _HANG_SECONDS, hosts_store=hosts_store)
+        _watch = RankWatch(store, rank, world_size, hang or HangConfig(), hosts_store=hosts_store)
         _hook_errors()
     _watch.timeout_seconds = group_timeout().total_seconds()
-    if hang_seconds is not None:
-        _watch.hang_seconds = hang_seconds
+    if hang is not None:
+        _watch.pace.hang = hang
 
 
 def _connect() -> dist.Store | None:
@@ -639,7 +653,7 @@ def unexplained_errors() -> Iterator[None]:
 
 
 def tell_soon(name: str, value: bool) -> list[bool | None]:
-    """Return what the ranks say; see `RankWatch.tell_soon`. This rank's value alone where nobody watches."""
+    """Return each rank's value, as `RankWatch.tell_soon`; this rank's alone where nobody watches."""
     return [value] if _watch is None else _watch.tell_soon(name, value)
 
 

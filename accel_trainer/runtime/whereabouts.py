@@ -22,6 +22,7 @@ __all__ = [
     "describe_failure",
     "describe_ranks",
     "describe_thread",
+    "position_of",
     "users_line",
 ]
 
@@ -86,6 +87,17 @@ class RankState:
     operation: str
     line: str
     stack: str
+    limit_seconds: float
+    """How long it may make no progress there."""
+    still_seconds: float
+    """For how long it has not moved at all."""
+
+
+def position_of(thread_id: int) -> int:
+    """Return a number for the instruction that a thread is at, with all its callers."""
+    frame = sys._current_frames().get(thread_id)
+    frames = () if frame is None else traceback.walk_stack(frame)
+    return hash(tuple((id(each.f_code), each.f_lasti) for each, _ in frames))
 
 
 def describe_thread(thread_id: int) -> Whereabouts | None:

@@ -20,7 +20,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.rank_watch import PROGRESS
+from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.runtime.tensor_trees import find_batch_size
 from accel_trainer.trainer.loss_normalization import LossKind, count_labels

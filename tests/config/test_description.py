@@ -31,7 +31,6 @@ VALUES: dict[str, list[Any]] = {
     "debug": [True],
     "gradient_accumulation_steps": [4],
     "timeout_seconds": [30.5, 60],
-    "hang_seconds": [0.5, 60],
 }
 
 

@@ -174,6 +174,18 @@ def test_the_job_ends_with_the_code_of_the_worker_that_failed_first(tmp_path: Pa
     assert len(output.splitlines()) == 1
 
 
+def test_r10_a_worker_that_does_not_end_with_those_that_found_it_hung_is_killed_and_named(tmp_path: Path) -> None:
+    stopped = (
+        "import os, signal, sys\nif os.environ['RANK'] == '0': sys.exit(75)\nos.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    begin = time.monotonic()
+    code, output = launch(tmp_path, *TWO, write(tmp_path, stopped))
+    assert code == 75
+    assert re.search(r"rank 0 \(pid \d+\) failed with exit code 75; this ended the job", output)
+    assert "rank 1 hung: it did not end with the others, and was killed" in output
+    assert time.monotonic() - begin < 25  # torch waits 30 s for it
+
+
 def test_a_worker_that_was_killed_gives_128_plus_its_signal(tmp_path: Path) -> None:
     script = write(tmp_path, "import os, time\nif os.environ['RANK'] == '0': os.kill(os.getpid(), 9)\ntime.sleep(60)\n")
     code, output = launch(tmp_path, *TWO, script)

@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader
 from accel_trainer import Accelerator
 from accel_trainer.errors import DesyncError, ProcessGroupError
 from accel_trainer.runtime import rank_watch
-from accel_trainer.runtime.rank_watch import PROGRESS, current_watch
+from accel_trainer.runtime.progress import PROGRESS
+from accel_trainer.runtime.rank_watch import current_watch
 from tests.ranks import RankFailure, preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -133,24 +134,52 @@ def test_a_rank_that_is_gone_is_named_by_the_other(tmp_path, strategy: str, text
     ), failures[0]
 
 
-def test_ranks_that_hang_are_named_with_their_places(tmp_path):
-    options = {"hang_seconds": 2.0, "timeout_seconds": 5.5}
+def test_a_rank_that_does_not_come_within_the_timeout_is_named_with_its_place(tmp_path):
+    options = {"hang": {"step_seconds": 1.0}, "timeout_seconds": 2.5}
+
+    failures = failures_of(native_script, "ddp", str(tmp_path), options, text="sleep@data.next:rank=1:step=1:seconds=4")
+
+    found = (
+        r"rank 0 waits in \w+ \(number \d+ of the group\) for rank 1, which has not arrived there:\n"
+        r"  rank 1 is in data loading, native_loop \(test_rank_watch\.py:\d+\): update 1, collective \d+.*\n(.*\n)*"
+        r".*time.sleep\(self.seconds\)\n"
+        r"  rank 0 waits in \w+, in \w+, \w+ \(test_rank_watch\.py:\d+\): update 1, collective \d+"
+    )
+    assert re.search(rf"HangError: {found}(.*\n)*Rank 0 gives up after 2.5 s \(timeout_seconds\)", failures[0])
+
+
+def hanging_script(strategy: str, directory: str, options: dict[str, Any]) -> None:
+    rank_watch._POLL_SECONDS = POLL_SECONDS
+    os.dup2(os.open(f"{directory}/{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT), 2)
+    native_loop(strategy, directory, **options)
+
+
+def test_r10_ranks_that_do_not_move_end_the_job_at_the_limit_of_their_section(tmp_path):
+    """Stopped, with the lock, and asleep, under FSDP2. A data set is the user's."""
+    options = {"hang": {"step_seconds": 2.0, "user_seconds": 4.0}}
     kinds = {1: "stop", 2: "gil", 3: "sleep"}
-    text = "; ".join(f"{kind}@data.next:rank={rank}:step=1:seconds=8" for rank, kind in kinds.items())
+    text = "; ".join(f"{kind}@data.next:rank={rank}:step=1:seconds=20" for rank, kind in kinds.items())
 
-    failures = failures_of(native_script, "ddp", str(tmp_path), options, text=text, world_size=4)
+    failures = failures_of(hanging_script, "fsdp2", str(tmp_path), options, text=text, world_size=4)
 
+    assert failures[0] == "rank 0 died without an answer: exit code 75"
+    assert failures[3] == "rank 3 died without an answer: exit code 75"
     silent = r"does not answer \(stopped, killed, or in a call that keeps the interpreter's lock\)"
+    printed = [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 3)]
     found = (
         r"rank 0 waits in \w+ \(number \d+ of the group\) for ranks 1, 2, 3, which have not arrived there:\n"
         rf"  rank 1 {silent}.*\n(.*\n)*  rank 2 {silent}.*\n(.*\n)*"
         r"  rank 3 is in data loading, native_loop \(test_rank_watch\.py:\d+\): update 1, collective \d+.*\n(.*\n)*"
         r".*time.sleep\(self.seconds\)\n"
-        r"  rank 0 waits in \w+, in \w+, native_loop \(test_rank_watch\.py:\d+\): update 1, collective \d+"
+        r"  rank 0 waits in \w+, in \w+, \w+ \(test_rank_watch\.py:\d+\): update 1, collective \d+"
     )
-    # First a warning, before the group's own timeout; then the error.
-    assert re.search(rf"\[rank \d\] no progress for 2 s\. {found}", failures[0]), failures[0]
-    assert re.search(rf"HangError: {found}(.*\n)*Rank 0 gives up after 5.5 s \(timeout_seconds\)", failures[0])
+    # A warning at half of a step's limit, on one of the ranks; then the end of all.
+    assert re.search(rf"\[rank \d\] no progress for [12] s\. {found}", "".join(printed)), printed
+    hung = r"HangError: no progress for [4-6] s, the limit there is 4 s"
+    assert re.search(rf"{hung}\. {found}", "".join(printed)), printed
+    for rank, each in zip((0, 3), printed, strict=True):
+        assert re.search(rf"rank {rank} is here:\n  File (.*\n)*.*{hung}", each)
+        assert f"Rank {rank} ends with exit code 75" in each
 
 
 def reduce_by_hand() -> None:
@@ -214,7 +243,7 @@ def watch_a_pause() -> list[str]:
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("accel_trainer").addHandler(handler)
     rank_watch._POLL_SECONDS = POLL_SECONDS
-    accelerator = Accelerator(config={"use_cpu": True, "hang_seconds": 0.3})
+    accelerator = Accelerator(config={"use_cpu": True, "hang": {"step_seconds": 0.3, "startup_seconds": 0.3}})
     accelerator.wait_for_everyone()
     time.sleep(1)
     accelerator.wait_for_everyone()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from typing import Any
 
 import pytest
@@ -120,6 +122,37 @@ def test_a_rank_that_is_gone_is_named(tmp_path, strategy: str, fault: str):
     failures = failures_of(tmp_path, strategy, "", fault)
 
     assert re.search(r"RemoteRankError: rank 1 is gone without a word \(killed, or its machine is\)", failures[0])
+
+
+def hang(directory: str) -> None:
+    """Sleep in a callback on rank 1."""
+    os.dup2(os.open(f"{directory}/{find_rank()}.txt", os.O_WRONLY | os.O_CREAT), 2)
+    trainer = build(directory, "fsdp", "")
+    trainer.add_callback(Sleeping())
+    trainer.train()
+
+
+class Sleeping(TrainerCallback):
+    """Never comes back from the end of update 2 on rank 1."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2 and find_rank() == 1:
+            time.sleep(60)
+
+
+def test_r10_a_callback_that_never_returns_ends_the_job_at_its_limit(tmp_path):
+    env = {"ACCEL_TRAINER_HANG__STEP_SECONDS": "1", "ACCEL_TRAINER_HANG__USER_SECONDS": "2"}
+
+    with pytest.raises(RankFailure) as failed:
+        run_ranks(hang, 2, str(tmp_path), env=env, timeout=60)
+
+    assert failed.value.failures == {rank: f"rank {rank} died without an answer: exit code 75" for rank in range(2)}
+    printed = "".join((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
+    assert re.search(
+        r"HangError: no progress for [2-4] s, the limit there is 2 s\. rank 0 waits in \w+ \(number \d+ of the group\) "
+        r"for rank 1, which has not arrived there:\n  rank 1 is in callback on_step_end, on_step_end \(.*\): update 2, ",
+        printed,
+    ), printed
 
 
 def fail_and_go_on(directory: str, strategy: str) -> list[tuple[str, str, float]]:
