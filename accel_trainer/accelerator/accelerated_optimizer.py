@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accel_trainer.accelerator.accumulation import PreparedUnit
+from accel_trainer.accelerator.replica_check import UPDATES_PER_CHECK, ReplicaCheck
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
@@ -47,7 +48,11 @@ class AcceleratedOptimizer(Optimizer):
     _is_accelerate_prepared = True
 
     def __init__(
-        self, optimizer: Optimizer, prepared: Sequence[PreparedUnit], guard: NonFiniteGuard | None = None
+        self,
+        optimizer: Optimizer,
+        prepared: Sequence[PreparedUnit],
+        guard: NonFiniteGuard | None = None,
+        replica_check: ReplicaCheck | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: the wrapped optimizer holds the groups and the state.
         self.optimizer = optimizer
@@ -55,6 +60,7 @@ class AcceleratedOptimizer(Optimizer):
         self._step_was_skipped = False
         self._has_updated = updates_in_backward(optimizer)
         self._guard = guard
+        self._replica_check = replica_check
         self._samples: list[Tensor] | None = None
         """Parameters at whose gradients the guard looks, chosen at the first step."""
 
@@ -118,6 +124,8 @@ class AcceleratedOptimizer(Optimizer):
             return self.optimizer.step(closure)
         for prepared in self.prepared:
             prepared.finish_window()
+        if self._replica_check is not None and PROGRESS.updates % UPDATES_PER_CHECK == 0:
+            self._replica_check.note_update(self)
         # One step, whichever of the units it is asked of.
         unit = self.prepared[0].unit
         if closure is None:
@@ -226,4 +234,4 @@ class AcceleratedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A pickle of 0.1 has none of them.
-        self.__dict__.update({"_has_updated": False, "_guard": None, "_samples": None, **state})
+        self.__dict__.update({"_has_updated": False, "_guard": None, "_samples": None, "_replica_check": None, **state})

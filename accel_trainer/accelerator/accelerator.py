@@ -17,6 +17,7 @@ from accel_trainer.accelerator.gathering import AcceleratorGathering
 from accel_trainer.accelerator.options import AcceleratorOptions, build_strategy, keep_global_batch, resolve_options
 from accel_trainer.accelerator.prepared import Prepared
 from accel_trainer.accelerator.preparing import AcceleratorPreparing
+from accel_trainer.accelerator.replica_check import ReplicaCheck
 from accel_trainer.accelerator.settings import PassStart
 from accel_trainer.accelerator.shared_state import (
     AcceleratorState,
@@ -185,7 +186,8 @@ class Accelerator(
             self.config, self.process, is_late=facts.builds_engine, is_sharded=facts.shards_parameters
         )
         self._take_rollbacks()
-        self._prepared = Prepared(self.nonfinite_guard)
+        has_replicas = not (facts.shards_parameters or facts.builds_engine)
+        self._prepared = Prepared(self.nonfinite_guard, ReplicaCheck(self.process, has_replicas=has_replicas))
         self._checkpointer = Checkpointer(self.process, SAVED_STATES)
         self._registered = RegisteredState()
         self._last_grad_norm = torch.tensor(float("nan"))

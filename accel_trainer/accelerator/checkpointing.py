@@ -231,6 +231,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             directory, name, number = self._checkpoints_directory(), None, configuration.iteration
         section = f"save to {output_dir or configuration.project_dir}"
         self._check_weights(self._prepared.units, section)
+        self.check_replicas(section)
         saved = self._checkpointer.save(
             SaveJob(
                 section=section,
@@ -324,6 +325,16 @@ class AcceleratorCheckpointing(AcceleratorSettings):
                 "into `with accelerator.preemptible():`"
             )
         return self._stop_point.is_reached()
+
+    def check_replicas(self, section: str) -> None:
+        """Refuse to save what is not the same on all ranks: updates, learning rates, weights of replicas. Collective.
+
+        Raises:
+            DesyncError: on every rank.
+        """
+        check, scaler = self._prepared.replica_check, self.scaler
+        if check is not None:
+            check.compare(self._prepared.optimizers, None if scaler is None else scaler.get_scale(), section)
 
     def _check_weights(self, units: Iterable[PreparedUnit], section: str) -> None:
         """Refuse to save weights that are no numbers. Collective."""

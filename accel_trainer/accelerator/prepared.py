@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
 from accel_trainer.accelerator.accumulation import PreparedUnit
+from accel_trainer.accelerator.replica_check import ReplicaCheck
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
@@ -39,9 +40,10 @@ class Prepared:
     whichever of the two is prepared first.
     """
 
-    def __init__(self, guard: NonFiniteGuard | None = None) -> None:
+    def __init__(self, guard: NonFiniteGuard | None = None, replica_check: ReplicaCheck | None = None) -> None:
         self.guard = guard
         """Of the optimizers' steps."""
+        self.replica_check = replica_check
         self.units: list[PreparedUnit] = []
         self.current: list[PreparedUnit] = []
         """Units of the micro-batch whose `accumulate()` is entered; empty outside of one."""
@@ -136,7 +138,7 @@ class Prepared:
         for known in self.optimizers:
             if known.optimizer is optimizer:
                 return known
-        wrapped = AcceleratedOptimizer(optimizer, self.units_of(optimizer), self.guard)
+        wrapped = AcceleratedOptimizer(optimizer, self.units_of(optimizer), self.guard, self.replica_check)
         self.optimizers.append(wrapped)
         for scheduler in self.schedulers:
             scheduler.follow(wrapped)

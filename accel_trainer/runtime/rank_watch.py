@@ -36,6 +36,7 @@ import torch.distributed as dist
 from accel_trainer import logging
 from accel_trainer.config import HangConfig
 from accel_trainer.errors import DesyncError, HangError, ProcessGroupError, RemoteRankError
+from accel_trainer.runtime.facts import FactBoard
 from accel_trainer.runtime.progress import PROGRESS, Pace
 from accel_trainer.runtime.torch_private import (
     begun_collectives,
@@ -145,6 +146,7 @@ class RankWatch:
         pace: of this rank's loop.
         timeout_seconds: of collectives.
         calls: collectives that the ranks compare.
+        facts: of the training, that they compare.
         is_muted: whether broken connections are explained by someone else.
         is_guarded: whether errors are told where they leave a block of `failing_together`.
     """
@@ -157,15 +159,16 @@ class RankWatch:
             hang: how long ranks wait for one that does not move.
             hosts_store: the job's store goes with this process.
         """
+        self._prefix = f"accel_trainer/watch {next(_numbers)}"
         self.pace = Pace(hang, time.monotonic())
         self.calls = CallRecord()
+        self.facts = FactBoard(store, self._key("facts"), rank, world_size)
         self.is_muted = False
         self.is_guarded = False
         self._rank = rank
         self._world_size = world_size
         self._hosts_store = hosts_store
         self._store = store
-        self._prefix = f"accel_trainer/watch {next(_numbers)}"
         self._group = weakref.ref(default_group())
         self.timeout_seconds = group_timeout().total_seconds()
         self._loop_thread = threading.get_ident()
@@ -401,6 +404,8 @@ class RankWatch:
         try:
             while not self._is_over.wait(self._poll_seconds) and self.is_current:
                 self._answer()
+                if self.facts.pass_on():
+                    self._store.add(self._key("calls"), 1)
                 self._look_at_progress(time.monotonic())
         except (RuntimeError, ValueError):  # the store or the group is gone: whoever needs them says so
             return
@@ -429,6 +434,7 @@ class RankWatch:
                 self._store.set(self._key("answer", number, self._rank), state)
             self._num_answered = called
             self._found = self.find_failure()
+            self.facts.look()
             if self._store.check([self._key("end")]):
                 self._end_hung(self._store.get(self._key("end")).decode())
 

@@ -231,7 +231,7 @@ def test_a_rank_whose_connections_do_not_break_ends_with_the_one_that_failed(tmp
     assert "rank 0 died without an answer: exit code 1" in failures[0]
     assert re.search(
         r"RemoteRankError: rank 1 failed \(update 0, fail .*\): ValueError: no such label\. Rank 0 has waited in "
-        r"barrier for \d s \(update 0, stay_alive \(test_rank_watch.py:\d+\)\) and ends",
+        r"barrier for \d s \(update 0, stay_alive \(test_rank_watch.py:\d+\)\)\. Rank 0 ends with exit code 1",
         (tmp_path / "0.txt").read_text(),
     )
 

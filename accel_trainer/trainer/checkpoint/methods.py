@@ -426,6 +426,7 @@ class CheckpointMethods(_Upstream):
             keep=limit if limit is not None and limit > 0 else None,
             protected=survivors,
         )
+        self.accelerator.check_replicas(job.section)
         best, is_saved = state.best_model_checkpoint, False
         try:
             is_saved = run.checkpointer.save(job) is not None

@@ -1,0 +1,113 @@
+"""Ranks whose updates, learning rates or weights have come apart are found: at a save, and every 64 updates."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_trainer import Accelerator
+from accel_trainer.errors import DesyncError
+from accel_trainer.runtime import rank_watch
+from accel_trainer.runtime.progress import PROGRESS
+from tests.ranks import preload, run_ranks
+
+preload("accel_trainer.accelerator")
+
+
+def save_apart(folder: str, what: str, strategy: str = "ddp") -> str:
+    """Save where the second of two ranks has something else; return the error."""
+    PROGRESS.updates = 0
+    accelerator = Accelerator(cpu=True, config={"strategy": strategy})
+    model = nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    is_apart = accelerator.process_index == 1
+    for update in range(3):
+        accelerator.backward(model(torch.ones(1, 4)).sum())
+        if not (what == "updates" and is_apart and update == 2):
+            optimizer.step()
+        optimizer.zero_grad()
+    if what == "rate" and is_apart:
+        optimizer.param_groups[0]["lr"] = 0.2
+    if what == "weights" and is_apart:
+        next(model.parameters()).data.add_(1)
+    try:
+        accelerator.save_state(f"{folder}/{what} {strategy}")
+    except DesyncError as error:
+        return str(error)
+    return ""
+
+
+def drift() -> tuple[int, str]:
+    """Change a weight of one rank in update 10, and train on; return the update at which the error came."""
+    rank_watch._POLL_SECONDS = 0.05
+    PROGRESS.updates = 0
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        for update in range(1, 200):
+            accelerator.backward(model(torch.ones(1, 4)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            if update == 10 and accelerator.process_index == 1:
+                next(model.parameters()).data.add_(1)
+            if update == 100:
+                time.sleep(1)
+    except DesyncError as error:
+        return update, str(error)
+    return update, ""
+
+
+def check_all(folder: str) -> dict[str, Any]:
+    results: dict[str, Any] = {what: save_apart(folder, what) for what in ("rate", "weights", "updates", "nothing")}
+    results["rate sharded"] = save_apart(folder, "rate", "fsdp2")
+    results["nothing sharded"] = save_apart(folder, "nothing", "fsdp2")
+    results["drift"] = drift()
+    return results
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(check_all, 2, str(tmp_path_factory.mktemp("states")), timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("what", "difference"),
+    [
+        ("rate", r"the learning rate of optimizer 1 \(SGD\) is 0\.1 on rank 0, and 0\.2 on rank 1"),
+        ("rate sharded", r"the learning rate of optimizer 1 \(SGD\) is 0\.1 on rank 0, and 0\.2 on rank 1"),
+        ("weights", r"the sum of weight \(cpu \w+\) is -?\d+\.\d+ on rank 0, and -?\d+\.\d+ on rank 1"),
+        ("updates", r"the number of updates is 3 on rank 0, and 2 on rank 1"),
+    ],
+)
+def test_r11_a_save_of_ranks_that_differ_names_both_and_their_values(
+    ranks: list[dict[str, Any]], what: str, difference: str
+) -> None:
+    for seen in ranks:
+        assert re.match(rf"the ranks are out of step: save to .*: {difference}\. Nothing of it was saved", seen[what])
+
+
+def test_r11_ranks_that_are_alike_are_saved(ranks: list[dict[str, Any]]) -> None:
+    assert [(seen["nothing"], seen["nothing sharded"]) for seen in ranks] == [("", ""), ("", "")]
+
+
+def test_r11_replicas_that_drift_apart_are_found_without_a_save(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        update, text = seen["drift"]
+        assert update == 128
+        assert re.match(
+            r"the ranks are out of step: after update 64 the sum of weight \(cpu \w+\) is .* on rank 0, ", text
+        )
+
+
+def test_one_process_is_never_out_of_step(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 1))
+    accelerator.save_state(tmp_path / "state")
+    assert (tmp_path / "state").is_dir()
