@@ -243,7 +243,7 @@ def watch_a_pause() -> list[str]:
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("accel_trainer").addHandler(handler)
     rank_watch._POLL_SECONDS = POLL_SECONDS
-    accelerator = Accelerator(config={"use_cpu": True, "hang": {"step_seconds": 0.3, "startup_seconds": 0.3}})
+    accelerator = Accelerator(config={"use_cpu": True, "hang": {"step_seconds": 0.6, "startup_seconds": 0.6}})
     accelerator.wait_for_everyone()
     time.sleep(1)
     accelerator.wait_for_everyone()

@@ -149,8 +149,9 @@ def test_r10_a_callback_that_never_returns_ends_the_job_at_its_limit(tmp_path):
     assert failed.value.failures == {rank: f"rank {rank} died without an answer: exit code 75" for rank in range(2)}
     printed = "".join((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
     assert re.search(
-        r"HangError: no progress for [2-4] s, the limit there is 2 s\. rank 0 waits in \w+ \(number \d+ of the group\) "
-        r"for rank 1, which has not arrived there:\n  rank 1 is in callback on_step_end, on_step_end \(.*\): update 2, ",
+        r"HangError: no progress for \d+ s, the limit there is [\d.]+ s\. rank 0 waits in \w+ \(number \d+ of "
+        r"the group\) for rank 1, which has not arrived there:\n  rank 1 is in callback on_step_end, on_step_end "
+        r"\(.*\): update 2, ",
         printed,
     ), printed
 
