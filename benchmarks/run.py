@@ -68,6 +68,7 @@ BENCHMARKS = {
     "loading": lambda rounds: _two_processes("sharded_load.py", rounds),
     "gather": lambda rounds: _two_processes("gathering.py", rounds),
     "offloading": lambda rounds: _with_peer("offloading.py", rounds),
+    "ranks": lambda rounds: _rows_of([sys.executable, str(HERE / "layout_ranks.py"), str(rounds)], dict(os.environ)),
     "startup": lambda rounds: startup.measure(rounds, PEER if PEER.is_dir() else None),
 }
 

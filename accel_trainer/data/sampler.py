@@ -237,7 +237,7 @@ class ShardedBatchSampler(Sampler[Any]):
                 yield mine
 
     def _batches(self, width: int) -> tuple[list[Any], Iterator[Any], range | torch.Tensor | None]:
-        """Return the first round's batches, the batches from where the pass begins on, and of what order, if known."""
+        """Return the first round's batches, the batches from where the pass begins on, and their order, if known."""
         base, origin, skip = self.batch_sampler, self.origin, self.start * width
         order = _known_order(base)
         if order is not None:

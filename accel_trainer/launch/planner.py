@@ -447,7 +447,7 @@ def _measure(step: _Step, in_buckets: bool | None) -> dict[str, Any]:
 
 
 def _replay(ledger: _Ledger, fixed: Mapping[str, int], end_of_forward: int) -> dict[str, Any]:
-    """Return the sizes of a plan that are of a moment: storages come and go again, now that it is known what for.
+    """Return the sizes of a plan that are of a moment: storages come and go again, each for a part known by now.
 
     Args:
         fixed: parts that are held all the time, as many bytes of each.

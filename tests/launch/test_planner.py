@@ -28,6 +28,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"strategy": "ddp"}),
     "ddp copies": (2, {"strategy": "ddp", "ddp": {"gradient_as_bucket_view": False}}),
     "tp": (2, {"parallel": {"tp_size": 2}}),
+    "sp": (2, {"parallel": {"sp_size": 2}}),
     "accumulation": (2, {"strategy": "fsdp2", "accumulation": {"num_steps": 3}}),
     "tp x fsdp2": (4, {"parallel": {"tp_size": 2}}),
     "hsdp": (4, {"parallel": {"dp_replicate_size": 2, "dp_shard_size": 2}}),
@@ -138,7 +139,13 @@ def measured() -> dict[str, list[Any]]:
     return {name: [found[name] for found in by_rank[ranks]] for name, (ranks, _) in LAYOUTS.items()}
 
 
-NAMES = {"_allgather_base_": "all_gather", "allgather_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
+NAMES = {
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
