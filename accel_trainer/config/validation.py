@@ -330,7 +330,7 @@ def _local_step_problems(config: RunConfig, describe: Callable[[str], str]) -> l
             "with which DDP learns the graph in its first exchange of gradients; leave static_graph out",
         ),
         "on_nonfinite": (
-            config.on_nonfinite == NonFiniteAction.SKIP_STEP,
+            config.on_nonfinite in (NonFiniteAction.SKIP_STEP, NonFiniteAction.ROLLBACK),
             "for which all ranks have to see the same gradients; use raise or warn",
         ),
     }

@@ -134,19 +134,11 @@ def _check_restarts(args: TrainingArguments, accelerator: Accelerator) -> None:
 
 
 def _check_rollbacks(args: TrainingArguments, accelerator: Accelerator) -> None:
-    """Refuse rollbacks where there is nothing to go back to, or not all ranks would."""
-    resolved = accelerator.resolved
-    if accelerator.config.on_nonfinite is not NonFiniteAction.ROLLBACK:
-        return
-    if args.save_only_model:
+    """Refuse rollbacks to checkpoints that hold weights alone."""
+    if accelerator.config.on_nonfinite is NonFiniteAction.ROLLBACK and args.save_only_model:
         raise ConfigError(
-            f"{resolved.describe('on_nonfinite')} goes back to checkpoints, and save_only_model=True leaves out their "
-            "optimizer and schedule; leave one of the two out"
-        )
-    if accelerator.config.local_steps is not None:
-        raise ConfigError(
-            f"{resolved.describe('on_nonfinite')} takes all ranks back together, and with "
-            f"{resolved.describe('local_steps')} each has updates of its own; leave one of the two out"
+            f"{accelerator.resolved.describe('on_nonfinite')} goes back to checkpoints, and save_only_model=True "
+            "leaves out their optimizer and schedule; leave one of the two out"
         )
 
 

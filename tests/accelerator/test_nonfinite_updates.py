@@ -15,6 +15,7 @@ from torch import nn
 from accel_trainer import Accelerator, ProjectConfiguration
 from accel_trainer.errors import ConfigError, NonFiniteError
 from tests.ranks import preload, run_ranks
+from tests.stand_in import ALONE, build, install
 
 preload("accel_trainer.accelerator")
 
@@ -269,3 +270,31 @@ HAS_ENGINE = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, r
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", pytest.param("deepspeed", marks=HAS_ENGINE)])
 def test_r14_ranks_are_rolled_back_together(tmp_path: Path, strategy: str) -> None:
     check_rollbacks(run_ranks(roll_back, 2, str(tmp_path), strategy))
+
+
+def roll_back_on_a_device(folder: str) -> list[tuple[bool, torch.Tensor]]:
+    install()
+    naming = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(project_config=naming, config={"on_nonfinite": "rollback"})
+    model = nn.Linear(3, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    seen = []
+    for update in range(1, 7):
+        loss = model(torch.ones(2, 3, device=accelerator.device)).square().mean()
+        accelerator.backward(loss * float("nan") if update == 4 else loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((optimizer.step_was_skipped, model.weight.detach().cpu().clone()))
+        if update == 2:
+            accelerator.save_state()
+    return seen
+
+
+def test_r14_on_an_accelerator_the_update_is_taken_back_one_later(tmp_path: Path) -> None:
+    build()
+    [seen] = run_ranks(roll_back_on_a_device, 1, str(tmp_path), env=ALONE)
+    skipped, weights = zip(*seen, strict=True)
+    assert skipped == (False, False, False, False, True, False)
+    assert weights[3].isnan().any()
+    assert torch.equal(weights[4], weights[1])
+    assert torch.equal(weights[5], weights[2])

@@ -220,10 +220,10 @@ def test_r14_a_rollback_is_the_newest_checkpoint_with_the_data_behind_the_update
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"save_only_model": True}, "goes back to checkpoints, and save_only_model=True leaves out"),
-        ({"local_steps": 2}, "takes all ranks back together, and with local_steps=2 .* each has updates of its own"),
+        ({"save_only_model": True}, r"on_nonfinite=rollback .* and save_only_model=True leaves out"),
+        ({"local_steps": 2}, r"local_steps=2 .* contradicts on_nonfinite=rollback .*, for which all ranks"),
     ],
 )
 def test_r14_rollbacks_are_refused_where_they_cannot_be(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"on_nonfinite=rollback .* {message}"):
+    with pytest.raises(ConfigError, match=message):
         build_trainer(tmp_path, on_nonfinite="rollback", **options)
