@@ -89,14 +89,23 @@ def find_language_model(model: nn.Module, size: int, origin: str) -> nn.Module:
 
 
 def _reason_against(model: Any, size: int) -> str | None:
-    heads, names = model.config.num_attention_heads, inspect.signature(type(model).forward).parameters
-    if heads % size:
+    heads, names = getattr(model.config, "num_attention_heads", None), _parameters_of(model)
+    if isinstance(heads, int) and heads % size:  # where layers differ, attention looks itself
         return f"has num_attention_heads={heads}, which sp_size={size} does not divide; use a size that does"
     if not getattr(model, "_supports_attention_backend", False) or "position_ids" not in names:
         return f"does not take attention from transformers' registry, or no positions; {_WAY_OUT}"
     if getattr(model, "loss_type", None) not in ("ForCausalLM", None) or "_loss_function" in vars(model):
         return f"computes its loss by a function of its own, which may mix tokens; {_WAY_OUT}"
+    for module in model.modules():
+        if getattr(module, "sinks", None) is not None:
+            return f"has sinks in {type(module).__name__}, one for each head of the whole sequence; {_WAY_OUT}"
+        if isinstance(module, nn.Embedding) and "attention_mask" in _parameters_of(module):
+            return f"has a {type(module).__name__}, which takes positions from the mask of a slice; {_WAY_OUT}"
     return _mixing(model.config)
+
+
+def _parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(type(module).forward).parameters
 
 
 def _mixing(config: Any) -> str | None:

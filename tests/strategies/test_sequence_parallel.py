@@ -243,6 +243,11 @@ def changed(kind: str, **values: Any) -> nn.Module:
         (changed("llama", **SIX, rope_parameters={"rope_type": "dynamic"}), "positions of type dynamic, which depend"),
         (changed("llama", **SIX, is_causal=False), "is not causal, and packed rows"),
         (changed("mixtral", **SIX, output_router_logits=True), "has output_router_logits=True, and the auxiliary loss"),
+        (
+            tiny_model("opt", num_attention_heads=3, hidden_size=48),
+            "has a OPTLearnedPositionalEmbedding, which takes p",
+        ),
+        (tiny_model("gpt_oss", num_attention_heads=6), "has sinks in GptOssAttention, one for each head of the whole"),
         (changed("bloom", **SIX), "does not take attention from transformers' registry, or no"),
     ],
 )

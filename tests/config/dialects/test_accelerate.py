@@ -290,6 +290,14 @@ def test_sizes_that_are_no_job_are_refused(kind, num_processes, sizes, message):
         resolve(file={"distributed_type": kind, "num_processes": num_processes, "parallelism_config": sizes})
 
 
+def test_shared_sequences_of_accelerate_are_those_of_fsdp2():
+    sizes = {"sp_size": 2, "dp_shard_size": 2, "sp_backend": "deepspeed", "sp_seq_length_is_variable": True}
+    block = {f"parallelism_config_{name}": value for name, value in sizes.items()}
+    resolved = resolve(file={"distributed_type": "MULTI_GPU", "num_processes": 4, "parallelism_config": block})
+    assert (resolved.config.strategy, resolved.config.parallel.sp_size) == ("fsdp2", 2)
+    assert any("is MULTI_GPU, and sp_size is 2: strategy 'fsdp2' runs" in note for note in resolved.notes)
+
+
 def test_a_sharded_loss_needs_ranks_that_share_the_vocabulary():
     with pytest.raises(ConfigError, match=r"loss_parallel=true .* needs ranks that share the vocabulary; give a tp_si"):
         resolve(file={"strategy": "fsdp2", "parallel": {"loss_parallel": True}})
