@@ -52,8 +52,8 @@ _DEEPSPEED_FLAGS = {
 """Keys of the DeepSpeed block, as accelerate's launcher has them: value and help."""
 _PARALLELISM = "parallelism_config"
 _REFUSED = {
-    "megatron_lm_": "there is no Megatron-LM strategy; use --use_fsdp or --use_deepspeed",
-    "use_megatron_lm": "there is no Megatron-LM strategy; use --use_fsdp or --use_deepspeed",
+    "megatron_lm_": "there is no Megatron-LM strategy; use --use_fsdp, with --parallel_tp_size, or --use_deepspeed",
+    "use_megatron_lm": "there is no Megatron-LM strategy; use --use_fsdp, with --parallel_tp_size, or --use_deepspeed",
     **dict.fromkeys(
         (
             "fp8_use_autocast_during_eval",

@@ -56,12 +56,18 @@ BAD_FILES = [
     (
         "accelerate-megatron",
         "acc.yaml",
-        "distributed_type: MEGATRON_LM\nmegatron_lm_config:\n  megatron_lm_tp_degree: 2\n",
-        "2 problems in acc.yaml:\n"
-        "  - distributed_type at acc.yaml:1 is 'MEGATRON_LM', which is not offered: use FSDP, DEEPSPEED, "
-        "MULTI_GPU, MULTI_CPU or NO\n"
-        "  - megatron_lm_config at acc.yaml:2 is {'megatron_lm_tp_degree': 2}, which is not offered: there "
-        "is no Megatron-LM strategy; use distributed_type: FSDP or DEEPSPEED",
+        "distributed_type: MEGATRON_LM\nmegatron_lm_config:\n  megatron_lm_tp_degree: 2\n  megatron_lm_pp_degree: 2\n"
+        "  megatron_lm_gradient_clipping: 1.0\n  megatron_lm_recompute_activations: true\n"
+        "  megatron_lm_attention_backend: true\n",
+        "4 problems in acc.yaml:\n"
+        "  - megatron_lm_config.megatron_lm_pp_degree at acc.yaml:4 is 2, which is not offered: there are no "
+        "pipelines; set it to 1\n"
+        "  - megatron_lm_config.megatron_lm_gradient_clipping at acc.yaml:5 is 1.0, which is not offered: remove "
+        "it, and clip in the script (clip_grad_norm_) or with max_grad_norm\n"
+        "  - megatron_lm_config.megatron_lm_recompute_activations at acc.yaml:6 is true, which is not offered: set "
+        "it to false, and use distributed_type FSDP with fsdp_activation_checkpointing\n"
+        "  - megatron_lm_config.megatron_lm_attention_backend at acc.yaml:7 is true, which is not offered: it is "
+        "an option of Megatron-LM alone; remove it",
     ),
     (
         "accelerate-sagemaker",

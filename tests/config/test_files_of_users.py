@@ -276,8 +276,8 @@ JSON: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 WRONG: dict[str, tuple[str, str]] = {
     "TPU": (f"{HEAD_0_11}distributed_type: TPU\n", r":9 is 'TPU', which is not offered: torch_xla ends at torch 2.9"),
     "Megatron-LM": (
-        f"{HEAD_0_11}distributed_type: MEGATRON_LM\nmegatron_lm_config:\n  megatron_lm_tp_degree: 2\n",
-        r":9 is 'MEGATRON_LM', which is not offered",
+        f"{HEAD_0_11}distributed_type: MEGATRON_LM\nmegatron_lm_config:\n  megatron_lm_pp_degree: 2\n",
+        r"megatron_lm_pp_degree at .*:11 is 2, which is not offered: there are no pipelines",
     ),
     "SageMaker": ("compute_environment: AMAZON_SAGEMAKER\nec2_instance_type: ml.p3\n", r":1 is 'AMAZON_SAGEMAKER'"),
     "a TPU pod": (f"{HEAD_0_11}distributed_type: MULTI_GPU\ntpu_name: pod\n", r":10 is 'pod', which is not offered"),

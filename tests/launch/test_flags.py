@@ -293,7 +293,7 @@ def test_a_flag_of_accelerates_launcher_is_taken_or_refused_with_the_way_out(nam
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--use_megatron_lm", "--use_megatron_lm is an option of accelerate .*; use --use_fsdp or --use_deepspeed"),
+        ("--use_megatron_lm", "--use_megatron_lm is an option of accelerate .*; use --use_fsdp, with --par"),
         ("--megatron_lm_tp_degree 2", "there is no Megatron-LM strategy"),
         ("--fp8_format E4M3", "it is an option of TransformerEngine or MS-AMP, and fp8 is torchao's here"),
         ("--mpirun_hostfile hosts", r"start the launcher or the script with mpirun itself"),

@@ -46,7 +46,6 @@ _TPU_KEYS = (
 )  # fmt: skip
 _OF_OTHER_ENGINES = {
     "downcast_bf16": "it exists on TPUs only; use mixed_precision: bf16",
-    "megatron_lm_config": "there is no Megatron-LM strategy; use distributed_type: FSDP or DEEPSPEED",
     "mpirun_config": "start the script with mpirun itself, the ranks are detected; remove the block",
     "ipex_config": "Intel's extension is not used, PyTorch has it built in; remove the block",
 }
@@ -78,7 +77,24 @@ _FP8_OF_OTHERS = (
     "use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo",
     "override_linear_precision", "use_mxfp8_block_scaling", "opt_level",
 )  # fmt: skip
-_SECTIONS = ("fsdp_config", "deepspeed_config", "dynamo_config", "parallelism_config", "fp8_config")
+_MEGATRON_LM = {
+    "pp_degree": "there are no pipelines; set it to 1",
+    "num_micro_batches": "they are those of pipelines; set it to 1, and gradient_accumulation_steps",
+    "context_parallel_size": "set it to 1; sp_size in parallelism_config shares sequences, without a tp_degree",
+    "sequence_parallelism": "set it to false; sp_size in parallelism_config shares sequences, without a tp_degree",
+    "expert_model_parallel_size": "set it to 1; ep_size in parallelism_config shares experts, without a tp_degree",
+    "gradient_clipping": "remove it, and clip in the script (clip_grad_norm_) or with max_grad_norm",
+    "recompute_activations": "set it to false, and use distributed_type FSDP with fsdp_activation_checkpointing",
+}
+"""Options of `megatron_lm_config` that ask for something else than `tp_degree` does, each with what to do."""
+_SECTIONS = (
+    "fsdp_config",
+    "deepspeed_config",
+    "dynamo_config",
+    "parallelism_config",
+    "fp8_config",
+    "megatron_lm_config",
+)
 _SPECIAL = ("compute_environment", "distributed_type", "fp16", *_SECTIONS)
 _DISTRIBUTED_TYPES = (
     "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
@@ -128,6 +144,7 @@ class _Reader:
         self.fsdp(kind)
         self.deepspeed(kind)
         self.parallelism()
+        self.megatron_lm(kind)
         self.strategy(kind)
 
     def key(self, name: str, entry: Entry) -> None:
@@ -187,14 +204,12 @@ class _Reader:
             return "FSDP" if self.blocks["fsdp_config"] else "DEEPSPEED" if self.blocks["deepspeed_config"] else None
         # An unquoted NO arrives as false; there is nothing else that false could mean here.
         kind = "NO" if entry.value is False else str(entry.value).upper()
-        if kind in _DISTRIBUTED_TYPES:
+        if kind in (*_DISTRIBUTED_TYPES, "MEGATRON_LM"):
             return kind
         if kind in ("XLA", "TPU"):
             self.layer.refuse(
                 entry, "torch_xla ends at torch 2.9, and 2.11 is needed; with torch-tpu use FSDP, MULTI_GPU or NO"
             )
-        elif kind == "MEGATRON_LM":
-            self.layer.refuse(entry, "use FSDP, DEEPSPEED, MULTI_GPU, MULTI_CPU or NO")
         else:
             hint = did_you_mean(kind, _DISTRIBUTED_TYPES)
             self.layer.wrong(entry, f"one of {', '.join(_DISTRIBUTED_TYPES)}", hint)
@@ -242,7 +257,7 @@ class _Reader:
             return
         root = Key("distributed_type", self.document.root.line)
         entry = self.entries.get("distributed_type") or self.document.entry(root, Node(None))
-        name = {"NO": "single", "FSDP": "fsdp2", "DEEPSPEED": "deepspeed"}.get(kind, "ddp")
+        name = {"NO": "single", "FSDP": "fsdp2", "MEGATRON_LM": "fsdp2", "DEEPSPEED": "deepspeed"}.get(kind, "ddp")
         num_processes = self.layer.settings.get("launch.num_processes")
         if name == "ddp" and num_processes is not None and num_processes.value == 1:
             name = "auto"
@@ -257,6 +272,27 @@ class _Reader:
         """Return the size of an axis along which ranks compute a batch together, in words, where there is one."""
         sizes = {axis: self.layer.settings.get(f"parallel.{axis}_size") for axis in ("tp", "sp")}
         return next((f"{axis}_size is {size.value}" for axis, size in sizes.items() if size and size.value > 1), None)
+
+    def megatron_lm(self, kind: str | None) -> None:
+        """Take the degree of tensor parallelism; refuse the other options of Megatron-LM that ask for something."""
+        section = "megatron_lm_config"
+        block = self.blocks[section]
+        if kind != "MEGATRON_LM":
+            if not is_neutral({key.name: node.plain() for key, node in block.items()}) and kind is not None:
+                self.unused(section, kind)
+            return
+        for key, node in block.items():
+            entry, bare = self.document.entry(key, node, section), key.name.removeprefix("megatron_lm_")
+            if bare == "tp_degree":
+                put_parallelism({"tp_size": entry}, self.layer)
+            elif bare == "use_distributed_optimizer" or (type(entry.value) is int and entry.value == 1):
+                continue  # the optimizer's state is sharded in any case, and a size of 1 asks for nothing
+            elif not is_neutral(entry.value):
+                self.layer.refuse(entry, _MEGATRON_LM.get(bare, "it is an option of Megatron-LM alone; remove it"))
+        self.layer.notes.append(
+            f"{self.entries['distributed_type'].subject} is MEGATRON_LM: models of Megatron-LM are not here; strategy "
+            "'fsdp2' runs, with tensor parallelism by the model's own plan where megatron_lm_tp_degree is above 1"
+        )
 
     def parallelism(self) -> None:
         sizes: dict[str, Entry] = {}

@@ -97,7 +97,8 @@ def _read_accelerate(given: Mapping[str, str]) -> Layer:
         return layer
     if _is_true(given, "ACCELERATE_USE_MEGATRON_LM", layer):
         layer.problems.append(
-            "environment variable ACCELERATE_USE_MEGATRON_LM is true, which is not offered: use FSDP or DeepSpeed"
+            "environment variable ACCELERATE_USE_MEGATRON_LM is true, which is not offered: use FSDP, with "
+            "PARALLELISM_CONFIG_TP_SIZE for tensor parallelism, or DeepSpeed"
         )
     for name in engines:
         (_read_fsdp if _ENGINES[name] == "fsdp2" else _read_deepspeed)(given, layer)

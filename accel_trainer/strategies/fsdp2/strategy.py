@@ -236,6 +236,12 @@ class FSDP2Strategy(BaseStrategy):
     def readers(self, resolved: Resolved, process: ProcessContext) -> ProcessContext:
         """Return this process among the ranks along the dp axes. Collective: a mesh with other axes is created."""
         sizes = axis_sizes(resolved.config, resolved.describe, process.world_size, process.num_nodes)
+        if resolved.config.fsdp.replicate_per_node and process.num_nodes == 1:
+            logger.warning(
+                "%s: all %d ranks are on one node, which has the only replica: they share all shards, as without it",
+                resolved.describe("fsdp.replicate_per_node"),
+                process.world_size,
+            )
         if sizes.num_readers == process.world_size:
             return process
         self._axes = init_mesh(process, sizes)

@@ -303,6 +303,16 @@ def test_a_sharded_loss_needs_ranks_that_share_the_vocabulary():
         resolve(file={"strategy": "fsdp2", "parallel": {"loss_parallel": True}})
 
 
+def test_tensor_parallelism_of_megatron_is_that_of_the_models_own_plan():
+    block = {"tp_degree": 2, "pp_degree": 1, "use_distributed_optimizer": True, "sequence_parallelism": False}
+    block = {f"megatron_lm_{name}": value for name, value in block.items()}
+
+    resolved = resolve(file={"distributed_type": "MEGATRON_LM", "num_processes": 4, "megatron_lm_config": block})
+
+    assert (resolved.config.strategy, resolved.config.parallel.tp_size) == ("fsdp2", 2)
+    assert any("models of Megatron-LM are not here; strategy 'fsdp2' runs" in note for note in resolved.notes)
+
+
 def test_an_unquoted_no_is_the_distributed_type_no(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("distributed_type: NO\n", encoding="utf-8")

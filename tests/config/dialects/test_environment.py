@@ -53,6 +53,7 @@ SPECIAL = {
     "compile.regional": "true",
     "fsdp.replicate_per_node": "false",
     "fp8.backend": "ao",
+    "parallel.loss_parallel": "false",
     "parallel.sp_size": "1",
     "parallel.tp_size": "1",
     "launch.num_machines": "1",
@@ -130,7 +131,8 @@ def test_an_empty_variable_is_not_set():
         (
             "ACCELERATE_USE_MEGATRON_LM",
             "true",
-            "environment variable {name} is true, which is not offered: use FSDP or DeepSpeed",
+            "environment variable {name} is true, which is not offered: use FSDP, with "
+            "PARALLELISM_CONFIG_TP_SIZE for tensor parallelism, or DeepSpeed",
         ),
     ],
 )

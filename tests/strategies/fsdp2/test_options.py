@@ -16,6 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel_trainer import Accelerator
+from accel_trainer.config import resolve
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.strategies.fsdp2.strategy import FSDP2Strategy
 from accel_trainer.strategies.loss_scale import LossScale
 from tests.ranks import preload, run_ranks
 from tests.scenarios import Outcome, Scenarios, refused
@@ -336,3 +339,12 @@ def test_hybrid_sharding_gives_the_same_losses(options: dict[str, Any], env: dic
         assert losses == pytest.approx(reference, abs=1e-6)
         assert found == pytest.approx(norm, rel=1e-5)
         assert (tuple(shape), placements, rows) == ((2, 2), ["R", "S(0)"], 4)
+
+
+def test_replicas_by_node_say_what_they_are_on_one_node(caplog: pytest.LogCaptureFixture):
+    process = ProcessContext(0, 0, 4, 4, torch.device("cpu"), "gloo")
+    resolved = resolve(explicit={"strategy": "fsdp2", "fsdp.replicate_per_node": True})
+    with caplog.at_level(logging.WARNING):
+        assert FSDP2Strategy().readers(resolved, process) is process
+    assert "fsdp.replicate_per_node=true" in caplog.text
+    assert "all 4 ranks are on one node, which has the only replica: they share all shards" in caplog.text
