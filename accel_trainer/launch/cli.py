@@ -38,8 +38,8 @@ COMMANDS = {
 """Module below `accel_trainer.launch` and function, which takes the words behind the name and returns the exit code."""
 
 _REFUSED = {
-    "tpu-config": "it starts commands on pods of TPUs, and there is no TPU strategy; on other machines run "
-    "`accel-trainer launch` on each, or let a scheduler do it"
+    "tpu-config": "it starts commands on pods of TPUs by Google's own tool, which is there; or run "
+    "`accel-trainer launch` on each machine, or let a scheduler do it"
 }
 """Commands of accelerate that are not offered, and what to do instead."""
 

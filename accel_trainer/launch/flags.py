@@ -72,8 +72,8 @@ _REFUSED = {
     "...), whose ranks are found; or give DeepSpeed's runner --deepspeed_hostfile",
     **dict.fromkeys(
         ("tpu", "tpu_cluster", "no_tpu_cluster", "tpu_use_sudo", "vm", "env", "restart_tpuvm_pod_server"),
-        "it is for pods of TPUs, and there is no TPU strategy; leave it out (variables of workers are those of the "
-        "launcher)",
+        "it is for pods of TPUs; leave it out, chips are found where torch-tpu is (variables of workers are those of "
+        "the launcher)",
     ),
     **dict.fromkeys(
         ("aws_access_key_id", "aws_secret_access_key"),

@@ -413,8 +413,7 @@ class Launchers:
         machines = [self.machine, *self._others]
         self._all_are_done = self._store.check([f"done/{machine}" for machine in machines])
         if not self._hosts_store:
-            if self._store.check(["host"]):
-                self._host = int(self._store.get("host"))
+            self._find_host()
             if self._failure is not None or self._all_are_done:
                 self._store.set(f"left/{self.machine}", "1")
             return
@@ -424,6 +423,10 @@ class Launchers:
                 self._beats[machine] = (count, time.monotonic())
             elif self._failure is None and self._is_silent(machine) and not self._store.check([f"left/{machine}"]):
                 self._publish(_lost(machine))
+
+    def _find_host(self) -> None:
+        if self._store.check(["host"]):
+            self._host = int(self._store.get("host"))
 
     def _is_silent(self, machine: int) -> bool:
         return time.monotonic() - self._beats[machine][1] > _LOST_SECONDS

@@ -41,7 +41,7 @@ BAD_FILES = [
         "acc.yaml",
         "distributed_type: 'NO'\ntpu_use_cluster: true\ndowncast_bf16: 'yes'\n",
         "2 problems in acc.yaml:\n"
-        "  - tpu_use_cluster at acc.yaml:2 is true, which is not offered: there is no TPU strategy; remove "
+        "  - tpu_use_cluster at acc.yaml:2 is true, which is not offered: chips are found where torch-tpu is; remove "
         "the TPU keys\n"
         "  - downcast_bf16 at acc.yaml:3 is 'yes', which is not offered: it exists on TPUs only; use "
         "mixed_precision: bf16",

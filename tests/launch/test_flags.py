@@ -297,7 +297,7 @@ def test_a_flag_of_accelerates_launcher_is_taken_or_refused_with_the_way_out(nam
         ("--megatron_lm_tp_degree 2", "there is no Megatron-LM strategy"),
         ("--fp8_format E4M3", "it is an option of TransformerEngine or MS-AMP, and fp8 is torchao's here"),
         ("--mpirun_hostfile hosts", r"start the launcher or the script with mpirun itself"),
-        ("--env X=1", "it is for pods of TPUs, and there is no TPU strategy; leave it out"),
+        ("--env X=1", "it is for pods of TPUs; leave it out"),
         ("--aws_access_key_id K", "jobs are not started on SageMaker"),
         ("--parallelism_config_cp_backend torch", "there is no context parallelism, and sequence"),
         ("--parallelism_config_cp_size 2", "--parallelism_config_cp_size is 2, which is not offered: there is no con"),

@@ -49,7 +49,10 @@ _OF_OTHER_ENGINES = {
     "mpirun_config": "start the script with mpirun itself, the ranks are detected; remove the block",
     "ipex_config": "Intel's extension is not used, PyTorch has it built in; remove the block",
 }
-_NOT_OFFERED = {**dict.fromkeys(_TPU_KEYS, "there is no TPU strategy; remove the TPU keys"), **_OF_OTHER_ENGINES}
+_NOT_OFFERED = {
+    **dict.fromkeys(_TPU_KEYS, "chips are found where torch-tpu is; remove the TPU keys"),
+    **_OF_OTHER_ENGINES,
+}
 _SAGEMAKER_KEYS = (
     "ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "pytorch_version",
     "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args",
