@@ -23,13 +23,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RankFailure", "free_port", "preload", "run_ranks", "start_fork_server"]
+__all__ = ["RankFailure", "free_port", "map_jobs", "preload", "run_ranks", "start_fork_server"]
 
 # Seconds that the other ranks get after one has failed: enough for them to report an error of their own.
 GRACE_SECONDS = 3.0
@@ -132,6 +133,16 @@ def run_ranks(
         finally:
             for rank in ranks:
                 rank.kill()
+
+
+def map_jobs(run: Callable[[Any], Any], cases: Iterable[Any]) -> dict[Any, Any]:
+    """Return what `run` gives for each case, three at a time.
+
+    For jobs that mostly wait, as those with a killed rank do: the others ask for a while who is gone.
+    """
+    with ThreadPoolExecutor(3) as pool:
+        cases = list(cases)
+        return dict(zip(cases, pool.map(run, cases), strict=True))
 
 
 @dataclass(frozen=True)

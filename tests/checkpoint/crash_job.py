@@ -19,7 +19,7 @@ from accel_trainer.checkpoint.format.verification import check_files, refuse_ext
 from accel_trainer.errors import CheckpointNotFoundError
 from tests.ranks import RankFailure, preload, run_ranks
 
-__all__ = ["SavedRun", "acknowledged", "assert_survived", "random_kill", "save_repeatedly"]
+__all__ = ["SavedRun", "acknowledged", "assert_survived", "kill_at_random", "random_kill", "save_repeatedly"]
 
 preload(
     "accel_trainer.accelerator",
@@ -133,8 +133,8 @@ def assert_survived(directory: Path, *, explicit: bool = False) -> int:
     return held
 
 
-def random_kill(directory: Path, seed: int) -> int:
-    """Kill one rank or both at a random moment of a run that saves all the time; return the step that survived."""
+def kill_at_random(directory: Path, seed: int) -> bool:
+    """Kill one rank or both at a random moment of a run that saves all the time; whether it is to one directory."""
     draw = random.Random(seed)
     delay = draw.uniform(0.0, 0.5)
     kill = draw.choice([(delay, delay), (delay, delay), (delay, None), (None, delay)])
@@ -142,5 +142,10 @@ def random_kill(directory: Path, seed: int) -> int:
     try:
         run_ranks(save_repeatedly, 2, directory, 10_000, explicit=explicit, async_=async_, kill=kill, timeout=30)
     except RankFailure:
-        return assert_survived(directory, explicit=explicit)
+        return explicit
     raise AssertionError("nothing was killed")
+
+
+def random_kill(directory: Path, seed: int) -> int:
+    """Kill a run as `kill_at_random` does; return the step that survived."""
+    return assert_survived(directory, explicit=kill_at_random(directory, seed))

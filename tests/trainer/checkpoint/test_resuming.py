@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from accel_trainer.errors import (
 )
 from accel_trainer.launch.cli import main
 from tests.checkpoint.test_hostile_files import forge
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import RankFailure, map_jobs, run_ranks
 from tests.trainer_jobs import TokenDataset, build_trainer, summary, train
 
 # 13 micro-batches of 4 samples, updates of 8: 7 in an epoch, the last of 4 samples.
@@ -281,8 +280,7 @@ def resume_killed(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.multirank
 @pytest.mark.timeout(240)
 def test_r1_a_run_that_is_killed_resumes_from_the_last_good_one(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(3) as pool:  # most of what a killed job takes is its other rank's wait
-        list(pool.map(lambda kill: run_killed(tmp_path, *kill[:2]), KILLS))
+    map_jobs(lambda kill: run_killed(tmp_path, *kill[:2]), KILLS)
 
     ranks = run_ranks(resume_killed, 2, tmp_path, timeout=150)
 
