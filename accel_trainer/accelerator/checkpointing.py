@@ -327,7 +327,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         return self._stop_point.is_reached()
 
     def check_replicas(self, section: str) -> None:
-        """Refuse to save what is not the same on all ranks: updates, learning rates, weights of replicas. Collective.
+        """Refuse to save where ranks differ in their updates, learning rates or replicas' weights. Collective.
 
         Raises:
             DesyncError: on every rank.

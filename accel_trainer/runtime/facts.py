@@ -50,7 +50,7 @@ class FactBoard:
         self._posted.append((update, facts))
 
     def pass_on(self) -> bool:
-        """Write down what has been posted; return whether rank 0, here, has found a difference. From the thread."""
+        """Write posted facts down; return whether rank 0, here, has found a difference. From the thread."""
         while self._posted:
             update, facts = self._posted.popleft()
             self._store.set(f"{self._name}/{update}/{self._rank}", json.dumps(facts))
@@ -69,7 +69,7 @@ class FactBoard:
         return False
 
     def look(self) -> None:
-        """Read what rank 0 has found. From the thread."""
+        """Read rank 0's result. From the thread."""
         key = f"{self._name}/difference"
         if self._store.check([key]):
             self.difference = self._store.get(key).decode()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 
+import torch.distributed as dist
+
 from accel_trainer.errors import ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import group_timeout, second_store
@@ -50,7 +52,10 @@ class Meeting:
         self.is_called = False
         self._process = process
         self._name = f"accel_trainer/meeting {next(_meetings)}"
-        self._store = second_store()
+        store = second_store()
+        # The other ranks of a `fake` group are not there: this one meets alone.
+        self._ranks = [process.rank] if store is None else list(range(process.world_size))
+        self._store = dist.HashStore() if store is None else store
         self._round = 0
         self._answer: int | None = None
         """Of this rank, to the call of this round."""
@@ -129,7 +134,7 @@ class Meeting:
         self._store.set(self._key(self._process.rank), str(position))
 
     def _collect_answers(self) -> list[int]:
-        keys = [self._key(rank) for rank in range(self._process.world_size)]
+        keys = [self._key(rank) for rank in self._ranks]
         timeout = group_timeout()
         try:
             self._store.wait(keys, timeout)

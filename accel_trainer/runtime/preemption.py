@@ -20,7 +20,7 @@ from typing import Any
 
 from accel_trainer import logging
 from accel_trainer.runtime.meeting import Meeting
-from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.process import ProcessContext, find_rank
 from accel_trainer.runtime.torch_private import is_worker_done
 
 __all__ = ["PREEMPTED_EXIT_CODE", "PreemptedExit", "StopPoint", "StopSignals", "outlive_signals"]
@@ -32,6 +32,7 @@ PREEMPTED_EXIT_CODE = 85
 _ONE_REQUEST_SECONDS = 3.0
 """A job's signal often comes twice, from the scheduler and passed on by a launcher: within this time it is one."""
 _WORKER_SECONDS = 120
+_HEARD = b"\nSIGINT came: the run saves and ends where all ranks can next; again, 3 s later or more, it ends at once\n"
 
 
 class PreemptedExit(SystemExit):
@@ -71,7 +72,7 @@ class StopSignals:
         self._numbers = [signal.Signals[name] for name in names if name != "SIGINT" or not is_interactive]
         self._before: dict[signal.Signals, Any] = {}
         self.is_answered = False
-        self._is_over = False
+        self._is_over, self._over_seconds = False, 0.0
         self._came: signal.Signals | None = None
         self._seconds = 0.0
 
@@ -96,7 +97,7 @@ class StopSignals:
         _listening.remove(self)
         if isinstance(error, PreemptedExit) and not hasattr(sys, "ps1"):
             # The process ends, having saved: the signal that is still on its way to this rank may not change its code.
-            self._is_over = True
+            self._is_over, self._over_seconds = True, time.monotonic()
             return
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -115,11 +116,19 @@ class StopSignals:
         return time.monotonic() - self._seconds if self.is_requested else 0.0
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
+        now, came = time.monotonic(), signal.Signals(number)
         if not self.is_requested:
-            self._came, self._seconds, self.is_requested = signal.Signals(number), time.monotonic(), True
-        elif number == self._came and self.seconds_since >= _ONE_REQUEST_SECONDS:
-            signal.signal(number, self._before[self._came])
+            self._came, self._seconds, self.is_requested = came, now, True
+            if came is signal.SIGINT and find_rank() == 0:
+                os.write(2, _HEARD)  # print() may be what it has interrupted
+        # A script that has caught the end lives on, and its later signals act as ever.
+        elif now - self._over_seconds >= _ONE_REQUEST_SECONDS if self._is_over else self._is_second(came):
+            signal.signal(number, self._before[came])
             os.kill(os.getpid(), number)
+
+    def _is_second(self, came: signal.Signals) -> bool:
+        """Whether the signal that has come is of the same name as the first, and no copy of it."""
+        return came == self._came and self.seconds_since >= _ONE_REQUEST_SECONDS
 
 
 class StopPoint:

@@ -483,7 +483,7 @@ class RankWatch:
         return not silent <= before
 
     def _end_hung(self, text: str) -> None:
-        """End this process: nothing else interrupts a collective, or what a rank stands in."""
+        """End this process: nothing else interrupts a collective, or any other call."""
         where = describe_thread(self._loop_thread)
         stack = where.stack if where is not None else ""
         self._end(stack, f"{HangError.__module__}.{HangError.__name__}: {text}", HangError.exit_code)
@@ -580,7 +580,7 @@ def start_watch(rank: int, world_size: int, hang: HangConfig | None, *, hosts_st
         _watch.close()
         _watch = None
     if _watch is None:
-        store = _connect()
+        store = second_store()
         if store is None:
             return
         PROGRESS.updates = 0
@@ -589,16 +589,6 @@ def start_watch(rank: int, world_size: int, hang: HangConfig | None, *, hosts_st
     _watch.timeout_seconds = group_timeout().total_seconds()
     if hang is not None:
         _watch.pace.hang = hang
-
-
-def _connect() -> dist.Store | None:
-    """Return a connection of one's own to the job's store; None where that has none to give, as of a `fake` group."""
-    try:
-        return second_store()
-    except RuntimeError as error:
-        if "pure virtual" not in str(error):
-            raise
-        return None
 
 
 def stop_watch() -> None:

@@ -184,12 +184,17 @@ default_store: Callable[[], dist.Store] = _bind("torch.distributed.distributed_c
 """The key-value store through which the ranks of the job have met."""
 
 
-def second_store() -> dist.Store:
-    """Return a connection of one's own to the job's store.
+def second_store() -> dist.Store | None:
+    """Return a connection of one's own to the job's store; None where that has none to give, as of a `fake` group.
 
     A rank that waits in the store, for the beginning of a group for instance, holds the other one.
     """
-    store: dist.Store = default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
+    try:
+        store: dist.Store = default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
+    except RuntimeError as error:
+        if "pure virtual" not in str(error):
+            raise
+        return None
     return store
 
 

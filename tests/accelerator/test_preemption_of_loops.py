@@ -16,6 +16,7 @@ from torch import nn
 from accel_trainer import Accelerator
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.kwargs import DataLoaderConfiguration
+from accel_trainer.runtime import preemption
 from accel_trainer.runtime.preemption import PreemptedExit
 from tests.ranks import preload, run_ranks
 
@@ -114,6 +115,26 @@ def be_late(folder: str) -> None:
 @pytest.mark.multirank
 def test_a_signal_after_another_ranks_last_look_acts_as_ever(tmp_path: Path) -> None:
     run_ranks(be_late, 2, str(tmp_path), timeout=40)
+
+
+def test_a_script_that_catches_the_end_is_interrupted_as_ever_afterwards(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    accelerator = Accelerator(cpu=True)
+
+    def loop() -> None:
+        with accelerator.preemptible():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert "SIGINT came: the run saves and ends where all ranks can next" in capfd.readouterr().err
+            assert accelerator.should_stop
+
+    with pytest.raises(PreemptedExit):
+        loop()
+    os.kill(os.getpid(), signal.SIGINT)  # the same request, on its way to this rank
+    monkeypatch.setattr(preemption, "_ONE_REQUEST_SECONDS", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_signal_after_the_last_look_is_not_lost() -> None:

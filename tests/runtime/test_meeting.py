@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from accel_trainer.errors import ProcessGroupError
 from accel_trainer.runtime import collectives, meeting
@@ -94,6 +95,28 @@ def leave_with_an_error() -> Any:
 
 def test_a_rank_that_left_with_an_error_is_named_to_those_that_wait_for_it():
     run_ranks(leave_with_an_error, 2)
+
+
+def meet_alone() -> list[int]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    one = Meeting(init_process(read_environment(), use_cpu=True))
+    met = []
+    for position in range(1, 7):
+        if position in (2, 5):
+            one.call(position)
+        if one.is_called and one.is_at(position):
+            met.append(position)
+            one.adjourn(position)
+        one.passed = position
+    one.close(is_failed=False)
+    return met
+
+
+def test_a_rank_of_a_fake_group_meets_alone():
+    environ = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    assert run_ranks(meet_alone, 1, env=environ) == [[2, 5]]
 
 
 def never_answer() -> Any:
