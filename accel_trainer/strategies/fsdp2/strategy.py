@@ -410,13 +410,24 @@ def _select_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessC
     outer = OuterUnits() if own_choice else find_outer_units(model, layers, unsharded)
     if precision.compute is None:  # else they are upcast
         _check_trained_dtypes(model, _units_below_root(model, _Selection(layers, outer)), unsharded)
-    sizes, ep_size, describe = _sizes_of(job, process), job.config.parallel.ep_size, job.resolved.describe
-    plan = plan_layers(model, sizes.tp, ignored, describe("parallel.tp_size")) if sizes.tp > 1 else {}
-    if job.config.parallel.loss_parallel:
-        check_loss(model, plan, describe("parallel.loss_parallel"))
-    experts = plan_experts(model, ep_size, ignored, describe("parallel.ep_size")) if ep_size > 1 else {}
-    language_model = find_language_model(model, sizes.sp, describe("parallel.sp_size")) if sizes.sp > 1 else None
-    return _Selection(layers, outer, ignored, frozenset(unsharded), plan, experts, language_model)
+    return _with_plans(_Selection(layers, outer, ignored, frozenset(unsharded)), job, process)
+
+
+def _with_plans(selection: _Selection, job: TrainJob, process: ProcessContext) -> _Selection:
+    """Return the selection with the layers that are never gathered, by the model's own plans. Changes nothing."""
+    model, ignored, parallel = job.model, selection.ignored, job.config.parallel
+    sizes, describe = _sizes_of(job, process), job.resolved.describe
+    if sizes.tp > 1:
+        selection = selection._replace(plan=plan_layers(model, sizes.tp, ignored, describe("parallel.tp_size")))
+    if parallel.loss_parallel:
+        check_loss(model, selection.plan, describe("parallel.loss_parallel"))
+    if parallel.ep_size > 1:
+        experts = plan_experts(model, parallel.ep_size, ignored, describe("parallel.ep_size"))
+        selection = selection._replace(experts=experts)
+    if sizes.sp > 1:
+        language_model = find_language_model(model, sizes.sp, describe("parallel.sp_size"))
+        selection = selection._replace(language_model=language_model)
+    return selection
 
 
 def _apply_float8(
