@@ -99,7 +99,8 @@ class ReplicaCheck:
 
 def _rates(optimizer: AcceleratedOptimizer, number: int = 1) -> dict[str, str]:
     rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
-    known = [float(rate) for rate in rates if not isinstance(rate, Tensor) or rate.device.type == "cpu"]
+    # None where an optimizer finds its own, as Adafactor does; one on a device would be waited for.
+    known = [float(r) for r in rates if isinstance(r, int | float) or isinstance(r, Tensor) and r.device.type == "cpu"]
     name = f"the learning rate of optimizer {number} ({type(optimizer.optimizer).__name__})"
     return {name: ", ".join(f"{rate:g}" for rate in known)}
 

@@ -463,11 +463,11 @@ class RankWatch:
         report = self._report(answers)
         if not report:
             return 2 * seconds
-        limit = max(state.limit_seconds for state in answers if state is not None)
+        here = [state for state in answers if state is not None]
+        limit = max(state.limit_seconds for state in here)
         are_new = self._note_silent(answers)
-        computing = [state for state in answers if state is not None and not state.operation]
-        is_stuck = not are_new and all(state.still_seconds >= limit / 2 for state in computing)
-        if is_stuck and seconds >= limit and not self.is_muted:
+        has_moved = any(state.still_seconds < limit / 2 for state in here if not state.operation)
+        if not (are_new or has_moved) and seconds >= limit and not self.is_muted:
             text = f"no progress for {seconds:.0f} s, the limit there is {limit:g} s"
             self._store.set(self._key("end"), text)
             self._store.add(self._key("calls"), 1)

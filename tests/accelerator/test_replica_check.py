@@ -64,10 +64,21 @@ def drift() -> tuple[int, str]:
     return update, ""
 
 
+def check_own_rate() -> None:
+    """Train with an optimizer that finds its learning rate by itself: None for it."""
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, prepared = accelerator.prepare(model, optimizer)
+    prepared.param_groups[0]["lr"] = None
+    accelerator.check_replicas("save")
+
+
 def check_all(folder: str) -> dict[str, Any]:
     results: dict[str, Any] = {what: save_apart(folder, what) for what in ("rate", "weights", "updates", "nothing")}
     results["rate sharded"] = save_apart(folder, "rate", "fsdp2")
     results["nothing sharded"] = save_apart(folder, "nothing", "fsdp2")
+    check_own_rate()
     results["drift"] = drift()
     return results
 
@@ -109,5 +120,6 @@ def test_r11_replicas_that_drift_apart_are_found_without_a_save(ranks: list[dict
 def test_one_process_is_never_out_of_step(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(2, 1))
+    accelerator.check_replicas("save")
     accelerator.save_state(tmp_path / "state")
     assert (tmp_path / "state").is_dir()
