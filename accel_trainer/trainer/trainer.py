@@ -199,6 +199,12 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         """Build the Accelerator of this Trainer from its arguments. Collective. Runs again for each search trial."""
         args = self.args
         self.accelerator = build_accelerator(args, self.model)
+        asks_for_copies = "get_tp_size" in transformers.Trainer.compute_loss.__code__.co_names
+        if self.accelerator.config.parallel.sp_size > 1 and not asks_for_copies:
+            raise ConfigError(
+                f"transformers {transformers.__version__} multiplies losses by the number of processes, also of those "
+                "that share the tokens of a sequence (sp_size); use sp_size with transformers 5.20 or newer"
+            )
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=args.eval_use_gather_object
         )
