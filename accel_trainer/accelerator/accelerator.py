@@ -146,10 +146,7 @@ class Accelerator(
             autocast=self._options.autocast,
             float8=self._options.float8_recipe(self.config),
         )
-        self._loss_scale = None
-        if self.precision.loss_scaling:
-            scaler = torch.amp.GradScaler(self.process.device.type, **self._options.scaler_options)
-            self._loss_scale = LossScale(scaler)
+        self._loss_scale = self._build_loss_scale()
         self.device_placement = device_placement
         self.dataloader_config = DataLoaderConfiguration(**dataclasses.asdict(self.config.data))
         if self.config.scheduler_steps is SchedulerSteps.PER_PROCESS and not step_scheduler_with_optimizer:
@@ -198,6 +195,11 @@ class Accelerator(
         if facts.shards_parameters and self.process.device.type == "cpu":
             # A warning, so that it is seen: users who asked for FSDP usually expect GPUs.
             logger.warning("no accelerator is used: the model is sharded over %d CPU processes", self.num_processes)
+
+    def _build_loss_scale(self) -> LossScale | None:
+        if not self.precision.loss_scaling:
+            return None
+        return LossScale(torch.amp.GradScaler(self.process.device.type, **self._options.scaler_options))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         """Return itself: a copied object that holds an Accelerator takes part in the same job."""

@@ -296,9 +296,7 @@ class AcceleratorPreparing(AcceleratorSettings):
             is_distributed=self.process.is_distributed,
         )
         jobs = {key: self._build_job(model, pairing.by_model[key], request) for key, model in new.items()}
-        for job in jobs.values():
-            self._check_as_given(job)
-            self.strategy.check(job, self.precision, self.process)
+        self._check_jobs(jobs.values())
         # Before a model is prepared: a unit may find only now that it cannot take the optimizer.
         for prepared, optimizer in pairing.to_bind:
             prepared.unit.bind_optimizer(optimizer)
@@ -309,6 +307,11 @@ class AcceleratorPreparing(AcceleratorSettings):
         called |= {key: self._prepare_job(job) for key, job in jobs.items()}
         self._prepared.join()
         return called
+
+    def _check_jobs(self, jobs: Iterable[TrainJob]) -> None:
+        for job in jobs:
+            self._check_as_given(job)
+            self.strategy.check(job, self.precision, self.process)
 
     def _micro_batch_size(self, loaders: Sequence[DataLoader]) -> int | None:
         """Return the rows that one rank takes at a time, the fewest of several loaders; None without any."""

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from accel_trainer.accelerator.accumulation import PreparedUnit
 from accel_trainer.errors import DesyncError
 from accel_trainer.runtime.facts import find_difference
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rank_watch import current_watch
 from accel_trainer.runtime.shared_errors import gather_or_raise
+from accel_trainer.strategies.api import TrainUnit
 from accel_trainer.strategies.gradients import choose_samples
-
-if TYPE_CHECKING:
-    from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 
 __all__ = ["UPDATES_PER_CHECK", "ReplicaCheck"]
 
 UPDATES_PER_CHECK = 64
+
+
+class _SteppingOptimizer(Protocol):
+    """An AcceleratedOptimizer, as far as it is asked here; it calls this file itself."""
+
+    optimizer: Optimizer
+    prepared: tuple[PreparedUnit, ...]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's groups."""
+        ...
 
 
 class ReplicaCheck:
@@ -37,10 +49,10 @@ class ReplicaCheck:
         """
         self._process = process
         self._has_replicas = has_replicas
-        self._samples: WeakKeyDictionary[AcceleratedOptimizer, list[tuple[str, Tensor]]] = WeakKeyDictionary()
+        self._samples: WeakKeyDictionary[_SteppingOptimizer, list[tuple[str, Tensor]]] = WeakKeyDictionary()
         self._pending: tuple[int, dict[str, str], list[str], Tensor] | None = None
 
-    def compare(self, optimizers: Iterable[AcceleratedOptimizer], loss_scale: float | None, section: str) -> None:
+    def compare(self, optimizers: Iterable[_SteppingOptimizer], loss_scale: float | None, section: str) -> None:
         """Raise unless all ranks have the same. Collective; waits for the device.
 
         Raises:
@@ -58,7 +70,7 @@ class ReplicaCheck:
         if difference := find_difference(gather_or_raise(self._process, section, None, facts)):
             _raise(f"{section}: {difference}. Nothing of it was saved")
 
-    def note_update(self, optimizer: AcceleratedOptimizer) -> None:
+    def note_update(self, optimizer: _SteppingOptimizer) -> None:
         """Post this rank's facts before every 64th update; those of an accelerator at the next time.
 
         Raises:
@@ -80,24 +92,29 @@ class ReplicaCheck:
             update = PROGRESS.updates
         watch.facts.post(update, {**facts, **_as_facts(names, sums)})
 
-    def _weights(self, optimizer: AcceleratedOptimizer) -> tuple[list[str], Tensor | None]:
+    def _weights(self, optimizer: _SteppingOptimizer) -> tuple[list[str], Tensor | None]:
         """Return names and sums of a few weights that all ranks hold, fp64; None without any."""
         units = [prepared.unit for prepared in optimizer.prepared]
         if not self._has_replicas or any(unit.local_replicas and unit.local_replicas.is_apart for unit in units):
             return [], None
-        samples = self._samples.get(optimizer)
-        if samples is None:
-            names = {id(value): name for unit in units for name, value in unit.module.named_parameters()}
-            trained = [each for group in optimizer.param_groups for each in group["params"] if id(each) in names]
-            trained = [each for each in trained if not isinstance(each, DTensor)]
-            samples = self._samples[optimizer] = [(names[id(each)], each) for each in choose_samples(trained)]
+        if optimizer not in self._samples:
+            self._samples[optimizer] = _choose(optimizer, units)
+        samples = self._samples[optimizer]
         if not samples:
             return [], None
         sums = [value.detach().sum(dtype=torch.float64) for _, value in samples]
         return [name for name, _ in samples], torch.stack([each.to(sums[0].device) for each in sums])
 
 
-def _rates(optimizer: AcceleratedOptimizer, number: int = 1) -> dict[str, str]:
+def _choose(optimizer: _SteppingOptimizer, units: Sequence[TrainUnit]) -> list[tuple[str, Tensor]]:
+    """Return a few of the weights that an optimizer steps, with their names."""
+    names = {id(value): name for unit in units for name, value in unit.module.named_parameters()}
+    trained = [each for group in optimizer.param_groups for each in group["params"] if id(each) in names]
+    chosen = choose_samples([each for each in trained if not isinstance(each, DTensor)])
+    return [(names[id(each)], each) for each in chosen]
+
+
+def _rates(optimizer: _SteppingOptimizer, number: int = 1) -> dict[str, str]:
     rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
     # None where an optimizer finds its own, as Adafactor does; one on a device would be waited for.
     known = [float(r) for r in rates if isinstance(r, int | float) or isinstance(r, Tensor) and r.device.type == "cpu"]

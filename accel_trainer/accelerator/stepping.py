@@ -231,8 +231,7 @@ class AcceleratorStepping(AcceleratorSettings):
             loss = self._weigh(loss, leading.window.divisor if in_window else leading.window.num_steps)
         if self.nonfinite_guard is not None:
             self.nonfinite_guard.add_loss(loss)
-            if self.nonfinite_guard.spreads:
-                kwargs.setdefault("gradient", self.nonfinite_guard.seed(loss))
+            self.nonfinite_guard.spread(loss, kwargs)
         fault_point("train.backward")
         try:
             leading.unit.backward(loss, **kwargs)
@@ -240,9 +239,7 @@ class AcceleratorStepping(AcceleratorSettings):
             raise_if_theirs(error)
             raise
         for prepared in units:
-            prepared.took_backward |= in_window
-            if prepared.tokens is not None:
-                prepared.tokens.take_backward()
+            prepared.take_backward(in_window)
 
     def _weigh(self, loss: Tensor, divisor: int) -> Tensor:
         """Return the loss by the samples that this rank holds of the step, over the micro-batches of a window."""

@@ -416,7 +416,11 @@ class Launchers:
             self._find_host()
             if self._failure is not None or self._all_are_done:
                 self._store.set(f"left/{self.machine}", "1")
-            return
+        else:
+            self._look_for_lost()
+
+    def _look_for_lost(self) -> None:
+        """Read how far the others have counted, where the store is, and publish that one of them does not."""
         for machine, (known, _) in self._beats.items():
             count = self._store.add(f"beat/{machine}", 0)
             if count != known:

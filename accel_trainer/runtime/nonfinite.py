@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -93,9 +93,10 @@ class NonFiniteGuard:
         is_warned = self._action == "warn" and self._process.is_distributed and not self._is_sharded
         return self._leaves_out or is_warned or self.spreads
 
-    def seed(self, loss: Tensor) -> Tensor | None:
-        """Return the gradient that the backward of a loss begins with: NaN where the loss is none; None is 1."""
-        return loss.detach() * 0 + 1 if self.spreads and loss.ndim == 0 else None
+    def spread(self, loss: Tensor, options: dict[str, Any]) -> None:
+        """Let the backward of a loss that is none begin with NaN, by its option `gradient` unless that is given."""
+        if self.spreads and loss.ndim == 0:
+            options.setdefault("gradient", loss.detach() * 0 + 1)
 
     def take_sample(self, total: Tensor | None) -> None:
         """Take the sum of this rank's gradients of a few parameters for the norm."""

@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
@@ -463,11 +463,9 @@ class RankWatch:
         report = self._report(answers)
         if not report:
             return 2 * seconds
-        here = [state for state in answers if state is not None]
-        limit = max(state.limit_seconds for state in here)
+        limit = max(state.limit_seconds for state in answers if state is not None)
         are_new = self._note_silent(answers)
-        has_moved = any(state.still_seconds < limit / 2 for state in here if not state.operation)
-        if not (are_new or has_moved) and seconds >= limit and not self.is_muted:
+        if seconds >= limit and not are_new and _are_still(answers, limit / 2) and not self.is_muted:
             text = f"no progress for {seconds:.0f} s, the limit there is {limit:g} s"
             self._store.set(self._key("end"), text)
             self._store.add(self._key("calls"), 1)
@@ -589,6 +587,12 @@ def start_watch(rank: int, world_size: int, hang: HangConfig | None, *, hosts_st
     _watch.timeout_seconds = group_timeout().total_seconds()
     if hang is not None:
         _watch.pace.hang = hang
+
+
+def _are_still(answers: Iterable[RankState | None], seconds: float) -> bool:
+    """Whether the ranks that are in no operation of all ranks have been where they are for so long."""
+    computing = [state for state in answers if state is not None and not state.operation]
+    return all(state.still_seconds >= seconds for state in computing)
 
 
 def stop_watch() -> None:

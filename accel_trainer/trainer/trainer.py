@@ -451,11 +451,10 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         loss = self._weigh(loss, num_items_in_batch is not None)
         fault_point("train.backward")
         # Not accelerator.backward(): it weighs by the batch that the loader gave last, and a window is read ahead.
-        guard = self.accelerator.nonfinite_guard
-        if guard is not None and guard.spreads:
-            plan.unit.backward(loss, gradient=guard.seed(loss))
-        else:
-            plan.unit.backward(loss)
+        guard, options = self.accelerator.nonfinite_guard, dict[str, Any]()
+        if guard is not None:
+            guard.spread(loss, options)
+        plan.unit.backward(loss, **options)
         return loss.detach()
 
     def _prepare_inputs(self, inputs: Any) -> Any:
