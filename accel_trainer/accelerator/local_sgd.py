@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from types import TracebackType
 from typing import Any
 
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from accel_trainer.accelerator.accelerator import Accelerator
-from accel_trainer.config import OuterOptimizerConfig
 from accel_trainer.errors import ConfigError
-from accel_trainer.strategies.local_replicas import LocalReplicas, OuterOptimizer
+from accel_trainer.strategies.local_replicas import OuterOptimizer, configured_outer, require_replicas
 
-__all__ = ["LocalSGD", "configured_outer", "find_replicas"]
+__all__ = ["LocalSGD"]
 
 
 class LocalSGD:
@@ -81,7 +79,8 @@ class LocalSGD:
         self.local_sgd_steps = local_sgd_steps
         self._begin_after = config.local_steps_after if begin_after is None else begin_after
         self._window = accelerator._prepared.get(model).window
-        self._replicas = find_replicas(accelerator, model)
+        unit, is_scaled = accelerator.unit_of(model), accelerator.scaler is not None
+        self._replicas = require_replicas(unit.local_replicas, unit.module, accelerator.strategy.name, is_scaled)
 
     def __enter__(self) -> LocalSGD:
         """Let every rank update its own replica. Ranks do not communicate."""
@@ -104,33 +103,3 @@ class LocalSGD:
         elif self._window.is_last:
             self.num_steps += 1
             self._replicas.end_update(self.local_sgd_steps)
-
-
-def configured_outer(config: OuterOptimizerConfig) -> Callable[[list[nn.Parameter]], Optimizer] | None:
-    """Return a call that builds the outer optimizer of a configuration; None where it has none."""
-    if config.lr is None:
-        return None
-    # Without momentum Nesterov's form is the plain one, and torch refuses to be asked for it.
-    nesterov = config.nesterov and config.momentum > 0
-    return partial(SGD, lr=config.lr, momentum=config.momentum, nesterov=nesterov)
-
-
-def find_replicas(accelerator: Accelerator, model: nn.Module) -> LocalReplicas:
-    """Return the replicas of a prepared model, for updates of each rank's own.
-
-    Raises:
-        ConfigError: the strategy keeps none, or the precision is fp16.
-    """
-    if accelerator.scaler is not None:
-        raise ConfigError(
-            "LocalSGD was asked for with mixed_precision='fp16', whose loss scale all ranks share: an overflow on "
-            "one of them would skip an update there only; use bf16"
-        )
-    unit = accelerator.unit_of(model)
-    if unit.local_replicas is None:
-        raise ConfigError(
-            f"LocalSGD needs a replica of {type(unit.module).__name__} on every rank that trains it, and "
-            f"strategy {accelerator.strategy.name!r} keeps none here; use strategy 'ddp', and prepare the model "
-            "for training"
-        )
-    return unit.local_replicas

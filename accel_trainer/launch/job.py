@@ -27,8 +27,7 @@ from accel_trainer.launch.default_file import find_default_config
 from accel_trainer.launch.flags import Options, parse_options, print_help
 from accel_trainer.launch.hosts import HostJob, agent_options, plan_hosts, run_on_hosts
 from accel_trainer.launch.network import find_interface
-from accel_trainer.launch.outer_job import OuterJob, find_outer_job, refuse_nesting
-from accel_trainer.launch.schedulers import job_text, submit
+from accel_trainer.launch.outer_job import OuterJob, find_outer_job, job_text, refuse_nesting, submit
 from accel_trainer.launch.tpu import count_tpus, describe_tpu_variables
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.cores import usable_cores

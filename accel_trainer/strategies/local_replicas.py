@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
+from accel_trainer.config import OuterOptimizerConfig
 from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.broadcast_values import broadcast_tensors, buckets_of, split_like
 
-__all__ = ["LocalReplicas", "OuterOptimizer"]
+__all__ = ["LocalReplicas", "OuterOptimizer", "configured_outer", "require_replicas"]
 
 
 class OuterOptimizer:
@@ -63,6 +65,15 @@ class OuterOptimizer:
         for name, weight in self._weights.items():
             weight.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])
+
+
+def configured_outer(config: OuterOptimizerConfig) -> Callable[[list[nn.Parameter]], Optimizer] | None:
+    """Return a call that builds the outer optimizer of a configuration; None where it has none."""
+    if config.lr is None:
+        return None
+    # Without momentum Nesterov's form is the plain one, and torch refuses to be asked for it.
+    nesterov = config.nesterov and config.momentum > 0
+    return partial(SGD, lr=config.lr, momentum=config.momentum, nesterov=nesterov)
 
 
 class LocalReplicas:
@@ -313,3 +324,28 @@ def _placed(value: Any, before: Any, parameter: Tensor | None) -> Any:
     if isinstance(value, Tensor) and parameter is not None and value.shape == parameter.shape:
         return value.to(parameter.device)
     return value
+
+
+def require_replicas(
+    replicas: LocalReplicas | None, module: nn.Module, strategy: str, is_scaled: bool
+) -> LocalReplicas:
+    """Return the replicas of a prepared model, for updates of each rank's own.
+
+    Args:
+        strategy: its name.
+        is_scaled: losses are scaled, as fp16 wants it.
+
+    Raises:
+        ConfigError: the strategy keeps none, or losses are scaled.
+    """
+    if is_scaled:
+        raise ConfigError(
+            "LocalSGD was asked for with mixed_precision='fp16', whose loss scale all ranks share: an overflow on "
+            "one of them would skip an update there only; use bf16"
+        )
+    if replicas is None:
+        raise ConfigError(
+            f"LocalSGD needs a replica of {type(module).__name__} on every rank that trains it, and "
+            f"strategy {strategy!r} keeps none here; use strategy 'ddp', and prepare the model for training"
+        )
+    return replicas

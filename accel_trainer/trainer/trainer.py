@@ -44,7 +44,6 @@ from accel_trainer.runtime.preemption import StopSignals
 from accel_trainer.runtime.rank_watch import failing_together
 from accel_trainer.runtime.rng import KeptStreams
 from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
-from accel_trainer.trainer.batch_size_search import BatchSizeSearch
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.best_model import keeping_best
 from accel_trainer.trainer.checkpoint.methods import (
@@ -76,7 +75,7 @@ from accel_trainer.trainer.preparation import (
     keeping_global_batch,
 )
 from accel_trainer.trainer.run_record import RunRecord
-from accel_trainer.trainer.search import search_with_optuna
+from accel_trainer.trainer.search import BatchSizeSearch, search_with_optuna
 from accel_trainer.trainer.step_plan import StepPlan
 
 __all__ = ["AccelTrainerMixin", "CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]

@@ -19,7 +19,6 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging as transformers_logging
 
 from accel_trainer import logging
-from accel_trainer.accelerator.local_sgd import configured_outer, find_replicas
 from accel_trainer.checkpoint.checkpointer import SaveJob
 from accel_trainer.checkpoint.commit.retry import save_persistently
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
@@ -39,7 +38,12 @@ from accel_trainer.runtime.collectives import gather_object
 from accel_trainer.runtime.nonfinite import check_weights
 from accel_trainer.runtime.preemption import PREEMPTED_EXIT_CODE, PreemptedExit, StopSignals
 from accel_trainer.runtime.shared_errors import raise_together
-from accel_trainer.strategies.local_replicas import LocalReplicas, OuterOptimizer
+from accel_trainer.strategies.local_replicas import (
+    LocalReplicas,
+    OuterOptimizer,
+    configured_outer,
+    require_replicas,
+)
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.best_model import verify_best
 from accel_trainer.trainer.checkpoint.resuming import PREFIX, TRAINER_STATE_NAME, pass_streams_name, rest_of_pass
@@ -117,8 +121,10 @@ class CheckpointMethods(_Upstream):
                 f"{type(self.optimizer.optimizer).__name__}, which puts other weights into the model for an "
                 "evaluation: that of the mean of all replicas would not be theirs; use another optimizer"
             )
-        replicas, build = find_replicas(accelerator, self.model), configured_outer(config.outer_optimizer)
-        outer = None if build is None else OuterOptimizer(accelerator.unit_of(self.model).module, build)
+        unit, is_scaled = accelerator.unit_of(self.model), accelerator.scaler is not None
+        replicas = require_replicas(unit.local_replicas, unit.module, accelerator.strategy.name, is_scaled)
+        build = configured_outer(config.outer_optimizer)
+        outer = None if build is None else OuterOptimizer(unit.module, build)
         if checkpoint is not None:
             upstream_files.load_outer_optimizer(outer, replicas, Path(checkpoint))
         replicas.begin(outer, max(config.local_steps_after - self.state.global_step, 0))
