@@ -46,17 +46,21 @@ class _Bookmark:
     noted: Position | None = None
     """A loaded position within an epoch, at which no pass has begun yet."""
 
-    def begin(self, current: Progress) -> None:
-        """Take a pass that begins."""
+    def begin(self, current: Progress, batch_size: int | None) -> None:
+        """Take a pass that begins, in steps of so many samples; None where they vary."""
         self.current, self.is_open = current, True
         if self.noted is not None:
             noted, self.noted = self.noted, None
             if current.epoch == noted.epoch and not noted.is_complete:
+                # On another number of ranks a step has another number of samples.
+                steps, rest = divmod(noted.samples, batch_size) if batch_size else (noted.steps, 0)
+                by_hand = (
+                    "" if rest else f"skip_first_batches(loader, {steps}), or let loaders do it by themselves with "
+                )
                 logger.warning(
                     f"the state that was loaded had read {noted.samples} samples ({noted.steps} steps) of epoch "
                     f"{noted.epoch}, and this pass begins at the beginning of epoch {current.epoch}; go on with "
-                    f"skip_first_batches(loader, {noted.steps}), or let loaders do it by themselves with "
-                    "DataLoaderConfiguration(use_stateful_dataloader=True)"
+                    f"{by_hand}DataLoaderConfiguration(use_stateful_dataloader=True)"
                 )
 
     def end(self, current: Progress, is_complete: bool) -> None:
@@ -313,7 +317,7 @@ class PreparedDataLoader(DataLoader[Any]):
         current = Progress(self.epoch, length_of(self) if self._source.has_exact_length else None)
         is_complete = False
         self._passes.append(current)
-        self._bookmark.begin(current)
+        self._bookmark.begin(current, self.total_batch_size)
         try:
             for hook in self._on_begin:
                 hook(self)

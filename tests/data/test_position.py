@@ -339,6 +339,23 @@ def test_a_noted_position_waits_for_skip_first_batches_and_says_so(caplog: pytes
     assert "skip_first_batches(loader, 2), or let loaders do it by themselves" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("global_batch", "words"),
+    [
+        (GLOBAL_BATCH // 2, "go on with skip_first_batches(loader, 4), or let loaders do it by themselves with Data"),
+        (5, "of epoch 0; go on with DataLoaderConfiguration(use_stateful_dataloader=True)"),
+    ],
+)
+def test_the_advice_counts_steps_of_the_size_that_they_have_now(
+    global_batch: int, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = [item for item, _ in zip(steps(prepare_ranks("shuffled", 1)), range(2), strict=False)]
+    loader = prepare_ranks("shuffled", 1, global_batch=global_batch)[0]
+    loader.note_state_dict(json.loads(head[-1][1]))
+    next(iter(loader))
+    assert words in caplog.text
+
+
 # --- what cannot be gone on from -----------------------------------------------------------------------------------
 
 
