@@ -401,6 +401,18 @@ def device_files() -> list[str]:
     return sorted(path for pattern in _DEVICE_FILES for path in glob.glob(pattern))
 
 
+def _without_count(words: Sequence[str]) -> list[str]:
+    """Return options of a command line but the number of processes."""
+    kept, is_value = [], False
+    for word in words:
+        name, _, value = word.replace("_", "-").partition("=")
+        is_count = name == "--num-processes"
+        if not (is_count or is_value):
+            kept.append(word)
+        is_value = is_count and not value
+    return kept
+
+
 def _check_strategy(resolved: Resolved, num_processes: int, options: Options, argv: Sequence[str]) -> None:
     strategy = resolved.config.strategy
     counted = resolved.source("launch.num_processes").kind is not SourceKind.DEFAULT
@@ -417,7 +429,7 @@ def _check_strategy(resolved: Resolved, num_processes: int, options: Options, ar
     if num_processes < fewest:
         before = argv[: len(argv) - len(options.rest)]
         before = before[:-1] if before and before[-1] == "--" else before
-        words = ["accel-trainer", "launch", *before, "--num_processes", str(fewest), *options.rest]
+        words = ["accel-trainer", "launch", *_without_count(before), "--num_processes", str(fewest), *options.rest]
         raise ConfigError(
             f"{resolved.describe('strategy')} needs at least {fewest} processes, and this job has "
             f"{num_processes} ({source}); launch it with:\n  {shlex.join(words)}\n"

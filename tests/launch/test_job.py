@@ -224,10 +224,12 @@ def test_processes_that_cannot_be_divided_are_refused(tmp_path: Path, script: st
         plan(tmp_path, *words, script)
 
 
-def test_fsdp_on_one_process_is_refused_with_the_command_to_use(tmp_path: Path, script: str) -> None:
+@pytest.mark.parametrize("count", ["", "--num_processes 1", "--num-processes=1"])
+def test_fsdp_on_one_process_is_refused_with_the_command_to_use(tmp_path: Path, script: str, count: str) -> None:
     (tmp_path / "fsdp.yaml").write_text("strategy: fsdp2\nuse_cpu: true\n")
-    words = ["--config_file", str(tmp_path / "fsdp.yaml"), script, "--lr", "1 e"]
-    expected = f"accel-trainer launch {' '.join(words[:2])} --num_processes 2 {script} --lr '1 e'"
+    file = str(tmp_path / "fsdp.yaml")
+    words = [*count.split(), "--config_file", file, script, "--lr", "1 e"]
+    expected = f"accel-trainer launch --config_file {file} --num_processes 2 {script} --lr '1 e'"
     with pytest.raises(
         ConfigError, match=r"strategy=fsdp2 \(from .*fsdp.yaml:1\) needs at least 2 processes"
     ) as caught:
@@ -235,11 +237,11 @@ def test_fsdp_on_one_process_is_refused_with_the_command_to_use(tmp_path: Path, 
     assert expected in str(caught.value)
 
 
-def test_the_proposed_command_overrides_the_number_that_was_given(tmp_path: Path, script: str) -> None:
+def test_the_proposed_command_takes_the_place_of_the_number_that_was_given(tmp_path: Path, script: str) -> None:
     words = ["--cpu", "--use_fsdp", "--num_processes", "1", "--", script]
     with pytest.raises(ConfigError, match="this job has 1 \\(--num_processes\\)") as caught:
         plan(tmp_path, *words)
-    assert f"--num_processes 1 --num_processes 2 {script}" in str(caught.value)
+    assert f"launch --cpu --use_fsdp --num_processes 2 {script}" in str(caught.value)
 
 
 def test_single_with_two_processes_is_refused(tmp_path: Path, script: str) -> None:
