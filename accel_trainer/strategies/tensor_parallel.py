@@ -81,6 +81,7 @@ def plan_layers(model: nn.Module, size: int, ignored: Collection[nn.Module], ori
     """
     name = type(model).__name__
     modules = dict(model.named_modules())
+    _refuse_adapters(modules, "tp_size", origin)
     plan = {where: _STYLES[style] for where, style in _declared_styles(model, origin).items()}
     _follow_tied(modules, plan)
     left_out = {id(inner) for module in ignored for inner in module.modules()}
@@ -90,6 +91,18 @@ def plan_layers(model: nn.Module, size: int, ignored: Collection[nn.Module], ori
     if any(where.rpartition(".")[2] in _PER_HEAD and style.gives == "shard" for where, style in plan.items()):
         _check_heads(model, size, origin)
     return plan
+
+
+def _refuse_adapters(modules: Mapping[str, nn.Module], option: str, origin: str) -> None:
+    """Refuse a model with layers of PEFT in it: a plan names the layers that they have taken the place of."""
+    found = [(where, module) for where, module in modules.items() if type(module).__module__.startswith("peft.")]
+    if found:
+        where, module = found[-1]
+        raise ConfigError(
+            f"{origin}: the model has adapters of PEFT ({where or 'all of it'} is of {type(module).__name__}), and its "
+            f"plan is for the layers without them; set {option} to 1 and shard with dp_shard_size, or merge the "
+            "adapters into the model first (merge_and_unload())"
+        )
 
 
 def _declared_styles(model: nn.Module, origin: str) -> dict[str, str]:
@@ -137,6 +150,7 @@ def plan_experts(model: nn.Module, size: int, ignored: Collection[nn.Module], or
     modules = dict(model.named_modules())
     plan = {where: _EXPERTS for where, style in _match(declared, modules).items() if style in _EXPERT_STYLES}
     if not plan:
+        _refuse_adapters(modules, "ep_size", origin)
         raise ConfigError(
             f"{origin}: {type(model).__name__} declares no plan for expert parallelism that names its experts (its "
             f"_ep_plan is {declared}); set ep_size to 1 and shard with dp_shard_size, or give it one before prepare(): "
