@@ -52,6 +52,13 @@ class ReplicaCheck:
         self._samples: WeakKeyDictionary[_SteppingOptimizer, list[tuple[str, Tensor]]] = WeakKeyDictionary()
         self._pending: tuple[int, dict[str, str], list[str], Tensor] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Weak references cannot be pickled; the samples are chosen again.
+        return {**self.__dict__, "_samples": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _samples=WeakKeyDictionary())
+
     def compare(self, optimizers: Iterable[_SteppingOptimizer], loss_scale: float | None, section: str) -> None:
         """Raise unless all ranks have the same. Collective; waits for the device.
 
