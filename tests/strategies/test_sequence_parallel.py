@@ -17,6 +17,7 @@ from accel_trainer.config.resolve import resolve
 from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.sequence_parallel import find_language_model, shard_sequences
 from tests.conformance.models import MLP, build_model
+from tests.open_windows import train_open_window
 from tests.ranks import preload, run_ranks
 
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
@@ -128,26 +129,9 @@ def test_compiled_blocks_compute_the_same(families: list[dict[str, Any]]):
 # --- four ranks: for sequences alone, and two for the shards ----------------------------------------------------------
 
 
-def token_losses(accelerator: Any, directory: str | None, load: bool = False) -> dict[str, Tensor] | None:
-    """Train a window of 4 micro-batches by logits, with a save or a load after two; return the weights on rank 0."""
-    model = tiny_model("qwen3")
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    samples = [{"input_ids": row, "labels": row} for row in torch.cat([b["input_ids"] for b in batches()[1:]])]
-    loader = accelerator.prepare(torch.utils.data.DataLoader(samples, batch_size=1))
-    if load:
-        accelerator.load_state(directory)
-        loader = accelerator.skip_first_batches(loader, 2)
-    for index, batch in enumerate(loader, start=2 * load):
-        with accelerator.accumulate(model):
-            logits = model(input_ids=batch["input_ids"]).logits
-            targets = batch["labels"][:, 1:]
-            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten(), reduction="sum")
-            accelerator.backward(accelerator.global_token_mean(loss, targets.numel()))
-            optimizer.step()
-            optimizer.zero_grad()
-        if index == 1 and directory is not None and not load:
-            accelerator.save_state(directory)
-    return accelerator.get_state_dict(model)
+def through_a_window(accelerator: Any, directory: str | None, load: bool = False) -> dict[str, Tensor] | None:
+    rows = torch.cat([b["input_ids"] for b in batches()[1:]])
+    return train_open_window(accelerator, tiny_model("qwen3"), rows, directory, load)
 
 
 def dropped(accelerator: Any) -> tuple[float, float]:
@@ -165,8 +149,8 @@ def on_four_ranks(directory: str) -> dict[str, Any]:
     sizes = {"sp_size": 2, "dp_shard_size": 2}
     found: dict[str, Any] = {}
     accelerator = start(sizes=sizes, gradient_accumulation_steps=4)
-    whole = token_losses(accelerator, directory)
-    resumed = token_losses(start(sizes=sizes, gradient_accumulation_steps=4), directory, load=True)
+    whole = through_a_window(accelerator, directory)
+    resumed = through_a_window(start(sizes=sizes, gradient_accumulation_steps=4), directory, load=True)
     found["window"] = whole and max((whole[name] - resumed[name]).abs().max().item() for name in whole)
     found["weights"] = whole and {name: value.double().sum().item() for name, value in whole.items()}
     found["places"] = (accelerator.readers.rank, accelerator.readers.world_size, accelerator.num_processes)
@@ -194,7 +178,7 @@ def test_logits_are_those_of_all_tokens_and_a_window_that_is_saved_open_goes_on(
     from accel_trainer import Accelerator
 
     assert meshed[0]["window"] < 1e-6
-    alone = token_losses(Accelerator(cpu=True, gradient_accumulation_steps=8), None)
+    alone = through_a_window(Accelerator(cpu=True, gradient_accumulation_steps=8), None)
     expected = {name: value.double().sum().item() for name, value in alone.items()}
     assert meshed[0]["weights"] == pytest.approx(expected, abs=1e-4)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.tensor_parallel import check_loss, plan_layers
 from tests.conformance.models import MLP, build_model
+from tests.open_windows import train_open_window
 from tests.ranks import preload, run_ranks
 
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
@@ -166,31 +167,13 @@ def test_logits_are_full_in_evaluation_and_sharded_in_training(kind: str, famili
 # --- two ranks for the layers, two for the shards ---------------------------------------------------------------------
 
 
-def batches(accelerator: Any, rows: int = 8) -> Any:
+def batches(accelerator: Any, rows: int) -> Any:
     samples = [{"input_ids": row, "labels": row} for row in tokens(rows)]
     return accelerator.prepare(torch.utils.data.DataLoader(samples, batch_size=1))
 
 
 def through_a_window(accelerator: Any, directory: str | None, load: bool = False) -> dict[str, Tensor] | None:
-    """Train a window of 4 micro-batches, with a save or a load after two; return the weights on rank 0."""
-    model = tiny_model("qwen3")
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    loader = batches(accelerator)
-    if load:
-        accelerator.load_state(directory)
-        loader = accelerator.skip_first_batches(loader, 2)
-    for index, batch in enumerate(loader, start=2 * load):
-        with accelerator.accumulate(model):
-            loss = nn.functional.cross_entropy(
-                model(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(),
-                reduction="sum",
-            )  # fmt: skip
-            accelerator.backward(accelerator.global_token_mean(loss, batch["labels"][:, 1:].numel()))
-            optimizer.step()
-            optimizer.zero_grad()
-        if index == 1 and directory is not None and not load:
-            accelerator.save_state(directory)
-    return accelerator.get_state_dict(model)
+    return train_open_window(accelerator, tiny_model("qwen3"), tokens(8), directory, load)
 
 
 def in_a_mesh(directory: str) -> dict[str, Any]:
