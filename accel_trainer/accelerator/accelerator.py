@@ -184,7 +184,7 @@ class Accelerator(
         )
         self._take_rollbacks()
         has_replicas = not (facts.shards_parameters or facts.builds_engine)
-        self._prepared = Prepared(self.nonfinite_guard, ReplicaCheck(self.process, has_replicas=has_replicas))
+        self._prepared = Prepared(self.nonfinite_guard, ReplicaCheck.of(self.process, has_replicas=has_replicas))
         self._checkpointer = Checkpointer(self.process, SAVED_STATES)
         self._registered = RegisteredState()
         self._last_grad_norm = torch.tensor(float("nan"))

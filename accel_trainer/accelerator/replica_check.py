@@ -52,6 +52,11 @@ class ReplicaCheck:
         self._samples: WeakKeyDictionary[_SteppingOptimizer, list[tuple[str, Tensor]]] = WeakKeyDictionary()
         self._pending: tuple[int, dict[str, str], list[str], Tensor] | None = None
 
+    @classmethod
+    def of(cls, process: ProcessContext, *, has_replicas: bool) -> ReplicaCheck | None:
+        """Return the comparison of a job's ranks; None for one process, whose steps it would cost something."""
+        return cls(process, has_replicas=has_replicas) if process.is_distributed else None
+
     def __getstate__(self) -> dict[str, Any]:
         # Weak references cannot be pickled; the samples are chosen again.
         return {**self.__dict__, "_samples": None}
@@ -65,8 +70,6 @@ class ReplicaCheck:
         Raises:
             DesyncError: on every rank; two ranks and their values are named.
         """
-        if not self._process.is_distributed:
-            return
         facts = {"the number of updates": str(PROGRESS.updates)}
         if loss_scale is not None:
             facts["the loss scale"] = f"{loss_scale:g}"

@@ -231,7 +231,8 @@ class AcceleratorStepping(AcceleratorSettings):
             loss = self._weigh(loss, leading.window.divisor if in_window else leading.window.num_steps)
         if self.nonfinite_guard is not None:
             self.nonfinite_guard.add_loss(loss)
-            self.nonfinite_guard.spread(loss, kwargs)
+            if self.nonfinite_guard.spreads:
+                self.nonfinite_guard.spread(loss, kwargs)
         fault_point("train.backward")
         try:
             leading.unit.backward(loss, **kwargs)
