@@ -17,7 +17,7 @@ from accel_trainer.config.resolve import resolve
 from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.sequence_parallel import find_language_model, shard_sequences
 from tests.conformance.models import MLP, build_model
-from tests.open_windows import train_open_window
+from tests.mesh_loops import adamw, start, train_open_window, updates
 from tests.ranks import preload, run_ranks
 
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
@@ -57,35 +57,12 @@ def batches() -> list[dict[str, Tensor]]:
     ]
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def updates(model: nn.Module, optimizer: Any, accelerator: Any = None, num: int = 3) -> list[float]:
-    """Return losses and norms of some updates, of the plain loop without an Accelerator."""
-    seen = []
-    for batch in batches()[:num]:
-        loss = model(**batch).loss
-        (loss.backward if accelerator is None else lambda loss=loss: accelerator.backward(loss))()
-        clip = nn.utils.clip_grad_norm_ if accelerator is None else accelerator.clip_grad_norm_
-        seen += [loss.item(), clip(model.parameters(), 0.5).item()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
-
-
-def start(**options: Any) -> Any:
-    from accel_trainer import Accelerator, ParallelismConfig
-
-    return Accelerator(cpu=True, parallelism_config=ParallelismConfig(**options.pop("sizes")), **options)
-
-
 def both(accelerator: Any, plain: nn.Module, num: int = 3) -> tuple[list[float], list[float], nn.Module]:
     """Return the numbers of one process, those of this rank, and the prepared model."""
     model = copy.deepcopy(plain)
-    expected = updates(plain, adamw(plain), None, num)
+    expected = updates(plain, adamw(plain), batches()[:num])
     model, optimizer = accelerator.prepare(model, adamw(model))
-    return expected, updates(model, optimizer, accelerator, num), model
+    return expected, updates(model, optimizer, batches()[:num], accelerator), model
 
 
 def train_families() -> dict[str, Any]:

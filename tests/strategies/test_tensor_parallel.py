@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.tensor_parallel import check_loss, plan_layers
 from tests.conformance.models import MLP, build_model
-from tests.open_windows import train_open_window
+from tests.mesh_loops import adamw, start, train_open_window, updates
 from tests.ranks import preload, run_ranks
 
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
@@ -43,27 +43,8 @@ def tokens(rows: int = 2, length: int = 10) -> Tensor:
     return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-def updates(model: nn.Module, optimizer: Any, accelerator: Any = None, num_updates: int = 3) -> list[float]:
-    """Return losses and norms of some updates, of the plain loop without an Accelerator."""
-    seen = []
-    for _ in range(num_updates):
-        loss = model(input_ids=tokens(), labels=tokens()).loss
-        (loss.backward if accelerator is None else lambda loss=loss: accelerator.backward(loss))()
-        clip = nn.utils.clip_grad_norm_ if accelerator is None else accelerator.clip_grad_norm_
-        seen += [loss.item(), clip(model.parameters(), 0.5).item()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def start(**options: Any) -> Any:
-    from accel_trainer import Accelerator, ParallelismConfig
-
-    return Accelerator(cpu=True, parallelism_config=ParallelismConfig(**options.pop("sizes")), **options)
+def same_batches(num: int = 3) -> list[dict[str, Tensor]]:
+    return [{"input_ids": tokens(), "labels": tokens()}] * num
 
 
 def train_families() -> dict[str, Any]:
@@ -72,9 +53,9 @@ def train_families() -> dict[str, Any]:
     for kind in FAMILIES:
         plain = tiny_model(kind)
         model = copy.deepcopy(plain)
-        expected = updates(plain, adamw(plain))
+        expected = updates(plain, adamw(plain), same_batches())
         model, optimizer = accelerator.prepare(model, adamw(model))
-        trained = updates(model, optimizer, accelerator)
+        trained = updates(model, optimizer, same_batches(), accelerator)
         with torch.no_grad():
             logits = [each(tokens()).logits for each in (plain, model)]
             texts = [each.generate(tokens(), max_new_tokens=4, do_sample=False) for each in (plain, model)]
@@ -205,7 +186,7 @@ def in_a_mesh(directory: str) -> dict[str, Any]:
         made, plain = start(sizes=sizes, **options), tiny_model("qwen3")
         model = copy.deepcopy(plain)
         model, optimizer = made.prepare(model, adamw(model))
-        found[name] = (updates(model, optimizer, made, 2), updates(plain, adamw(plain), None, 2))
+        found[name] = (updates(model, optimizer, same_batches(2), made), updates(plain, adamw(plain), same_batches(2)))
     model.save_pretrained(f"{directory}-export")
     exported = type(plain).from_pretrained(f"{directory}-export")
     with torch.no_grad():

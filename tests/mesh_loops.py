@@ -1,13 +1,40 @@
-"""A window of micro-batches that is saved while it is open, and gone on with in another job."""
+"""Loops over language models on a mesh, and the same without ranks; one is saved in the middle of a window."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["train_open_window"]
+__all__ = ["adamw", "start", "train_open_window", "updates"]
+
+
+def start(**options: Any) -> Any:
+    """Return an Accelerator on the CPU with `sizes` of axes."""
+    from accel_trainer import Accelerator, ParallelismConfig
+
+    return Accelerator(cpu=True, parallelism_config=ParallelismConfig(**options.pop("sizes")), **options)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def updates(
+    model: nn.Module, optimizer: Any, batches: Iterable[Mapping[str, Tensor]], accelerator: Any = None
+) -> list[float]:
+    """Return the loss and the norm of an update on each batch, of the plain loop without an Accelerator."""
+    seen = []
+    for batch in batches:
+        loss = model(**batch).loss
+        (loss.backward if accelerator is None else lambda loss=loss: accelerator.backward(loss))()
+        clip = nn.utils.clip_grad_norm_ if accelerator is None else accelerator.clip_grad_norm_
+        seen += [loss.item(), clip(model.parameters(), 0.5).item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
 
 
 def train_open_window(
