@@ -230,7 +230,7 @@ class AcceleratedOptimizer(Optimizer):
         return f"{type(self).__name__}({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_samples": None, "_replica_check": None}  # of this process
+        return dict(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A pickle of 0.1 has none of them.

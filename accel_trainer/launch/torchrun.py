@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from accel_trainer.config import LaunchConfig
-from accel_trainer.errors import ConfigError
+from accel_trainer.errors import ConfigError, HangError
 from accel_trainer.launch.rendezvous import (
     BoundRendezvous,
     Launchers,
@@ -53,7 +53,6 @@ __all__ = [
 # The workers may need this long to save after a signal; torch's agent kills after 30 s, in the middle of a large
 # checkpoint.
 _GRACE_SECONDS = 120
-_HUNG_CODE = 75
 _HUNG_GRACE_SECONDS = 3.0
 """Of workers that do not end with those that found the job hung: they are stopped, or keep the interpreter's lock."""
 _FINAL_CODES = (76, 85, 93)
@@ -264,7 +263,7 @@ class _Agent(LocalElasticAgent):
             self._remaining_restarts = 0
             self._let_end(self._grace)  # torch would end the others at once
         by_themselves = list(self.exits)  # torch ends the others as soon as it has seen one fail
-        if any(exit_.code == _HUNG_CODE for exit_ in self.exits):
+        if any(exit_.code == HangError.exit_code for exit_ in self.exits):
             self._end_hung()
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:

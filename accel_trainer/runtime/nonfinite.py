@@ -94,8 +94,11 @@ class NonFiniteGuard:
         return self._leaves_out or is_warned or self.spreads
 
     def spread(self, loss: Tensor, options: dict[str, Any]) -> None:
-        """Let the backward of a loss that is none begin with NaN, by its option `gradient` unless that is given."""
-        if self.spreads and loss.ndim == 0:
+        """Let the backward of a loss that is none begin with NaN, by its option `gradient` unless that is given.
+
+        Called where the guard `spreads`: a loop asks before, since most do not.
+        """
+        if loss.ndim == 0:
             options.setdefault("gradient", loss.detach() * 0 + 1)
 
     def take_sample(self, total: Tensor | None) -> None:

@@ -71,9 +71,8 @@ def padding_collator(collator: Any, multiple: int | None) -> Any:
     before = getattr(collator, "pad_to_multiple_of", 0)
     if before not in (None, multiple) or multiple < 1:
         name = getattr(collator, "__name__", type(collator).__name__)
-        reason = "is no length" if multiple < 1 else f"cannot be asked of {name}, "
-        if multiple >= 1:
-            reason += f"which pads to a multiple of {before}" if before else "which has no such option"
+        own = f"pads to a multiple of {before}" if before else "has no such option"
+        reason = "is no length" if multiple < 1 else f"cannot be asked of {name}, which {own}"
         raise ConfigError(
             f"pad_batches_to_multiple_of={multiple} {reason}; use a collator of transformers that pads, such as "
             "DataCollatorWithPadding(tokenizer), and a length of 1 or more, or leave it out"

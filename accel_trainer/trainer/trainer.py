@@ -451,7 +451,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         fault_point("train.backward")
         # Not accelerator.backward(): it weighs by the batch that the loader gave last, and a window is read ahead.
         guard, options = self.accelerator.nonfinite_guard, dict[str, Any]()
-        if guard is not None:
+        if guard is not None and guard.spreads:
             guard.spread(loss, options)
         plan.unit.backward(loss, **options)
         return loss.detach()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import time
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from torch import nn
 
 from accel_trainer import Accelerator
+from accel_trainer.accelerator.replica_check import ReplicaCheck
 from accel_trainer.errors import DesyncError
+from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rank_watch import current_watch
 from tests.ranks import preload, run_ranks
@@ -123,3 +127,10 @@ def test_one_process_is_never_out_of_step(tmp_path: Path) -> None:
     accelerator.check_replicas("save")
     accelerator.save_state(tmp_path / "state")
     assert (tmp_path / "state").is_dir()
+
+
+def test_a_comparison_is_pickled_without_its_weak_references() -> None:
+    check = ReplicaCheck(ProcessContext(0, 0, 2, 2, torch.device("cpu"), None), has_replicas=True)
+    loaded = pickle.loads(pickle.dumps(check))
+    assert vars(loaded).keys() == vars(check).keys()
+    assert isinstance(loaded._samples, WeakKeyDictionary)
