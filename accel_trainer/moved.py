@@ -76,8 +76,9 @@ _MOVED = {
     "strategies": (
         "described:strategies.optimizer_placeholder elastic_state:strategies.parameter_state.torch_io "
         "fitting:strategies.parameter_state.matching held_gradients:strategies.single native:strategies.single "
-        "recompute:strategies.fsdp2.strategy stored_unit:strategies.parameter_state.base_io "
-        "sync:strategies.broadcast_values torch_state:strategies.parameter_state.torch_io "
+        "recompute:strategies.fsdp2.strategy sequence_parallel:strategies.parallel.sequence_parallel "
+        "stored_unit:strategies.parameter_state.base_io sync:strategies.broadcast_values "
+        "tensor_parallel:strategies.parallel.tensor_parallel torch_state:strategies.parameter_state.torch_io "
         "values:strategies.fsdp2.initial_values whole_gradients:strategies.fsdp2.unit "
         "whole_weights:strategies.fsdp2.unit wrapping:strategies.fsdp2.strategy"
     ),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError, ProcessGroupError
-from accel_trainer.strategies.tensor_parallel import plan_experts, plan_layers
+from accel_trainer.strategies.parallel.tensor_parallel import plan_experts, plan_layers
 from accel_trainer.utils import load_fsdp_model, save_fsdp_model
 from tests.ecosystem.peft_models import RANKS, STRATEGIES, adapt, batch_loss, build_accelerator
 from tests.ranks import preload, run_ranks

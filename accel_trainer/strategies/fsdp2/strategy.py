@@ -57,10 +57,8 @@ from accel_trainer.strategies.fsdp2.unit import (
     exchange_full_state,
     refuse_copies,
 )
-from accel_trainer.strategies.quantized import keep_scales, refuse_8bit_shards
-from accel_trainer.strategies.sequence_parallel import find_language_model, shard_sequences
-from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, with_optimizers
-from accel_trainer.strategies.tensor_parallel import (
+from accel_trainer.strategies.parallel.sequence_parallel import find_language_model, shard_sequences
+from accel_trainer.strategies.parallel.tensor_parallel import (
     Plan,
     check_loss,
     plan_experts,
@@ -68,6 +66,8 @@ from accel_trainer.strategies.tensor_parallel import (
     shard_layers,
     shard_loss,
 )
+from accel_trainer.strategies.quantized import keep_scales, refuse_8bit_shards
+from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, with_optimizers
 from accel_trainer.tree import leaves
 
 __all__ = [

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_trainer.config.resolve import resolve
 from accel_trainer.errors import ConfigError
-from accel_trainer.strategies.sequence_parallel import find_language_model, shard_sequences
+from accel_trainer.strategies.parallel.sequence_parallel import find_language_model, shard_sequences
 from tests.conformance.models import MLP, build_model
 from tests.mesh_loops import adamw, start, train_open_window, updates
 from tests.ranks import preload, run_ranks

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.strategies.tensor_parallel import plan_experts
+from accel_trainer.strategies.parallel.tensor_parallel import plan_experts
 from tests.conformance.models import MLP
 from tests.mesh_loops import adamw, start
 from tests.ranks import preload, run_ranks
-from tests.strategies.test_tensor_parallel import tiny_model
+from tests.strategies.parallel.test_tensor_parallel import tiny_model
 
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
 

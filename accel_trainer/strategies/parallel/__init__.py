@@ -1,0 +1,1 @@
+"""Layers and sequences that ranks compute together: tensor, expert and sequence parallelism."""
