@@ -70,7 +70,7 @@ _MOVED = {
     "launch": "testing:launch.job weights:launch.checkpoints",
     "runtime": (
         "agreement:runtime.collective_checks faults:runtime.fault_injection health:runtime.shared_errors "
-        "mesh:strategies.fsdp2.strategy ragged:runtime.uneven_gather regroup:runtime.memory "
+        "mesh:strategies.parallel.meshes ragged:runtime.uneven_gather regroup:runtime.memory "
         "structures:runtime.tensor_trees wire:runtime.transport"
     ),
     "strategies": (
@@ -80,7 +80,7 @@ _MOVED = {
         "stored_unit:strategies.parameter_state.base_io sync:strategies.broadcast_values "
         "tensor_parallel:strategies.parallel.tensor_parallel torch_state:strategies.parameter_state.torch_io "
         "values:strategies.fsdp2.initial_values whole_gradients:strategies.fsdp2.unit "
-        "whole_weights:strategies.fsdp2.unit wrapping:strategies.fsdp2.strategy"
+        "whole_weights:strategies.fsdp2.unit wrapping:strategies.fsdp2.wrapping"
     ),
     "trainer": (
         "accelerator_setup:trainer.preparation "

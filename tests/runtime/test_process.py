@@ -118,7 +118,7 @@ def join_and_describe() -> dict[str, Any]:
     from accel_trainer import Accelerator
     from accel_trainer.checkpoint.commit.background import BackgroundSaver
     from accel_trainer.state import PartialState
-    from accel_trainer.strategies.fsdp2.strategy import init_mesh
+    from accel_trainer.strategies.parallel.meshes import init_mesh
 
     environ = dict(os.environ)
     torch.set_num_threads(8)

@@ -123,7 +123,7 @@ def clip_on_meshes() -> dict[str, Any]:
     from torch.distributed.tensor import Replicate, Shard
 
     from accel_trainer.runtime.process import init_process, read_environment
-    from accel_trainer.strategies.fsdp2.strategy import init_mesh
+    from accel_trainer.strategies.parallel.meshes import init_mesh
 
     process = init_process(read_environment())
     flat, hybrid = init_mesh(process, (4,)), init_mesh(process, (2, 2))

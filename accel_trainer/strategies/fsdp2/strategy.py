@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import re
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial, wraps
-from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -29,19 +26,12 @@ from torch.utils.checkpoint import checkpoint
 from accel_trainer import logging
 from accel_trainer.checkpoint.format.placement import local_tensor
 from accel_trainer.checkpoint.weights.writing import USERS_CLASS
-from accel_trainer.config import CompileConfig, FSDPConfig, Resolved, WrapPolicy
-from accel_trainer.config.parallel import AxisSizes, axis_sizes
-from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.config import CompileConfig, FSDPConfig, Resolved
+from accel_trainer.errors import ConfigError
 from accel_trainer.precision import AutocastForward, PrecisionPolicy, apply_autocast, apply_float8
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.torch_private import (
-    flatten_mesh,
-    group_timeout,
-    set_group_timeout,
-    tree_leaves,
-    unflatten_mesh,
-)
-from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob, WrapPolicyFunction
+from accel_trainer.runtime.torch_private import tree_leaves
+from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
 from accel_trainer.strategies.compile import apply_compile, repeated_blocks
 from accel_trainer.strategies.fsdp2.initial_values import (
     awaited_tensors,
@@ -57,63 +47,23 @@ from accel_trainer.strategies.fsdp2.unit import (
     exchange_full_state,
     refuse_copies,
 )
-from accel_trainer.strategies.parallel.sequence_parallel import find_language_model, shard_sequences
-from accel_trainer.strategies.parallel.tensor_parallel import (
-    Plan,
-    check_loss,
-    plan_experts,
-    plan_layers,
-    shard_layers,
-    shard_loss,
+from accel_trainer.strategies.fsdp2.wrapping import (
+    OuterUnits,
+    Selection,
+    select_modules,
+    units_below_root,
+    warn_of_one_unit,
 )
-from accel_trainer.strategies.quantized import keep_scales, refuse_8bit_shards
+from accel_trainer.strategies.parallel.meshes import Meshes
+from accel_trainer.strategies.parallel.sequence_parallel import shard_sequences
+from accel_trainer.strategies.parallel.tensor_parallel import shard_layers, shard_loss
+from accel_trainer.strategies.quantized import keep_scales
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, with_optimizers
 from accel_trainer.tree import leaves
 
-__all__ = [
-    "CheckpointedForward",
-    "FSDP2Strategy",
-    "OuterUnits",
-    "apply_activation_checkpointing",
-    "choose_regions",
-    "drop_tied_blocks",
-    "find_blocks",
-    "find_ignored_modules",
-    "find_outer_units",
-    "init_mesh",
-    "warn_of_one_unit",
-]
+__all__ = ["CheckpointedForward", "FSDP2Strategy", "apply_activation_checkpointing", "choose_regions"]
 
 logger = logging.get_logger(__name__)
-
-
-_MIN_OUTER_NUMEL = 10_000_000
-"""Parameters from which an embedding or a head is a unit: 20 MB in bf16. Less is not worth a collective of its own."""
-
-
-class OuterUnits(NamedTuple):
-    """The units of a language model before and behind its layers."""
-
-    embedding: nn.Embedding | None = None
-    head: nn.Linear | None = None
-    body: nn.Module | None = None
-    """The module that holds all layers, and whose output the head, or a loss that fuses it, takes."""
-
-
-class _Selection(NamedTuple):
-    """The modules and parameters of a model that sharding treats in their own way."""
-
-    layers: Sequence[nn.Module] = ()
-    """Units of sharding below the root, but the outer ones."""
-    outer: OuterUnits = OuterUnits()
-    ignored: Sequence[nn.Module] = ()
-    unsharded: frozenset[nn.Parameter] = frozenset()
-    plan: Plan = MappingProxyType({})
-    """Of tensor parallelism."""
-    experts: Plan = MappingProxyType({})
-    """Of expert parallelism; units of sharding, too."""
-    language_model: nn.Module | None = None
-    """The module whose sequences are shared out over ranks."""
 
 
 def _upcast_trainable(model: nn.Module) -> None:
@@ -147,15 +97,6 @@ def _check_tied(model: nn.Module, groups: list[tuple[str, ...]]) -> None:
                 "of the gradient; put their modules into one unit with fsdp.wrap_classes, or set "
                 "fsdp.wrap_policy to 'none'"
             )
-
-
-def _require_autocast(precision: PrecisionPolicy) -> None:
-    if precision.compute is not None and not precision.autocast_enabled:
-        raise ConfigError(
-            "AutocastKwargs(enabled=False) was given, and FSDP2 has no autocast to switch off: it gathers parameters "
-            f"in {precision.compute}; use mixed_precision='no', or switch autocast off where the loss is computed with "
-            "accelerator.autocast(AutocastKwargs(enabled=False))"
-        )
 
 
 def choose_regions(model: nn.Module, config: CompileConfig, layers: Sequence[nn.Module]) -> CompileConfig:
@@ -223,32 +164,17 @@ class FSDP2Strategy(BaseStrategy):
     )
 
     def __init__(self) -> None:
-        # Weak: models keep their mesh, and groups have to close with the last of them.
-        self._meshes: weakref.WeakValueDictionary[tuple[int, ...], DeviceMesh] = weakref.WeakValueDictionary()
-        self._axes: DeviceMesh | None = None
-        """All axes, where some ranks read the same data: those that do not meet in `_readers`."""
-
-    def _axis(self, name: str) -> DeviceMesh | None:
-        """Return an axis along which ranks compute a batch together; None where it has one rank."""
-        axis = None if self._axes is None else self._axes[name]
-        return axis if axis is not None and axis.size() > 1 else None
+        self._meshes = Meshes()
 
     def readers(self, resolved: Resolved, process: ProcessContext) -> ProcessContext:
         """Return this process among the ranks along the dp axes. Collective: a mesh with other axes is created."""
-        sizes = axis_sizes(resolved.config, resolved.describe, process.world_size, process.num_nodes)
         if resolved.config.fsdp.replicate_per_node and process.num_nodes == 1:
             logger.warning(
                 "%s: all %d ranks are on one node, which has the only replica: they share all shards, as without it",
                 resolved.describe("fsdp.replicate_per_node"),
                 process.world_size,
             )
-        if sizes.num_readers == process.world_size:
-            return process
-        self._axes = init_mesh(process, sizes)
-        flatten_mesh(self._axes["dp_replicate", "dp_shard"], "dp")
-        if sizes.tp > 1:
-            flatten_mesh(self._axes["dp_shard", "tp"], "dp_shard_tp")  # norms are then reduced at once
-        return process.among(self._axes.get_group("dp"))
+        return self._meshes.readers(resolved, process)
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse options that do not fit the model or each other, and optimizers that cannot follow."""
@@ -297,38 +223,38 @@ class FSDP2Strategy(BaseStrategy):
         refuse_copies(model)
         return with_optimizers(FSDP2Unit(root, originals, job.loss_scale), job)
 
-    def _shard_layers(self, job: TrainJob, selection: _Selection, process: ProcessContext) -> None:
+    def _shard_layers(self, job: TrainJob, selection: Selection, process: ProcessContext) -> None:
         """Give each rank its part of layers that are never gathered, and of sequences. Collective for a new mesh."""
-        if (axis := self._axis("tp")) is not None:
+        if (axis := self._meshes.axis("tp")) is not None:
             shard_layers(job.model, selection.plan, axis, selection.unsharded)
             if job.config.parallel.loss_parallel:
                 shard_loss(job.model, axis)
         for where, style in selection.experts.items():
-            shard_layers(job.model.get_submodule(where), {"": style}, self._expert_axes(process, job)["ep"], ())
-        if (axis := self._axis("sp")) is not None and selection.language_model is not None:
+            shard_layers(job.model.get_submodule(where), {"": style}, self._meshes.experts(process, job)["ep"], ())
+        if (axis := self._meshes.axis("sp")) is not None and selection.language_model is not None:
             shard_sequences(selection.language_model, axis)
 
     def _shard(
-        self, job: TrainJob, selection: _Selection, precision: PrecisionPolicy, process: ProcessContext
+        self, job: TrainJob, selection: Selection, precision: PrecisionPolicy, process: ProcessContext
     ) -> FSDPModule:
         """Make units of sharding of the selection and of the model, with their hooks. Collective for a new mesh."""
         model, config, outer = job.model, job.config.fsdp, selection.outer
-        blocks = _units_below_root(model, selection)
+        blocks = units_below_root(model, selection)
         options: dict[str, Any] = {
-            "mesh": self._mesh(process, job),
+            "mesh": self._meshes.shards(process, job),
             "ignored_params": set(selection.unsharded) or None,
             "mp_policy": MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce),
         }
         if config.offload_params:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=process.device.type == "cuda")
         experts = {model.get_submodule(where) for where in selection.experts}
-        expert_options = options | (self._options_of_experts(process, job, precision) if experts else {})
+        own = _options_of_experts(self._meshes.experts(process, job), precision) if experts else {}
         # Before the optimizer is bound: fully_shard replaces every Parameter object, and an optimizer built earlier
         # would keep updating the unsharded tensors without any error.
         for block in reversed(blocks):
             # The head's backward comes right behind its forward.
             reshard = config.reshard_after_forward and block is not outer.head
-            fully_shard(block, reshard_after_forward=reshard, **(expert_options if block in experts else options))
+            fully_shard(block, reshard_after_forward=reshard, **(options | own if block in experts else options))
         setattr(model, USERS_CLASS, type(model))
         root = fully_shard(model, **options)
         keep_scales(model)
@@ -341,103 +267,42 @@ class FSDP2Strategy(BaseStrategy):
         _gather_in_generate(model)
         return root
 
-    def _mesh(self, process: ProcessContext, job: TrainJob) -> DeviceMesh:
-        """Return the mesh of all models of this shape: one optimizer may hold the parameters of several. Collective."""
-        if self._axes is not None and self._axis("tp") is not None:
-            is_hybrid = self._axes["dp_replicate"].size() > 1
-            return self._axes["dp_replicate", "dp_shard"] if is_hybrid else self._axes["dp_shard"]
-        sizes = _sizes_of(job, process)
-        # Ranks of one sequence hold different shards: they see different tokens, as readers see different samples.
-        shape = (sizes.num_shards,) if sizes.dp_replicate == 1 else (sizes.dp_replicate, sizes.num_shards)
-        known = self._meshes.get(shape)
-        return known or self._meshes.setdefault(shape, init_mesh(process, shape))
 
-    def _expert_axes(self, process: ProcessContext, job: TrainJob) -> DeviceMesh:
-        """Return the mesh in which the axis of shards is cut in two: ranks of the same experts, and of others.
+def _options_of_experts(axes: DeviceMesh, precision: PrecisionPolicy) -> dict[str, Any]:
+    """Return the options of units of experts where they differ from others': ranks of other experts have no part.
 
-        Collective when it is new.
-        """
-        sizes, ep_size = _sizes_of(job, process), job.config.parallel.ep_size
-        shape = (sizes.dp_replicate, sizes.dp_shard // ep_size, ep_size)
-        axes = self._meshes.get(shape)
-        if axes is None:
-            axes = unflatten_mesh(self._mesh(process, job), "shard", shape[1:], ("ep_shard", "ep"))
-            axes = self._meshes.setdefault(shape, _wait_as_long(axes))
-        return axes
+    Routing weights stay in their dtype, as they do without a unit of their own.
+    """
 
-    def _options_of_experts(self, process: ProcessContext, job: TrainJob, precision: PrecisionPolicy) -> dict[str, Any]:
-        """Return the options of units of experts where they differ from others': ranks of other experts have no part.
+    def cut(parameter: nn.Parameter) -> Shard:
+        own_number, ranks = local_tensor(parameter).shape[0], axes["ep_shard"].size()
+        return Shard(0 if own_number % ranks == 0 or parameter.shape[1] % ranks else 1)
 
-        Routing weights stay in their dtype, as they do without a unit of their own.
-        """
-        axes = self._expert_axes(process, job)
-
-        def cut(parameter: nn.Parameter) -> Shard:
-            own_number, ranks = local_tensor(parameter).shape[0], axes["ep_shard"].size()
-            return Shard(0 if own_number % ranks == 0 or parameter.shape[1] % ranks else 1)
-
-        policy = MixedPrecisionPolicy(precision.compute, precision.reduce, cast_forward_inputs=False)
-        mesh = axes["replicate", "ep_shard"] if axes.ndim == 3 else axes["ep_shard"]
-        return {"mesh": mesh, "mp_policy": policy, "shard_placement_fn": cut}
+    policy = MixedPrecisionPolicy(precision.compute, precision.reduce, cast_forward_inputs=False)
+    mesh = axes["replicate", "ep_shard"] if axes.ndim == 3 else axes["ep_shard"]
+    return {"mesh": mesh, "mp_policy": policy, "shard_placement_fn": cut}
 
 
-def _check(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> _Selection:
-    selection, parallel = _Selection(), job.config.parallel
+def _check(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> Selection:
+    selection, parallel = Selection(), job.config.parallel
     for optimizer in job.optimizers:
         check_optimizer_can_shard(optimizer, in_parts=max(parallel.tp_size, parallel.ep_size) > 1)
     if not isinstance(job.model, FSDPModule):
-        selection = _select_modules(job, precision, process)
+        selection = select_modules(job, precision, process)
         for optimizer in job.optimizers:
             check_optimizer_is_new(optimizer, {id(p): p for p in job.model.parameters()})
     check_optimizers(job)
     return selection
 
 
-def _select_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> _Selection:
-    """Select the model's units of sharding, and its unsharded modules and parameters. Changes nothing."""
-    model = job.model
-    _require_autocast(precision)
-    if next(model.parameters(), None) is None:
-        return _Selection()
-    layers = find_blocks(model, job.resolved, job.wrap_policy)
-    ignored = find_ignored_modules(model, job.resolved)
-    # fully_shard cuts along rows, and a scalar has none.
-    unsharded = {p for p in model.parameters() if p.ndim == 0}
-    unsharded.update(p for module in ignored for p in module.parameters())
-    _check_combination(job, layers, unsharded)
-    refuse_8bit_shards(model)
-    own_choice = job.wrap_policy is not None or job.config.fsdp.wrap_policy != WrapPolicy.TRANSFORMER
-    outer = OuterUnits() if own_choice else find_outer_units(model, layers, unsharded)
-    if precision.compute is None:  # else they are upcast
-        _check_trained_dtypes(model, _units_below_root(model, _Selection(layers, outer)), unsharded)
-    return _with_plans(_Selection(layers, outer, ignored, frozenset(unsharded)), job, process)
-
-
-def _with_plans(selection: _Selection, job: TrainJob, process: ProcessContext) -> _Selection:
-    """Return the selection with the layers that are never gathered, by the model's own plans. Changes nothing."""
-    model, ignored, parallel = job.model, selection.ignored, job.config.parallel
-    sizes, describe = _sizes_of(job, process), job.resolved.describe
-    if sizes.tp > 1:
-        selection = selection._replace(plan=plan_layers(model, sizes.tp, ignored, describe("parallel.tp_size")))
-    if parallel.loss_parallel:
-        check_loss(model, selection.plan, describe("parallel.loss_parallel"))
-    if parallel.ep_size > 1:
-        experts = plan_experts(model, parallel.ep_size, ignored, describe("parallel.ep_size"))
-        selection = selection._replace(experts=experts)
-    if sizes.sp > 1:
-        language_model = find_language_model(model, sizes.sp, describe("parallel.sp_size"))
-        selection = selection._replace(language_model=language_model)
-    return selection
-
-
 def _apply_float8(
-    job: TrainJob, selection: _Selection, precision: PrecisionPolicy, process: ProcessContext
-) -> _Selection:
+    job: TrainJob, selection: Selection, precision: PrecisionPolicy, process: ProcessContext
+) -> Selection:
     """Let linear layers compute in fp8, and return the selection with those that took the place of others."""
     if precision.float8 is None:
         return selection
     apply_float8(job.model, precision, shards=True)
-    return _select_modules(job, precision, process)
+    return select_modules(job, precision, process)
 
 
 def _warn_of_unused_options(job: TrainJob, precision: PrecisionPolicy) -> None:
@@ -466,223 +331,13 @@ def _set_prefetch(model: nn.Module, blocks: Sequence[nn.Module], config: FSDPCon
             unit.set_modules_to_backward_prefetch([unit])  # type: ignore[operator]
 
 
-def _prepare_unsharded(selection: _Selection, precision: PrecisionPolicy, device: torch.device) -> None:
+def _prepare_unsharded(selection: Selection, precision: PrecisionPolicy, device: torch.device) -> None:
     """Move unsharded tensors and set their compute dtype, as fully_shard does for the sharded ones."""
     for module in selection.ignored:
         move_unsharded([*module.parameters(), *module.buffers()], device)
         # Its weights stay in fp32 and are handed activations of 16 bits, which it returns as such.
         apply_autocast(module, replace(precision, output=None))
     move_unsharded(selection.unsharded, device)
-
-
-def _check_combination(job: TrainJob, layers: Sequence[nn.Module], unsharded: Set[nn.Parameter]) -> None:
-    """Refuse options that exclude each other, before anything is changed."""
-    config, name = job.config.fsdp, type(job.model).__name__
-    if config.activation_checkpointing and not layers:
-        raise ConfigError(
-            f"{job.resolved.describe('fsdp.activation_checkpointing')}: no module of {name} is a unit of its own whose "
-            "activations could be computed again; name its block classes in fsdp.wrap_classes"
-        )
-    if unsharded and job.loss_scale is not None:
-        raise ConfigError(
-            f"{job.resolved.describe('fsdp.ignored_modules')}: {len(unsharded)} parameter(s) of {name} stay whole, "
-            "ignored ones or scalars, and torch's GradScaler cannot unscale sharded and whole gradients together; use "
-            "bf16"
-        )
-
-
-def _check_trained_dtypes(model: nn.Module, blocks: Sequence[nn.Module], unsharded: Set[nn.Parameter]) -> None:
-    """Refuse trained parameters of several dtypes in one unit, whose gradients FSDP2 reduces together.
-
-    Frozen ones may have others: a base model in bf16, or quantised, under adapters in fp32.
-    """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    taken: set[int] = set()
-    for unit in (*reversed(blocks), model):  # deepest first
-        own = [p for p in unit.parameters() if id(p) not in taken and p not in unsharded]
-        taken.update(map(id, own))
-        first: dict[torch.dtype, str] = {}
-        for parameter in own:
-            if parameter.requires_grad:
-                first.setdefault(parameter.dtype, names[id(parameter)])
-        if len(first) > 1:
-            found = " and ".join(f"{name!r} in {dtype}" for dtype, name in first.items())
-            raise ConfigError(
-                f"{type(model).__name__} trains {found}, and FSDP2 reduces the gradients of the {type(unit).__name__} "
-                "that both are in together, in one dtype; give all that is trained one dtype "
-                "(parameter.data = parameter.data.float()), or use mixed_precision='bf16', which keeps it in fp32"
-            )
-
-
-# --- mesh -------------------------------------------------------------------------------------------------------------
-
-
-def _sizes_of(job: TrainJob, process: ProcessContext) -> AxisSizes:
-    return axis_sizes(job.config, job.resolved.describe, process.world_size, process.num_nodes)
-
-
-def init_mesh(process: ProcessContext, shape: tuple[int, ...]) -> DeviceMesh:
-    """Create a mesh of one, two or all axes, whose collectives wait as long as the job's own.
-
-    Collective: every rank calls it with the same shape.
-    """
-    names = {1: ("shard",), 2: ("replicate", "shard"), 4: ("dp_replicate", "dp_shard", "sp", "tp")}[len(shape)]
-    return _wait_as_long(init_device_mesh(process.device.type, shape, mesh_dim_names=names))
-
-
-def _wait_as_long(mesh: DeviceMesh) -> DeviceMesh:
-    """Give the groups of a new mesh the timeout of the job's own, and return it."""
-    for axis in mesh.mesh_dim_names or ():
-        group = mesh.get_group(axis)
-        # new_group() inside init_device_mesh falls back to the backend's default of 10 or 30 minutes. An axis over all
-        # ranks is the job's own group, which has its timeout.
-        if group is not dist.group.WORLD:
-            set_group_timeout(group, group_timeout().total_seconds())
-    return mesh
-
-
-# --- blocks -----------------------------------------------------------------------------------------------------------
-
-
-def _blocks_by_class(model: nn.Module, class_names: Iterable[str], origin: str) -> list[nn.Module]:
-    """Return the submodules of the named classes."""
-    present = {type(module).__name__ for module in model.modules()}
-    for name in class_names:
-        if name not in present:
-            leaves_last = sorted(present - {type(m).__name__ for m in model.modules() if not any(m.children())})
-            raise ConfigError(
-                f"{origin}: no module of class {name!r} in {type(model).__name__}{did_you_mean(name, present) or '.'} "
-                f"Its module classes: {', '.join(leaves_last)}"
-            )
-    wanted = set(class_names)
-    return [module for module in model.modules() if type(module).__name__ in wanted]
-
-
-def _declared_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the submodules of the classes in the `_no_split_modules` of the model and its submodules."""
-    declared = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    return [module for module in model.modules() if type(module).__name__ in declared]
-
-
-def _blocks_by_function(model: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
-    """Return the submodules for which `policy(module)` is true.
-
-    The policies of `torch.distributed.fsdp.wrap` are called as FSDP1 calls them, deepest modules first: whether to go
-    into a module, and whether to make a unit of its parameters that are in no unit yet.
-    """
-    if "recurse" not in inspect.signature(policy).parameters:
-        return [module for module in model.modules() if policy(module)]
-    chosen: list[nn.Module] = []
-    taken: set[int] = set()
-
-    def num_left(module: nn.Module) -> int:
-        return sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in taken)
-
-    def visit(module: nn.Module) -> None:
-        if policy(module=module, recurse=True, nonwrapped_numel=num_left(module)):
-            for child in module.children():
-                visit(child)
-            if module is not model and policy(module=module, recurse=False, nonwrapped_numel=num_left(module)):
-                chosen.append(module)
-                taken.update(map(id, module.parameters()))
-
-    visit(model)
-    return chosen
-
-
-def find_blocks(model: nn.Module, resolved: Resolved, policy: WrapPolicyFunction | None) -> list[nn.Module]:
-    """Return the submodules to shard as units of their own, in the order of `model.modules()`, without the root.
-
-    A callable wins; then the configuration: class names, else the model's own `_no_split_modules`; by size; or none.
-
-    Raises:
-        ConfigError: a class name of the configuration matches nothing.
-    """
-    config = resolved.config.fsdp
-    if policy is not None:
-        chosen = _blocks_by_function(model, policy)
-    elif config.wrap_policy == WrapPolicy.NONE:
-        chosen = []
-    elif config.wrap_policy == WrapPolicy.SIZE:
-        # Enough parameters that are in no deeper unit; every module is gone into.
-        chosen = _blocks_by_function(
-            model, lambda module, recurse, nonwrapped_numel: recurse or nonwrapped_numel >= config.min_num_params
-        )
-    elif config.wrap_classes:
-        chosen = _blocks_by_class(model, config.wrap_classes, resolved.describe("fsdp.wrap_classes"))
-    else:
-        chosen = _declared_blocks(model)
-    picked = {id(module) for module in chosen}
-    # ModuleList and ModuleDict have no forward, so a unit made of one would never gather its parameters.
-    return [
-        module
-        for module in model.modules()
-        if id(module) in picked and module is not model and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-    ]
-
-
-def drop_tied_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Leave out blocks that share a parameter with a module outside: both users must be gathered by one unit."""
-    users: dict[int, set[int]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            users.setdefault(id(parameter), set()).add(id(module))
-    kept = []
-    for block in blocks:
-        inside = {id(module) for module in block.modules()}
-        if all(users[id(parameter)] <= inside for parameter in block.parameters()):
-            kept.append(block)
-        else:
-            logger.info(
-                "%s shares a parameter with another module and is sharded with its parent", type(block).__name__
-            )
-    return kept
-
-
-def find_outer_units(model: nn.Module, layers: Sequence[nn.Module], unsharded: Set[nn.Parameter]) -> OuterUnits:
-    """Return the embedding and the head of a language model that save memory as units of their own; often none.
-
-    In the root's unit they are gathered from the first to the last moment of a step, and so are their gradients. They
-    stay there where they are tied, small, in a layer, or of a kind that need not be called to be used.
-    """
-    try:
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    except (AttributeError, NotImplementedError):  # no model of transformers, or one without tokens
-        return OuterUnits()
-    if head is None and not type(model).__module__.startswith("transformers."):
-        embedding = None  # a model of somebody else may multiply by its weight
-    inner = {id(module) for layer in layers for module in layer.modules()}
-    large = [*filter(_is_large_embedding, [embedding]), *filter(_is_large_head, [head])]
-    found = drop_tied_blocks(model, [m for m in large if id(m) not in inner and m.weight not in unsharded])
-    body = _body(model, head, layers) if head in found else None
-    return OuterUnits(embedding if embedding in found else None, head if body else None, body)
-
-
-def _is_large_embedding(module: Any) -> bool:
-    is_plain = type(module) is nn.Embedding and module.max_norm is None  # which changes the weight in a forward
-    return is_plain and module.weight.numel() >= _MIN_OUTER_NUMEL
-
-
-def _is_large_head(module: Any) -> bool:
-    # With a bias torch returns a view, on which FSDP2's hooks are lost by an operation in place.
-    is_plain = type(module) is nn.Linear and module.bias is None
-    return is_plain and module.weight.numel() >= _MIN_OUTER_NUMEL
-
-
-def _body(model: nn.Module, head: nn.Module, layers: Sequence[nn.Module]) -> nn.Module | None:
-    """Return the largest module that holds the last layer and not the head."""
-    for module in model.modules():
-        inside = set(module.modules())
-        if head not in inside and not inside.isdisjoint(layers[-1:]):
-            return module
-    return None
-
-
-def _units_below_root(model: nn.Module, selection: _Selection) -> list[nn.Module]:
-    """Return all units but the root, in the order of `model.modules()`."""
-    outer, experts = selection.outer, [model.get_submodule(where) for where in selection.experts]
-    chosen = {id(m) for m in (*drop_tied_blocks(model, selection.layers), outer.embedding, outer.head, *experts)}
-    return [module for module in model.modules() if id(module) in chosen]
 
 
 def _gather_outer_units(model: nn.Module, outer: OuterUnits) -> None:
@@ -695,29 +350,6 @@ def _gather_outer_units(model: nn.Module, outer: OuterUnits) -> None:
         # by the norm; torch 2.11 gathers one no second time that was left before its last module.
         outer.body.register_forward_hook(lambda module, args, output: head.unshard())
         model.register_forward_hook(lambda module, args, output: _reshard_after_inference(head, args, output))
-
-
-def warn_of_one_unit(model: nn.Module, blocks: Sequence[nn.Module], resolved: Resolved) -> None:
-    """Warn that the model is one unit, where the configuration left the choice of blocks to the model."""
-    config = resolved.config.fsdp
-    if not blocks and config.wrap_policy == WrapPolicy.TRANSFORMER and not config.wrap_classes:
-        logger.warning(
-            "%s declares no _no_split_modules and fsdp.wrap_classes is empty: the whole model is one unit of "
-            "sharding. Name its block classes in fsdp.wrap_classes to gather less memory at once",
-            type(model).__name__,
-        )
-
-
-def find_ignored_modules(model: nn.Module, resolved: Resolved) -> list[nn.Module]:
-    """Return the submodules whose full names match `fsdp.ignored_modules`; refuse an expression that matches none."""
-    found = []
-    for pattern in resolved.config.fsdp.ignored_modules:
-        origin = resolved.describe("fsdp.ignored_modules")
-        matches = [module for name, module in model.named_modules() if name and re.fullmatch(pattern, name)]
-        if not matches:
-            raise ConfigError(f"{origin}: {pattern!r} matches the name of no submodule of {type(model).__name__}")
-        found.extend(matches)
-    return found
 
 
 # --- activation checkpointing ----------------------------------------------------------------------------------------

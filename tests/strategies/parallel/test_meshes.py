@@ -15,7 +15,7 @@ from accel_trainer.config.parallel import axis_sizes
 from accel_trainer.config.schema import get_value
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext, init_process
-from accel_trainer.strategies.fsdp2.strategy import init_mesh
+from accel_trainer.strategies.parallel.meshes import init_mesh
 
 
 @pytest.fixture
@@ -64,10 +64,10 @@ def test_sizes_that_do_not_make_the_job_are_refused(world_size: int, options: di
         sizes_of(world_size, **options)
 
 
-def test_one_axis_holds_every_rank(job_of_64: ProcessContext):
+def test_one_axis_over_every_rank_is_the_jobs_own_group(job_of_64: ProcessContext):
     mesh = init_mesh(job_of_64, (64,))
     assert mesh.mesh_dim_names == ("shard",)
-    assert dist.get_process_group_ranks(mesh.get_group("shard")) == list(range(64))
+    assert mesh.get_group("shard") is dist.group.WORLD
 
 
 def test_shards_of_a_replica_are_neighbours(job_of_64: ProcessContext):
@@ -81,7 +81,3 @@ def test_shards_of_a_replica_are_neighbours(job_of_64: ProcessContext):
 def test_a_group_that_the_user_made_is_used(job_of_64: ProcessContext):
     process = init_process({}, use_cpu=True)
     assert (process.rank, process.world_size, process.backend) == (21, 64, "fake")
-
-
-def test_a_meshs_group_of_the_whole_job_is_the_jobs_own(job_of_64: ProcessContext):
-    assert init_mesh(job_of_64, (64,)).get_group("shard") is dist.group.WORLD

@@ -22,8 +22,9 @@ from accel_trainer.config import resolve
 from accel_trainer.precision import build_precision
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import TrainJob
-from accel_trainer.strategies.fsdp2 import strategy
-from accel_trainer.strategies.fsdp2.strategy import FSDP2Strategy, find_blocks, find_outer_units
+from accel_trainer.strategies.fsdp2 import wrapping
+from accel_trainer.strategies.fsdp2.strategy import FSDP2Strategy
+from accel_trainer.strategies.fsdp2.wrapping import find_blocks, find_outer_units
 from tests.ranks import preload
 from tests.scenarios import Outcome, Scenarios
 
@@ -157,7 +158,7 @@ def test_layers_run_without_the_embedding_and_the_head(job_of_4: ProcessContext,
         "head": {2 * around},
     }
 
-    monkeypatch.setattr(strategy, "_MIN_OUTER_NUMEL", OUTER)
+    monkeypatch.setattr(wrapping, "_MIN_OUTER_NUMEL", OUTER)
     seen, gathered = measure(build_llama(), job_of_4)
     forward = [("allgather", NORM), ("allgather", OUTER), *layers, ("allgather", OUTER)]
     assert seen[:5] == forward
@@ -177,7 +178,7 @@ SCENARIOS = Scenarios()
 
 
 def run_all() -> dict[str, Outcome]:
-    strategy._MIN_OUTER_NUMEL = OUTER
+    wrapping._MIN_OUTER_NUMEL = OUTER
     return SCENARIOS.run()
 
 
@@ -237,7 +238,7 @@ def trained() -> dict[str, tuple[list[float], bool]]:
     ):
         parts = build(model, **options)
         seen[name] = (train(parts), is_sharded(parts[1]))
-    with mock.patch.object(strategy, "_MIN_OUTER_NUMEL", OUTER + 1):
+    with mock.patch.object(wrapping, "_MIN_OUTER_NUMEL", OUTER + 1):
         seen["bf16 in one unit"] = (train(build(build_llama(), mixed_precision="bf16")), True)
     return seen
 

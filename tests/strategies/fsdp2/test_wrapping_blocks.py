@@ -18,12 +18,8 @@ from torch.distributed.fsdp.wrap import (
 
 from accel_trainer.config import CompileConfig, Resolved, resolve
 from accel_trainer.errors import ConfigError
-from accel_trainer.strategies.fsdp2.strategy import (
-    choose_regions,
-    find_blocks,
-    find_ignored_modules,
-    warn_of_one_unit,
-)
+from accel_trainer.strategies.fsdp2.strategy import choose_regions
+from accel_trainer.strategies.fsdp2.wrapping import find_blocks, find_ignored_modules, warn_of_one_unit
 
 
 def configured(**fsdp: Any) -> Resolved:

@@ -1,0 +1,91 @@
+"""Meshes of a job's ranks: the axes along which they hold replicas and shards, and compute a batch together."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from accel_trainer.config import Resolved
+from accel_trainer.config.parallel import AxisSizes, axis_sizes
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.torch_private import flatten_mesh, group_timeout, set_group_timeout, unflatten_mesh
+from accel_trainer.strategies.api import TrainJob
+
+__all__ = ["Meshes", "init_mesh", "sizes_of"]
+
+
+class Meshes:
+    """The meshes of a job's models, each created once: one optimizer may hold the parameters of several models."""
+
+    def __init__(self) -> None:
+        # Weak: models keep their mesh, and groups have to close with the last of them.
+        self._by_shape: weakref.WeakValueDictionary[tuple[int, ...], DeviceMesh] = weakref.WeakValueDictionary()
+        self._axes: DeviceMesh | None = None
+        """All axes, where some ranks read the same data: those that do not meet in `readers`."""
+
+    def readers(self, resolved: Resolved, process: ProcessContext) -> ProcessContext:
+        """Return this process among the ranks along the dp axes. Collective: a mesh with other axes is created."""
+        sizes = axis_sizes(resolved.config, resolved.describe, process.world_size, process.num_nodes)
+        if sizes.num_readers == process.world_size:
+            return process
+        self._axes = init_mesh(process, sizes)
+        flatten_mesh(self._axes["dp_replicate", "dp_shard"], "dp")
+        if sizes.tp > 1:
+            flatten_mesh(self._axes["dp_shard", "tp"], "dp_shard_tp")  # norms are then reduced at once
+        return process.among(self._axes.get_group("dp"))
+
+    def axis(self, name: str) -> DeviceMesh | None:
+        """Return an axis along which ranks compute a batch together; None where it has one rank."""
+        axis = None if self._axes is None else self._axes[name]
+        return axis if axis is not None and axis.size() > 1 else None
+
+    def shards(self, process: ProcessContext, job: TrainJob) -> DeviceMesh:
+        """Return the axes of replicas, if there are several, and of shards. Collective for a new mesh."""
+        if self._axes is not None and self.axis("tp") is not None:
+            is_hybrid = self._axes["dp_replicate"].size() > 1
+            return self._axes["dp_replicate", "dp_shard"] if is_hybrid else self._axes["dp_shard"]
+        sizes = sizes_of(job, process)
+        # Ranks of one sequence hold different shards: they see different tokens, as readers see different samples.
+        shape = (sizes.num_shards,) if sizes.dp_replicate == 1 else (sizes.dp_replicate, sizes.num_shards)
+        known = self._by_shape.get(shape)
+        return known or self._by_shape.setdefault(shape, init_mesh(process, shape))
+
+    def experts(self, process: ProcessContext, job: TrainJob) -> DeviceMesh:
+        """Return the mesh in which the axis of shards is cut in two: ranks of the same experts, and of others.
+
+        Collective when it is new.
+        """
+        sizes, ep_size = sizes_of(job, process), job.config.parallel.ep_size
+        shape = (sizes.dp_replicate, sizes.dp_shard // ep_size, ep_size)
+        axes = self._by_shape.get(shape)
+        if axes is None:
+            axes = unflatten_mesh(self.shards(process, job), "shard", shape[1:], ("ep_shard", "ep"))
+            axes = self._by_shape.setdefault(shape, _wait_as_long(axes))
+        return axes
+
+
+def sizes_of(job: TrainJob, process: ProcessContext) -> AxisSizes:
+    """Return the size of each axis of the job's mesh."""
+    return axis_sizes(job.config, job.resolved.describe, process.world_size, process.num_nodes)
+
+
+def init_mesh(process: ProcessContext, shape: tuple[int, ...]) -> DeviceMesh:
+    """Create a mesh of one, two or all axes, whose collectives wait as long as the job's own.
+
+    Collective: every rank calls it with the same shape.
+    """
+    names = {1: ("shard",), 2: ("replicate", "shard"), 4: ("dp_replicate", "dp_shard", "sp", "tp")}[len(shape)]
+    return _wait_as_long(init_device_mesh(process.device.type, shape, mesh_dim_names=names))
+
+
+def _wait_as_long(mesh: DeviceMesh) -> DeviceMesh:
+    """Give the groups of a new mesh the timeout of the job's own, and return it."""
+    for axis in mesh.mesh_dim_names or ():
+        group = mesh.get_group(axis)
+        # new_group() inside init_device_mesh falls back to the backend's default of 10 or 30 minutes. An axis over all
+        # ranks is the job's own group, which has its timeout.
+        if group is not dist.group.WORLD:
+            set_group_timeout(group, group_timeout().total_seconds())
+    return mesh
