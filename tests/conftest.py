@@ -136,21 +136,39 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if "torch" in sys.modules:
         # As in the ranks. Threads gain nothing with such small tensors, and wait for each other on a busy machine.
         sys.modules["torch"].set_num_threads(1)
-    _compile_collectives(session)
-
-
-def _compile_collectives(session: pytest.Session) -> None:
-    """Have DeepSpeed compile its collectives for the CPU: up to minutes, which no test should have to wait for."""
     needed = any("deepspeed" in item.nodeid or "zero" in item.nodeid for item in session.items)
     if needed and not session.config.option.collectonly and importlib.util.find_spec("deepspeed") is not None:
-        for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR", "/nowhere")).glob("*/lock"):
-            if time.time() - lock.stat().st_mtime > 900:  # of a build that was killed; torch would wait for it for ever
-                lock.unlink()
-        script = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as Builder; Builder().load()"
-        command = [sys.executable, "-c", script]
-        built = subprocess.run(command, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, timeout=900)
-        if built.returncode:
-            pytest.exit(f"DeepSpeed's collectives cannot be compiled: {built.stderr.decode()[-2000:]}", returncode=1)
+        compile_collectives()
+
+
+_COMPILE = """
+from accel_trainer.integrations.deepspeed import extension_locks
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+# A lock that no process here holds is that of one that was killed: tests share the folder with no other machine.
+extension_locks._PATIENCE_SECONDS, extension_locks._ABANDONED_SECONDS = 2.0, 0.0
+with extension_locks.watch_locks():
+    ShareMemCommBuilder().load()
+"""
+
+
+def compile_collectives() -> None:
+    """Have DeepSpeed compile its collectives for the CPU: up to minutes, which no test should have to wait for.
+
+    Whose lock that waits for is said at once; pytest ends where nobody holds it, or where they cannot be compiled.
+    """
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-c", _COMPILE]
+    said = []
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stderr or ():
+            said.append(line)
+            if "waits for the lock" in line:
+                print(line, end="", file=sys.stderr, flush=True)
+    if process.returncode:
+        pytest.exit(f"DeepSpeed's collectives cannot be compiled: {''.join(said)[-2000:]}", returncode=1)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
+from tests.conftest import compile_collectives
 from tests.ranks import RankFailure, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -229,3 +231,16 @@ def test_a_test_that_leaks_fails_and_the_others_do_not(tmp_path: Path) -> None:
         assert "the test left behind: " in section
         assert leak in section
         assert ";" not in section, f"more than one leak was blamed on one test: {section}"
+
+
+def test_a_lock_of_a_killed_compiler_ends_the_run_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    message = (
+        f"waits for the lock {re.escape(str(lock))}.* no process on .* delete the folder {re.escape(str(lock.parent))}"
+    )
+    with pytest.raises(pytest.exit.Exception, match=message):
+        compile_collectives()
