@@ -16,7 +16,6 @@ from typing import Any
 
 from accel_trainer.config import schema
 from accel_trainer.config.files import ALIASES
-from accel_trainer.config.readers.yaml_reader import dump_yaml
 from accel_trainer.config.schema import LOW_ENDS, FieldSpec, RunConfig, field_specs, section_names, thaw
 
 __all__ = ["SCHEMA_FILE", "commented_yaml", "documentation", "json_schema"]
@@ -100,6 +99,8 @@ def commented_yaml(content: Mapping[str, Any], comments: Mapping[str, str] | Non
     Args:
         comments: on keys that the schema does not have, by dotted path.
     """
+    from accel_trainer.config.readers.yaml_reader import dump_yaml  # a launch asks this module for texts alone
+
     head = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"
     texts = {**documentation(), **(comments or {})}
     return head + "".join(f"{line}\n" for line in _commented(dump_yaml(content).splitlines(), texts))

@@ -62,6 +62,8 @@ _WITHOUT_GROUP = ("auto", "single")
 MIN_PROCESSES = {"ddp": 1, "fsdp2": 2}
 """The fewest of strategies that check no configuration themselves: to ask them costs an import of torch, too."""
 _CHECKS = "accel_trainer.launch.self_check"
+_RANK_START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rank_start")
+"""First on the path of a rank that is Python: ctrl-C then prints no traceback of a script that still imports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +200,8 @@ def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] =
     num_local = num_processes // launch.num_machines if hosts is None else hosts.num_local_processes
     interface = _interface(launch, hosts) if needs_group else None
     environment = worker_environment(environ, resolved, launch_text, num_local, interface)
+    if command[0] == sys.executable and hosts is None:  # a runner of DeepSpeed's is Python, too
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (_RANK_START, environ.get("PYTHONPATH"))))
     if is_rank:
         environment |= {name: environ[name] for name in _RANK_VARIABLES if name in environ}
     return Job(resolved, command, environment, num_local, needs_group, hosts, outer)

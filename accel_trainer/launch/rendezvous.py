@@ -26,8 +26,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accel_trainer.config import LaunchConfig
 from accel_trainer.errors import ConfigError, ProcessGroupError
-from accel_trainer.runtime.launchers import DEFAULT_PORT
-from accel_trainer.runtime.process import bracket_ipv6
+from accel_trainer.runtime.launchers import DEFAULT_PORT, bracket_ipv6
 
 __all__ = ["BoundRendezvous", "Launchers", "MachineFailure", "build_rendezvous", "hosts_store", "parse_settings"]
 

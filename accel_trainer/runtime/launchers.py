@@ -12,6 +12,7 @@ from accel_trainer.errors import ProcessGroupError
 __all__ = [
     "DEFAULT_PORT",
     "LaunchInfo",
+    "bracket_ipv6",
     "find_launch_info",
     "first_slurm_host",
     "get_free_port",
@@ -36,6 +37,11 @@ class LaunchInfo:
     main_port: int | None
     has_own_device: bool = False
     """Whether the launcher shows each task its own accelerator, as device 0."""
+
+
+def bracket_ipv6(address: str) -> str:
+    """Return an address as it stands before a port: one of IPv6 in brackets."""
+    return f"[{address}]" if ":" in address else address
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

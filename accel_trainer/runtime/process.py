@@ -27,14 +27,13 @@ from accel_trainer.config import HangConfig
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.fault_injection import install_faults
-from accel_trainer.runtime.launchers import DEFAULT_PORT, LaunchInfo, find_launch_info
+from accel_trainer.runtime.launchers import DEFAULT_PORT, LaunchInfo, bracket_ipv6, find_launch_info
 from accel_trainer.runtime.rank_watch import start_watch, stop_watch
 from accel_trainer.runtime.torch_private import default_group, forget_default_groups, set_group_timeout
 from accel_trainer.runtime.uncaught import Hook, add_hook
 
 __all__ = [
     "ProcessContext",
-    "bracket_ipv6",
     "current_process",
     "destroy_process_group",
     "find_attempt",
@@ -167,11 +166,6 @@ def _select_backend(device: torch.device) -> str:
 def _backends(config: str | None = None) -> Mapping[str, str]:
     """Return the backend of each kind of device, of the group that this process has joined unless `config` is given."""
     return dist.BackendConfig(dist.Backend(config or dist.get_backend_config())).get_device_backend_map()
-
-
-def bracket_ipv6(address: str) -> str:
-    """Return an address as it stands before a port: one of IPv6 in brackets."""
-    return f"[{address}]" if ":" in address else address
 
 
 def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, timeout_seconds: float) -> None:

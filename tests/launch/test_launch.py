@@ -361,14 +361,59 @@ time.sleep(60)
 """
 
 
-def test_ctrl_c_ends_a_job_with_130_and_without_tracebacks(tmp_path: Path, background: Background) -> None:
-    background.start(*TWO, write(tmp_path, INTERRUPTED))
+# Rank 0 is in an import that turns ctrl-C into an error of its own, as extensions do; rank 1 waits for it itself.
+IMPORTING = """
+import os, pathlib, time
+folder = pathlib.Path(__file__).parent
+if os.environ.get("RANK", "0") == "0":
+    import slow_module
+(folder / "ready1").touch()
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    (folder / "interrupted").touch()
+    raise
+"""
+SLOW_MODULE = """
+import os, pathlib, time
+folder = pathlib.Path(__file__).parent
+(folder / "path.txt").write_text(os.environ["PYTHONPATH"])
+(folder / "ready0").touch()
+try:
+    time.sleep(60)
+except BaseException as error:
+    raise ImportError("initialization failed") from error
+"""
+
+
+@pytest.mark.parametrize("script", [INTERRUPTED, IMPORTING])
+def test_ctrl_c_ends_a_job_with_130_and_without_tracebacks(tmp_path: Path, background: Background, script: str) -> None:
+    write(tmp_path, SLOW_MODULE, "slow_module.py")
+    background.start(*TWO, write(tmp_path, script))
     wait_for(*ready(tmp_path))
     background.send_signal(signal.SIGINT)
     code, output = background.wait()
     assert code == 130
     [line] = output.splitlines()
     assert line.startswith("accel-trainer launch: SIGINT passed on to the workers, which have 120 s to end")
+    assert (tmp_path / "interrupted").exists() == (script is IMPORTING)
+
+
+def test_ctrl_c_ends_one_process_that_imports_without_a_traceback(tmp_path: Path) -> None:
+    write(tmp_path, SLOW_MODULE, "slow_module.py")
+    write(tmp_path, "print('of the environment')", "sitecustomize.py")
+    path = f"{tmp_path}:{ROOT}"
+    words = [sys.executable, "-m", "accel_trainer", "launch", "--cpu", "-m", "script"]
+    write(tmp_path, IMPORTING)
+    environ = {**os.environ, "HF_HOME": str(tmp_path), "PYTHONPATH": path}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(words, cwd=tmp_path, env=environ, start_new_session=True, **pipes) as process:
+        wait_for(tmp_path / "ready0")
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGINT  # a shell says 130
+    assert output.splitlines() == ["of the environment"] * 2  # to the launcher, and to the script
+    assert (tmp_path / "path.txt").read_text() == path
 
 
 def test_a_second_signal_ends_workers_that_do_not_listen(tmp_path: Path, background: Background) -> None:
