@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from accel_trainer.errors import ConfigError, IncompatibleCheckpointError, ProcessGroupError
-from accel_trainer.strategies.parallel.tensor_parallel import plan_experts, plan_layers
+from accel_trainer.errors import IncompatibleCheckpointError, ProcessGroupError
 from accel_trainer.utils import load_fsdp_model, save_fsdp_model
 from tests.ecosystem.peft_models import RANKS, STRATEGIES, adapt, batch_loss, build_accelerator
 from tests.ranks import preload, run_ranks
@@ -171,10 +170,3 @@ def test_trained_parameters_alone_are_saved_by_the_functions_for_fsdp(tmp_path: 
     assert names
     assert all(".lora_" in name for name in names)
     assert is_equal
-
-
-@pytest.mark.parametrize(("plan", "option"), [(plan_layers, "tp_size"), (plan_experts, "ep_size")])
-@pytest.mark.parametrize("method", ["lora", "prompt"])
-def test_adapters_are_refused_where_layers_are_split_by_a_plan(plan: Any, option: str, method: str):
-    with pytest.raises(ConfigError, match=f"the model has adapters of PEFT .*set {option} to 1 .*merge_and_unload"):
-        plan(adapt(build_model(), method), 2, (), f"{option}=2")

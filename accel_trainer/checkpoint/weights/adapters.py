@@ -133,14 +133,16 @@ def unsharded_prompts(model: nn.Module, values: Mapping[str, Tensor]) -> Iterato
 
 
 def _without_hooks(module: nn.Module, prefix: str, values: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy on the CPU with other values; parameters that have none are not initialised."""
+    """Return a copy on the CPU with other values and its classes' forwards; what has no value is not initialised."""
     memo: dict[int, Any] = {}
     for name, parameter in module.named_parameters(prefix):
         shape = getattr(parameter, "ds_shape", parameter.shape)  # of a parameter that DeepSpeed has partitioned
         value = values.get(name, torch.empty(tuple(shape), dtype=parameter.dtype))
         memo[id(parameter)] = nn.Parameter(value, requires_grad=False)
+    memo |= {id(vars(each)["forward"]): None for each in module.modules() if "forward" in vars(each)}
     copied = copy.deepcopy(module, memo)
     for each in copied.modules():
+        vars(each).pop("forward", None)
         clear_forward_hooks(each)
     return copied
 

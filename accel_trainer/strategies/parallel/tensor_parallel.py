@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from accel_trainer.checkpoint.weights.adapters import is_peft_model
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.torch_private import own_parameters
 
@@ -60,6 +61,7 @@ _STYLES = {
 _EXPERTS = _Style(0, "exchange")
 """Of expert parallelism: tokens go to their experts, and come back."""
 _EXPERT_STYLES = ("ep_dispatch_experts", "moe_tp_experts")
+_CONTAINERS = (nn.ParameterDict, nn.ParameterList)
 _PER_HEAD = ("k_proj", "qkv_proj", "query_key_value")
 _EXPERT_EXAMPLE = "model._ep_plan = {'layers.*.experts': 'ep_dispatch_experts'}"
 _EXAMPLE = "model._tp_plan = {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
@@ -79,30 +81,19 @@ def plan_layers(model: nn.Module, size: int, ignored: Collection[nn.Module], ori
     Raises:
         ConfigError: there is no plan, or the model cannot be sharded by it over so many ranks.
     """
-    name = type(model).__name__
     modules = dict(model.named_modules())
-    _refuse_adapters(modules, "tp_size", origin)
-    plan = {where: _STYLES[style] for where, style in _declared_styles(model, origin).items()}
+    _check_adapters(modules, origin)
+    prefix, inner = _planned(model)
+    declared = {prefix + where: _STYLES[style] for where, style in _declared_styles(inner, origin).items()}
+    plan = {where: style for name, own in declared.items() for where, style in _spread(name, modules[name], own)}
     _follow_tied(modules, plan)
     left_out = {id(inner) for module in ignored for inner in module.modules()}
     for where, style in plan.items():
         _check_module(where, modules[where], style, size, id(modules[where]) in left_out, origin)
-    _check_neighbours(name, modules, plan, origin)
-    if any(where.rpartition(".")[2] in _PER_HEAD and style.gives == "shard" for where, style in plan.items()):
-        _check_heads(model, size, origin)
+    _check_neighbours(type(inner).__name__, modules, declared, plan, origin)
+    if any(where.rpartition(".")[2] in _PER_HEAD and style.gives == "shard" for where, style in declared.items()):
+        _check_heads(inner, size, origin)
     return plan
-
-
-def _refuse_adapters(modules: Mapping[str, nn.Module], option: str, origin: str) -> None:
-    """Refuse a model with layers of PEFT in it: a plan names the layers that they have taken the place of."""
-    found = [(where, module) for where, module in modules.items() if type(module).__module__.startswith("peft.")]
-    if found:
-        where, module = found[-1]
-        raise ConfigError(
-            f"{origin}: the model has adapters of PEFT ({where or 'all of it'} is of {type(module).__name__}), and its "
-            f"plan is for the layers without them; set {option} to 1 and shard with dp_shard_size, or merge the "
-            "adapters into the model first (merge_and_unload())"
-        )
 
 
 def _declared_styles(model: nn.Module, origin: str) -> dict[str, str]:
@@ -146,16 +137,18 @@ def plan_experts(model: nn.Module, size: int, ignored: Collection[nn.Module], or
     Raises:
         ConfigError: there is no plan, or the experts cannot be distributed over so many ranks.
     """
-    declared: dict[str, str] = dict(getattr(model, "_ep_plan", None) or {})
-    modules = dict(model.named_modules())
-    plan = {where: _EXPERTS for where, style in _match(declared, modules).items() if style in _EXPERT_STYLES}
+    prefix, inner = _planned(model)
+    declared: dict[str, str] = dict(getattr(inner, "_ep_plan", None) or {})
+    found = _match(declared, (where for where, _ in inner.named_modules()))
+    plan = {prefix + where: _EXPERTS for where, style in found.items() if style in _EXPERT_STYLES}
     if not plan:
-        _refuse_adapters(modules, "ep_size", origin)
         raise ConfigError(
-            f"{origin}: {type(model).__name__} declares no plan for expert parallelism that names its experts (its "
+            f"{origin}: {type(inner).__name__} declares no plan for expert parallelism that names its experts (its "
             f"_ep_plan is {declared}); set ep_size to 1 and shard with dp_shard_size, or give it one before prepare(): "
             f"{_EXPERT_EXAMPLE}"
         )
+    modules = {where: model.get_submodule(where) for where in plan}
+    _check_adapters(modules, origin)
     for where in plan:
         _check_own_parameters(where, modules[where], ignored, origin)
         _check_experts(where, modules[where], size, origin)
@@ -172,6 +165,66 @@ def _check_own_parameters(where: str, module: nn.Module, ignored: Collection[nn.
             f"{origin}: the experts of {where} {kind}, which ranks cannot share; set ep_size to 1 and shard with "
             "dp_shard_size"
         )
+
+
+# --- adapters of PEFT -------------------------------------------------------------------------------------------------
+
+_ADAPTERS = (
+    "peft.tuners.lora.layer.Linear",
+    "peft.tuners.lora.layer.Embedding",
+    "peft.tuners.lora.model.LoraModel",
+    "peft.utils.other.ModulesToSaveWrapper",
+    "peft.tuners.prompt_tuning.model.PromptEmbedding",
+    "peft.tuners.p_tuning.model.PromptEncoder",
+)
+"""Classes that compute alike with sharded layers below them."""
+
+
+def _planned(model: Any) -> tuple[str, nn.Module]:
+    """Return the model that declares plans, inside adapters of PEFT or itself, behind what precedes its names."""
+    inner = model.get_base_model() if is_peft_model(model) else model
+    where = next(where for where, module in model.named_modules() if module is inner)
+    return where and f"{where}.", inner
+
+
+def _check_adapters(modules: Mapping[str, nn.Module], origin: str) -> None:
+    """Refuse adapters that cannot follow the layers whose place they have taken."""
+    for where, module in modules.items():
+        variants: Mapping[str, Any] = getattr(module, "lora_variant", {})
+        kind = f"{type(module).__module__}.{type(module).__name__}"
+        is_known = kind in _ADAPTERS or is_peft_model(module)
+        if kind.startswith("peft.") and (variants or not is_known):
+            kind = next((type(each).__name__ for each in variants.values()), kind)
+            raise ConfigError(
+                f"{origin}: {where} is an adapter of PEFT of the kind {kind}, and those that follow "
+                "the sharding of a layer are LoRA of linear layers and embeddings (without use_dora and other "
+                "variants), modules_to_save, and prompts; use one of them, or set the size to 1 and shard with "
+                "dp_shard_size"
+            )
+
+
+def _spread(where: str, module: Any, style: _Style) -> list[tuple[str, _Style]]:
+    """Return the style of a module by its name, or of each that an adapter has put in its place.
+
+    Of LoRA's two matrices, the one whose other side is the small one is sharded as the layer is.
+    """
+    kind = type(module).__name__ if type(module).__module__.startswith("peft.") else ""
+    if kind == "ModulesToSaveWrapper":
+        names = ["original_module", *(f"modules_to_save.{name}" for name in module.modules_to_save)]
+        parts = dict.fromkeys(names, style)
+    elif kind:
+        shared = style if style.sums_gradients else _STYLES["replicate"]
+        first, second = (style, shared) if style.gives == "sum" else (shared, style)
+        parts = {"base_layer": style}
+        if kind == "Linear":  # those of an embedding are parameters of its own, and on every rank
+            parts |= {f"lora_A.{name}": first for name in module.lora_A}
+            parts |= {f"lora_B.{name}": second for name in module.lora_B}
+    else:
+        return [(where, style)]
+    return [(f"{where}.{name}", own) for name, own in parts.items()]
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def _follow_tied(modules: Mapping[str, nn.Module], plan: dict[str, _Style]) -> None:
@@ -214,12 +267,14 @@ def _check_experts(where: str, module: Any, size: int, origin: str) -> None:
         raise ConfigError(f"{origin} does not divide the {number} experts of {where}; use a size that does")
 
 
-def _check_neighbours(model_name: str, modules: Mapping[str, nn.Module], plan: Plan, origin: str) -> None:
+def _check_neighbours(
+    model_name: str, modules: Mapping[str, nn.Module], declared: Plan, plan: Plan, origin: str
+) -> None:
     """Refuse parameters beside layers whose outputs stay sharded, where the plan says nothing about them.
 
     On a shard of the activations, each rank's gradient of them is that of its shard: replicas would drift apart.
     """
-    parents = {where.rpartition(".")[0] for where, style in plan.items() if style == _STYLES["colwise"]}
+    parents = {where.rpartition(".")[0] for where, style in declared.items() if style == _STYLES["colwise"]}
     for parent in sorted(parents):
         for where, module in modules[parent].named_modules(prefix=parent):
             if where not in plan and any(p is not None and p.requires_grad for p in own_parameters(module).values()):
@@ -255,13 +310,19 @@ def shard_layers(model: nn.Module, plan: Plan, mesh: DeviceMesh, unsharded: Coll
     kept = set(map(id, unsharded))
     for where, module in model.named_modules():
         registry = own_parameters(module)
-        own = {name: p for name, p in registry.items() if p is not None and id(p) not in kept}
-        for name, parameter in own.items():
-            if id(parameter) not in made:
-                made[id(parameter)] = _shard(parameter, dims.get(id(parameter)), mesh)
-            registry[name] = made[id(parameter)]
-        if own:
+        for name, parameter in registry.items():
+            if parameter is not None and id(parameter) not in kept:
+                if id(parameter) not in made:
+                    made[id(parameter)] = _shard(parameter, dims.get(id(parameter)), mesh)
+                registry[name] = made[id(parameter)]
+        held = [p for owner in _owners(module) for p in own_parameters(owner).values()]
+        if any(p is not None and id(p) not in kept for p in held) and not isinstance(module, _CONTAINERS):
             module.forward = _ShardedForward(module, plan.get(where, _Style()), mesh)
+
+
+def _owners(module: nn.Module) -> list[nn.Module]:
+    """Return the module and those of its children that only hold parameters, for its forward to read."""
+    return [module, *(child for child in module.children() if isinstance(child, _CONTAINERS))]
 
 
 def _sharded_dims(model: nn.Module, plan: Plan) -> dict[int, int]:
@@ -289,7 +350,7 @@ class _ShardedForward:
     """A module's forward on this rank's shards of its parameters. Lives in the module's `forward` attribute."""
 
     def __init__(self, module: nn.Module, style: _Style, mesh: DeviceMesh) -> None:
-        self.module, self.style = module, style
+        self.module, self.style, self.owners = module, style, _owners(module)
         self.group, self.rank = mesh.get_group(), mesh.get_local_rank()
         self.joins = True
         """Whether shards of the output are joined, if the style says so."""
@@ -310,22 +371,24 @@ class _ShardedForward:
             "exchange": self._exchange_tokens,
         }
         call = calls.get(style.takes, self.inner)
-        registry = own_parameters(self.module)
-        held = dict(registry)
-        for name, parameter in held.items():
-            if isinstance(parameter, DTensor):
-                local: Any = parameter.to_local()
-                local = _Copy.apply(local, self.group) if style.sums_gradients else local
-                registry[name] = local
+        registries = list(map(own_parameters, self.owners))
+        held = list(map(dict, registries))
+        for each in registries:
+            for name, parameter in each.items():
+                if isinstance(parameter, DTensor):
+                    local: Any = parameter.to_local()
+                    each[name] = _Copy.apply(local, self.group) if style.sums_gradients else local
+        registry = registries[0]
         if style.gives == "sum":
             # Once, and not once on each rank.
             bias, registry["bias"] = registry.get("bias"), None
         try:
             output = call(*args, **kwargs)
         finally:
-            if "bias" not in held:
+            if "bias" not in held[0]:
                 registry.pop("bias", None)
-            registry.update(held)
+            for each, parameters in zip(registries, held, strict=True):
+                each.update(parameters)
         if style.gives == "sum":
             output = _Sum.apply(output, self.group)
         elif style.gives == "join" and self.joins:
@@ -410,7 +473,7 @@ class _ShardedForward:
 
 def _head(model: nn.Module) -> nn.Module | None:
     """Return the module that makes the logits of a causal language model whose loss is the usual one, if it is one."""
-    # Its own: a wrapper, of adapters for one, hands out that of the model inside.
+    # Its own: some wrapper may hand out that of the model inside.
     loss = getattr(model, "loss_function", None) if hasattr(type(model), "loss_function") else None
     is_causal = getattr(loss, "__name__", "") == "ForCausalLMLoss"
     get_head = getattr(model, "get_output_embeddings", None)
@@ -423,9 +486,9 @@ def check_loss(model: nn.Module, plan: Plan, origin: str) -> None:
     Args:
         origin: where that was asked for, for messages.
     """
-    head = _head(model)
-    styles = {id(model.get_submodule(where)): style for where, style in plan.items()}
-    if head is None or styles.get(id(head), _Style()).gives != "join":
+    head = _head(_planned(model)[1])
+    parts = set() if head is None else set(map(id, head.modules()))
+    if not any(style.gives == "join" and id(model.get_submodule(where)) in parts for where, style in plan.items()):
         found = "makes no loss of its own in the way of causal language models" if head is None else "has a full head"
         raise ConfigError(
             f"{origin}: {type(model).__name__} {found}; expected a model of transformers whose loss_function is "
@@ -435,8 +498,9 @@ def check_loss(model: nn.Module, plan: Plan, origin: str) -> None:
 
 def shard_loss(model: Any, mesh: DeviceMesh) -> None:
     """Have a model, whose layers are sharded, make its loss of sharded logits in training. Not collective."""
-    sharded = _ShardedLoss(model, mesh)
-    model.forward, model.loss_function = sharded, sharded.loss
+    inner: Any = _planned(model)[1]
+    sharded = _ShardedLoss(inner, mesh)
+    inner.forward, inner.loss_function = sharded, sharded.loss
 
 
 class _ShardedLoss:
@@ -447,7 +511,12 @@ class _ShardedLoss:
 
     def __init__(self, model: Any, mesh: DeviceMesh) -> None:
         head: Any = _head(model)
-        self.model, self.mesh, self.head = model, mesh, head.forward
+        self.model, self.mesh = model, mesh
+        forwards = (module.__dict__.get("forward") for module in head.modules())
+        self.heads = [f for f in forwards if isinstance(f, _ShardedForward) and f.style.gives == "join"]
+        """The head, or what adapters have put in its place."""
+        self.joins = True
+        """Whether they join their shards."""
         self.inner: Callable[..., Any] = model.__dict__.get("forward") or partial(type(model).forward, model)
         self.full_loss: Callable[..., Tensor] = model.loss_function
         self.shape: tuple[int, ...] = ()
@@ -461,11 +530,11 @@ class _ShardedLoss:
         is_given = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
         if not (is_given and self.model.training and torch.is_grad_enabled()):
             return self.inner(*args, **kwargs)
-        self.head.joins = False
+        self._set_joins(False)
         try:
             output = self.inner(*args, **kwargs)
         finally:
-            self.head.joins = True
+            self._set_joins(True)
         # Where logits are in a tuple depends on the model: they are the first of their shape.
         is_tuple = isinstance(output, tuple)
         place: Any = next(i for i, x in enumerate(output) if _shape(x) == self.shape) if is_tuple else "logits"
@@ -474,6 +543,11 @@ class _ShardedLoss:
             return (*output[:place], logits, *output[place + 1 :])
         output[place] = logits
         return output
+
+    def _set_joins(self, joins: bool) -> None:
+        self.joins = joins
+        for head in self.heads:
+            head.joins = joins
 
     def loss(
         self,
@@ -486,7 +560,7 @@ class _ShardedLoss:
         **kwargs: Any,
     ) -> Tensor:
         """Return the mean cross entropy over labels, or its sum over `num_items_in_batch`."""
-        if self.head.joins:
+        if self.joins:
             return self.full_loss(
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels, **kwargs
             )
