@@ -19,7 +19,7 @@ NOT_OFFERED = {
 }
 """Sizes of axes that are not here, each with what to do."""
 _SIZES = (*AXES, "ep")
-"""All sizes; experts are distributed along a part of dp_shard."""
+"""All sizes; experts are distributed along a part of dp_shard x sp."""
 _AXES_OF: Mapping[str, tuple[str, ...]] = {
     "auto": ("dp_replicate",),
     "single": ("dp_replicate",),
@@ -74,12 +74,6 @@ def _unlike_axes(config: RunConfig, describe: Callable[[str], str]) -> list[str]
             problems.append(
                 f"{describe('data.dispatch_batches')} has one rank read for all, and {describe(path)} needs ranks that "
                 "read the same, each for itself; leave dispatch_batches off"
-            )
-    for path in ("parallel.tp_size", "parallel.ep_size"):
-        if get_value(config, path) > 1 and config.parallel.sp_size > 1:
-            problems.append(
-                f"{describe('parallel.sp_size')} does not go with {describe(path)}: heads and experts are shared out "
-                "over ranks that have whole sequences; set one of them to 1, and let dp_shard_size take the ranks"
             )
     if config.parallel.loss_parallel and config.parallel.tp_size == 1:
         problems.append(
@@ -153,15 +147,16 @@ def axis_sizes(config: RunConfig, describe: Callable[[str], str], world_size: in
             f"{named} leaves nothing to shard on {world_size} processes; use fewer replicas, or strategy 'ddp' for "
             "replicas only"
         )
-    _check_experts(config, describe, found["dp_shard"])
+    _check_experts(config, describe, AxisSizes(**found))
     return AxisSizes(**found)
 
 
-def _check_experts(config: RunConfig, describe: Callable[[str], str], dp_shard: int) -> None:
-    if dp_shard % config.parallel.ep_size:
+def _check_experts(config: RunConfig, describe: Callable[[str], str], sizes: AxisSizes) -> None:
+    if sizes.num_shards % config.parallel.ep_size:
+        along = "dp_shard" if sizes.sp == 1 else "dp_shard x sp"
         raise ConfigError(
-            f"{describe('parallel.ep_size')} does not divide the {dp_shard} ranks along dp_shard, over which experts "
-            "are distributed; use a size that does"
+            f"{describe('parallel.ep_size')} does not divide the {sizes.num_shards} ranks along {along}, over which "
+            "experts are distributed; use a size that does"
         )
 
 

@@ -347,7 +347,7 @@ class _Ledger(OperationMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again, with local tensors
-        result = func(*args, **(kwargs or {}))
+        result = _run(func, args, kwargs or {})
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.hold(leaf)
@@ -378,6 +378,13 @@ class _Ledger(OperationMode):
                 with suppress(RuntimeError):  # a handle of something else: of the operation of a sum, for one
                     return self._ranks[str(dist.ProcessGroup.unbox(value).group_name)]
         return None
+
+
+def _run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    if func.overloadpacket.__name__ == "_grouped_mm" and args[0].dtype != torch.bfloat16:
+        # torch's rule for tensors without values is that of GPUs, which have it in bf16 alone; CPUs have it in others.
+        return func(*(each.bfloat16() for each in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
+    return func(*args, **kwargs)
 
 
 def _kind_of(operation: str) -> str | None:

@@ -118,7 +118,7 @@ class ParallelismConfig(OptionObject):
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
     ep_size: int | None = None
-    """Of the ranks along `dp_shard`, those that share a mixture's experts; not accelerate's, and no factor of ranks."""
+    """Of the ranks along `dp_shard` and `sp`, those that share experts; not accelerate's, and no factor of ranks."""
     loss_parallel: bool = False
     """Whether training gathers no logits along `tp`; not accelerate's, either."""
     device_mesh: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)

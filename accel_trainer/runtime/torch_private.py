@@ -56,6 +56,7 @@ __all__ = [
     "forget_default_groups",
     "group_device_types",
     "group_timeout",
+    "is_fake",
     "is_worker_done",
     "join_fake_group",
     "joined_groups",
@@ -87,6 +88,7 @@ PRIVATE_NAMES = {
     "torch.Tensor._make_subclass": _REFUSED,
     "torch._C._distributed_c10d._dump_fr_trace_json": "reports of hangs do not name each rank's last collective",
     "torch.amp.GradScaler._per_optimizer_states": f"{_REFUSED}: fp16 asks it whether an optimizer's step was skipped",
+    "torch._subclasses.fake_tensor.FakeTensor": "layouts with ep_size are not planned",
     "torch._subclasses.fake_tensor.FakeTensorMode": _PLANS,
     "torch.autograd.Variable._execution_engine": f"{_REFUSED}: FSDP2's unsharded gradients are averaged after backward",
     "torch.distributed.Reducer._reset_state": (
@@ -223,9 +225,10 @@ def is_worker_done(frame: FrameType | None) -> bool:
     return done is not None and bool(done.is_set())
 
 
-def flatten_mesh(mesh: DeviceMesh, name: str) -> None:
-    """Add an axis to a mesh's root, over all ranks of a submesh, under a name. Collective."""
-    _need(mesh, "torch.distributed.device_mesh.DeviceMesh._flatten")(name)
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Add an axis to a mesh's root, over all ranks of a submesh, under a name, and return it. Collective."""
+    axis: DeviceMesh = _need(mesh, "torch.distributed.device_mesh.DeviceMesh._flatten")(name)
+    return axis
 
 
 def unflatten_mesh(mesh: DeviceMesh, axis: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
@@ -358,6 +361,11 @@ def fake_tensors() -> AbstractContextManager[Any]:
         allow_non_fake_inputs=True
     )
     return mode
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no values, as those that operations give within `fake_tensors`."""
+    return isinstance(tensor, getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ()))
 
 
 def joined_groups() -> list[dist.ProcessGroup]:

@@ -83,8 +83,8 @@ _FP8_OF_OTHERS = (
 _MEGATRON_LM = {
     "pp_degree": "there are no pipelines; set it to 1",
     "num_micro_batches": "they are those of pipelines; set it to 1, and gradient_accumulation_steps",
-    "context_parallel_size": "set it to 1; sp_size in parallelism_config shares sequences, without a tp_degree",
-    "sequence_parallelism": "set it to false; sp_size in parallelism_config shares sequences, without a tp_degree",
+    "context_parallel_size": "set it to 1; sp_size in parallelism_config shares sequences, beside tp_size",
+    "sequence_parallelism": "set it to false; sp_size in parallelism_config shares sequences, beside tp_size",
     "expert_model_parallel_size": "set it to 1; ep_size in parallelism_config shares experts, without a tp_degree",
     "gradient_clipping": "remove it, and clip in the script (clip_grad_norm_) or with max_grad_norm",
     "recompute_activations": "set it to false, and use distributed_type FSDP with fsdp_activation_checkpointing",

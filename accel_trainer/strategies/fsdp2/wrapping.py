@@ -98,7 +98,7 @@ def _with_plans(selection: Selection, job: TrainJob, process: ProcessContext) ->
         experts = plan_experts(model, parallel.ep_size, ignored, describe("parallel.ep_size"))
         selection = selection._replace(experts=experts)
     if sizes.sp > 1:
-        language_model = find_language_model(model, sizes.sp, describe("parallel.sp_size"))
+        language_model = find_language_model(model, sizes.sp, describe("parallel.sp_size"), sizes.tp)
         selection = selection._replace(language_model=language_model)
     return selection
 

@@ -23,31 +23,35 @@ class Meshes:
         # Weak: models keep their mesh, and groups have to close with the last of them.
         self._by_shape: weakref.WeakValueDictionary[tuple[int, ...], DeviceMesh] = weakref.WeakValueDictionary()
         self._axes: DeviceMesh | None = None
-        """All axes, where some ranks read the same data: those that do not meet in `readers`."""
+        """Replicas, shards and parts of layers, where some ranks read the same data."""
+        self._shared: dict[str, DeviceMesh] = {}
+        """The axes, of more than one rank, along which ranks compute a batch together."""
 
     def readers(self, resolved: Resolved, process: ProcessContext) -> ProcessContext:
         """Return this process among the ranks along the dp axes. Collective: a mesh with other axes is created."""
         sizes = axis_sizes(resolved.config, resolved.describe, process.world_size, process.num_nodes)
         if sizes.num_readers == process.world_size:
             return process
-        self._axes = init_mesh(process, sizes)
-        flatten_mesh(self._axes["dp_replicate", "dp_shard"], "dp")
+        # Ranks of one sequence hold different shards: they see different tokens, as readers see different samples.
+        self._axes = axes = init_mesh(process, (sizes.dp_replicate, sizes.num_shards, sizes.tp))
+        readers = axes["replicate", "shard"]
         if sizes.tp > 1:
-            flatten_mesh(self._axes["dp_shard", "tp"], "dp_shard_tp")  # norms are then reduced at once
-        return process.among(self._axes.get_group("dp"))
+            flatten_mesh(axes["shard", "tp"], "shard_tp")  # norms are then reduced at once
+            self._shared["tp"] = axes["tp"]
+        if sizes.sp > 1:
+            cut = _wait_as_long(unflatten_mesh(axes, "shard", (sizes.dp_shard, sizes.sp), ("dp_shard", "sp")))
+            self._shared["sp"], readers = cut["sp"], cut["replicate", "dp_shard"]
+        return process.among(flatten_mesh(readers, "dp").get_group())
 
     def axis(self, name: str) -> DeviceMesh | None:
         """Return an axis along which ranks compute a batch together; None where it has one rank."""
-        axis = None if self._axes is None else self._axes[name]
-        return axis if axis is not None and axis.size() > 1 else None
+        return self._shared.get(name)
 
     def shards(self, process: ProcessContext, job: TrainJob) -> DeviceMesh:
         """Return the axes of replicas, if there are several, and of shards. Collective for a new mesh."""
-        if self._axes is not None and self.axis("tp") is not None:
-            is_hybrid = self._axes["dp_replicate"].size() > 1
-            return self._axes["dp_replicate", "dp_shard"] if is_hybrid else self._axes["dp_shard"]
         sizes = sizes_of(job, process)
-        # Ranks of one sequence hold different shards: they see different tokens, as readers see different samples.
+        if self._axes is not None:
+            return self._axes["replicate", "shard"] if sizes.dp_replicate > 1 else self._axes["shard"]
         shape = (sizes.num_shards,) if sizes.dp_replicate == 1 else (sizes.dp_replicate, sizes.num_shards)
         known = self._by_shape.get(shape)
         return known or self._by_shape.setdefault(shape, init_mesh(process, shape))
@@ -58,11 +62,12 @@ class Meshes:
         Collective when it is new.
         """
         sizes, ep_size = sizes_of(job, process), job.config.parallel.ep_size
-        shape = (sizes.dp_replicate, sizes.dp_shard // ep_size, ep_size)
+        shape = (sizes.dp_replicate, sizes.num_shards // ep_size, ep_size)
         axes = self._by_shape.get(shape)
         if axes is None:
             axes = unflatten_mesh(self.shards(process, job), "shard", shape[1:], ("ep_shard", "ep"))
             axes = self._by_shape.setdefault(shape, _wait_as_long(axes))
+            flatten_mesh(axes["ep_shard", "ep"], "ep_shard_ep")  # norms are then reduced at once
         return axes
 
 
@@ -72,11 +77,13 @@ def sizes_of(job: TrainJob, process: ProcessContext) -> AxisSizes:
 
 
 def init_mesh(process: ProcessContext, shape: tuple[int, ...]) -> DeviceMesh:
-    """Create a mesh of one, two or all axes, whose collectives wait as long as the job's own.
+    """Create a mesh of shards, of replicas of them, or of both and parts of layers.
+
+    Its collectives wait as long as the job's own.
 
     Collective: every rank calls it with the same shape.
     """
-    names = {1: ("shard",), 2: ("replicate", "shard"), 4: ("dp_replicate", "dp_shard", "sp", "tp")}[len(shape)]
+    names = {1: ("shard",), 2: ("replicate", "shard"), 3: ("replicate", "shard", "tp")}[len(shape)]
     return _wait_as_long(init_device_mesh(process.device.type, shape, mesh_dim_names=names))
 
 

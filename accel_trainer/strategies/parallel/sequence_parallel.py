@@ -62,12 +62,13 @@ _current: ContextVar[_Sequence | None] = ContextVar("sequence", default=None)
 # --- what can be sharded ----------------------------------------------------------------------------------------------
 
 
-def find_language_model(model: nn.Module, size: int, origin: str) -> nn.Module:
+def find_language_model(model: nn.Module, size: int, origin: str, num_parts: int = 1) -> nn.Module:
     """Return the causal language model that `model` is, or wraps. Not collective; changes nothing.
 
     Args:
         size: number of ranks on the axis.
         origin: where `size` was asked for, for messages.
+        num_parts: number of ranks that share the heads of a layer: its `tp_size`.
 
     Raises:
         ConfigError: there is none, or its tokens meet elsewhere than in attention.
@@ -82,16 +83,17 @@ def find_language_model(model: nn.Module, size: int, origin: str) -> nn.Module:
             f"{origin}: {name} is not a causal language model of transformers, whose tokens could be shared out over "
             f"ranks; {_WAY_OUT}"
         )
-    reason = _reason_against(found[0], size)
+    reason = _reason_against(found[0], size, num_parts)
     if reason is not None:
         raise ConfigError(f"{origin}: {type(found[0]).__name__} {reason}")
     return found[0]
 
 
-def _reason_against(model: Any, size: int) -> str | None:
+def _reason_against(model: Any, size: int, num_parts: int) -> str | None:
     heads, names = getattr(model.config, "num_attention_heads", None), _parameters_of(model)
-    if isinstance(heads, int) and heads % size:  # where layers differ, attention looks itself
-        return f"has num_attention_heads={heads}, which sp_size={size} does not divide; use a size that does"
+    if isinstance(heads, int) and heads % (size * num_parts):  # where layers differ, attention looks itself
+        sizes = f"sp_size={size}" if num_parts == 1 else f"sp_size={size} x tp_size={num_parts}"
+        return f"has num_attention_heads={heads}, which {sizes} does not divide; use sizes that do"
     if not getattr(model, "_supports_attention_backend", False) or "position_ids" not in names:
         return f"does not take attention from transformers' registry, or no positions; {_WAY_OUT}"
     if getattr(model, "loss_type", None) not in ("ForCausalLM", None) or "_loss_function" in vars(model):

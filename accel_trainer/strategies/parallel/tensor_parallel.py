@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from accel_trainer.checkpoint.weights.adapters import is_peft_model
 from accel_trainer.errors import ConfigError
-from accel_trainer.runtime.torch_private import own_parameters
+from accel_trainer.runtime.torch_private import is_fake, own_parameters
 
 __all__ = ["Plan", "check_loss", "plan_experts", "plan_layers", "shard_layers", "shard_loss"]
 
@@ -429,10 +429,10 @@ class _ShardedForward:
         sent = bounds.diff().view(size, number // size)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        # The layer waits for the device here: collectives want their sizes on the host.
-        num_sent, num_received = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        num_sent, num_received = _count_rows(sent, received, len(chosen))
         rows = _Exchange.apply(hidden_states[order // num_choices], num_received, num_sent, self.group, float(size))
-        own = torch.arange(number // size, device=chosen.device).repeat(size).repeat_interleave(received.flatten())
+        own = torch.arange(number // size, device=chosen.device).repeat(size)
+        own = own.repeat_interleave(received.flatten(), output_size=sum(num_received))
         if len(own) == 0:
             # A row of zeros: without any, the experts would have no gradients, which FSDP2 exchanges.
             rows, own = nn.functional.pad(rows, (0, 0, 0, 1)), own.new_zeros(1)
@@ -612,6 +612,24 @@ class _CrossEntropy(torch.autograd.Function):
         of_target = probabilities.gather(-1, own) - is_own.unsqueeze(-1).to(probabilities.dtype)
         logits = probabilities.scatter(-1, own, of_target).mul_((gradient * is_label).unsqueeze(-1))
         return logits.to(ctx.dtype), None, None, None
+
+
+def _count_rows(sent: Tensor, received: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
+    """Return how many rows go to each rank, and come from each.
+
+    Where tensors have no values, as in the plan of a layout, all ranks get as many.
+
+    Args:
+        sent: rows to each expert, (ranks, experts of a rank).
+        received: rows from each rank for each of this rank's experts.
+        num_rows: the sum of `sent`.
+    """
+    if is_fake(sent):
+        size = len(sent)
+        return ([num_rows // size + (rank < num_rows % size) for rank in range(size)],) * 2
+    # The layer waits for the device here: collectives want their sizes on the host.
+    num_sent, num_received = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+    return num_sent, num_received
 
 
 class _Exchange(torch.autograd.Function):

@@ -119,6 +119,7 @@ def dropped(accelerator: Any) -> tuple[float, float]:
     handle = model.lm_head.register_forward_hook(lambda *_: drawn.append(torch.rand(()).item()))
     model(**batches()[0])
     handle.remove()
+    accelerator.free_memory()
     return drawn[0], torch.rand(()).item()
 
 
@@ -133,6 +134,9 @@ def on_four_ranks(directory: str) -> dict[str, Any]:
     found["places"] = (accelerator.readers.rank, accelerator.readers.world_size, accelerator.num_processes)
     found["gathered"] = accelerator.gather_for_metrics(torch.tensor([accelerator.process_index])).tolist()
     found["dropped"] = dropped(accelerator)
+    layers = start(sizes={"sp_size": 2, "tp_size": 2}, config={"parallel": {"loss_parallel": True}})
+    found["dropped in parts of layers"] = dropped(layers)
+    found["parts of layers"] = both(layers, tiny_model("qwen3"))[:2]
     found["replicas"] = both(start(sizes={"sp_size": 2, "dp_replicate_size": 2}), tiny_model("llama"))[:2]
     # Fewer heads of keys than ranks; recomputed activations, and 16 bits.
     for name, options in {
@@ -169,7 +173,16 @@ def test_ranks_that_share_sequences_are_one_reader_and_drop_on_their_own(meshed:
     assert behind[0] == behind[1] != behind[2] == behind[3]
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("replicas", 2e-6), ("checkpointed", 2e-6), ("bf16", 0.05)])
+def test_ranks_that_share_a_slice_drop_the_same_of_it(meshed: list[dict[str, Any]]):
+    within, behind = zip(*(found["dropped in parts of layers"] for found in meshed), strict=True)
+    assert within[0] == within[1] != within[2] == within[3]
+    assert len(set(behind)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [("parts of layers", 2e-6), ("replicas", 2e-6), ("checkpointed", 2e-6), ("bf16", 0.05)],
+)
 def test_options_of_fsdp_hold_for_shared_sequences(name: str, tolerance: float, meshed: list[dict[str, Any]]):
     for found in meshed:
         expected, trained = found[name]
@@ -199,7 +212,7 @@ def changed(kind: str, **values: Any) -> nn.Module:
         (MLP(), "^sp_size=3: MLP is not a causal language model of transformers.*set sp_size to 1, and shard with"),
         (build_model("bert"), "BertForMaskedLM is not a causal language model"),
         (nn.ModuleList([tiny_model("llama"), MLP()]), "ModuleList is not a causal language model"),
-        (tiny_model("llama"), "LlamaForCausalLM has num_attention_heads=4, which sp_size=3 does not divide; use a"),
+        (tiny_model("llama"), "LlamaForCausalLM has num_attention_heads=4, which sp_size=3 does not divide; use s"),
         (changed("llama", **SIX, layer_types=["linear_attention"]), "has layers of linear_attention, in which tokens"),
         (changed("llama", **SIX, rope_parameters={"rope_type": "dynamic"}), "positions of type dynamic, which depend"),
         (changed("llama", **SIX, is_causal=False), "is not causal, and packed rows"),
@@ -215,6 +228,11 @@ def changed(kind: str, **values: Any) -> nn.Module:
 def test_a_model_whose_tokens_meet_elsewhere_is_refused(model: nn.Module, message: str):
     with pytest.raises(ConfigError, match=message):
         find_language_model(model, 3, "sp_size=3")
+
+
+def test_heads_are_shared_out_over_ranks_of_both_kinds():
+    with pytest.raises(ConfigError, match="num_attention_heads=4, which sp_size=2 x tp_size=4 does not divide; use s"):
+        find_language_model(tiny_model("llama"), 2, "sp_size=2", 4)
 
 
 @pytest.fixture
@@ -257,12 +275,8 @@ def test_a_loss_or_an_attention_that_does_not_know_of_slices_is_refused(one_of_t
     ("config", "message"),
     [
         (
-            {"parallel": {"sp_size": 2, "tp_size": 2}},
-            "parallel.sp_size=2 .* does not go with parallel.tp_size=2 .*heads",
-        ),
-        (
-            {"parallel": {"sp_size": 2, "ep_size": 2}},
-            "parallel.sp_size=2 .* does not go with parallel.ep_size=2 .*heads",
+            {"parallel": {"sp_size": 2, "ep_size": 3}, "launch": {"num_processes": 4}},
+            "ep_size=3 .* does not divide the 4 ranks along dp_shard x sp, over which experts",
         ),
         (
             {"parallel": {"sp_size": 2}, "strategy": "ddp"},
