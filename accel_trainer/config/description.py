@@ -94,7 +94,7 @@ def _is_union(annotation: Any) -> bool:
 
 
 def commented_yaml(content: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
-    """Return a file of ours as YAML: what each key does behind it, and the line by which editors find the schema.
+    """Return a file of ours as YAML: a comment behind each key, and the line by which editors find the schema.
 
     Args:
         comments: on keys that the schema does not have, by dotted path.

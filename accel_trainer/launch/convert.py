@@ -301,7 +301,8 @@ def _lost_options(config: RunConfig, stage: int) -> Iterator[str]:
 _LEFT_OUT = {
     **dict.fromkeys(WITHOUT_EFFECT, "FSDP2 leaves no choice"),
     **dict.fromkeys(
-        ("backward_prefetch", "forward_prefetch"), "files for accelerate's FSDP2 have no such key, ours have 'fsdp'"
+        ("backward_prefetch", "backward_prefetch_policy", "forward_prefetch"),
+        "files for accelerate's FSDP2 have no such key, ours have 'fsdp'",
     ),
 }
 _UNSHARDED = "every rank keeps the whole model: write distributed_type: MULTI_GPU, and take fsdp_config out"
@@ -370,7 +371,7 @@ def load_config(config_file: str | Path) -> dict[str, Any]:
     if read.dialect is not Dialect.ACCELERATE:
         raise ConfigError(
             f"{config_file} is a file of {read.dialect.value}, and not of accelerate; for those of DeepSpeed there is "
-            "`accel-trainer convert-config`"
+            "`accel-trainer convert`"
         )
     return dict(read.content)
 

@@ -175,6 +175,8 @@ def test_a_file_for_fsdp1_becomes_one_for_fsdp2_that_runs_alike(
     assert "nothing to convert: the file is for FSDP2 already" in caplog.text
     assert read_file(old).content == after.content
     assert convert_config_to_fsdp2({"distributed_type": "NO"}) == {"distributed_type": "NO"}
+    of_0_16 = {"fsdp_config": {"fsdp_backward_prefetch_policy": "BACKWARD_PRE"}}
+    assert convert_config_to_fsdp2(of_0_16) == {"fsdp_config": {"fsdp_version": 2}}
 
 
 @pytest.mark.parametrize(
@@ -183,6 +185,7 @@ def test_a_file_for_fsdp1_becomes_one_for_fsdp2_that_runs_alike(
         (None, [], "in.yaml does not exist; give a file of `accelerate config`"),
         (FSDP1, [], "in.yaml exists, and is left as it is; give another --output_file, or --overwrite"),
         ("strategy: fsdp2", ["--overwrite"], "in.yaml is a file of accel_trainer, and not of accelerate"),
+        ("zero_optimization: {stage: 3}", ["--overwrite"], "a file of deepspeed, .* is `accel-trainer convert`"),
         (FSDP1.replace("ategy: 2", "ategy: 3"), ["--overwrite"], "fsdp_sharding_strategy is 3: .*MULTI_GPU"),
         (FSDP1.replace("ategy: 2", "ategy: 4"), ["--overwrite"], "is 4: .*true, .*config_dp_replicate_size"),
     ],

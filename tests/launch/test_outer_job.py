@@ -19,6 +19,10 @@ PYTORCH_JOB_ELASTIC = {
     "PET_NNODES": "2:2", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_RDZV_ID": "job",
     "PET_MAX_RESTARTS": "3", "PET_NPROC_PER_NODE": "2",
 }  # fmt: skip
+PYTORCH_JOB_OF_RANKS = PYTORCH_JOB_V1 | {  # training-operator 1.8 with an nprocPerNode: WORLD_SIZE counts ranks
+    "WORLD_SIZE": "4", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456",
+}  # fmt: skip
 TRAIN_JOB_V2 = {
     "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job",
     "PET_MASTER_PORT": "29400",
@@ -39,6 +43,7 @@ OPEN_MPI_ONE_PER_NODE = OPEN_MPI | {
     "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_ADDR": "node0",
 }  # fmt: skip
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+MPICH_ONE_PER_NODE = MPICH | {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "MASTER_ADDR": "node0"}
 RAY_TRAIN = {
     "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0",
     "MASTER_ADDR": "10.0.0.4", "MASTER_PORT": "41000",
@@ -66,9 +71,11 @@ def plan(tmp_path: Path, words: list[str], environ: dict[str, str]) -> Job:
     ("environ", "address", "num_local"),
     [
         pytest.param(PYTORCH_JOB_V1, ("job-master-0", 23456), 1, id="PyTorchJob"),
+        pytest.param(PYTORCH_JOB_OF_RANKS, ("job-master-0", 23456), 2, id="PyTorchJob of ranks"),
         pytest.param(TRAIN_JOB_V2, ("job-node-0-0.job", 29400), 2, id="TrainJob"),
         pytest.param(SRUN_ONE_PER_NODE, ("gpu07", 12041), 1, id="srun"),
         pytest.param(OPEN_MPI_ONE_PER_NODE, ("node0", 29500), 1, id="Open MPI"),
+        pytest.param(MPICH_ONE_PER_NODE, ("node0", 29500), 1, id="MPICH"),
     ],
 )
 def test_the_only_launcher_of_a_machine_starts_that_machines_ranks(
@@ -142,6 +149,12 @@ def test_a_flag_and_a_file_may_say_the_same(tmp_path: Path, script: str) -> None
         (["--num_machines", "2", "--machine_rank", "0"], PYTORCH_JOB_V1, "machine_rank is 0 .from --machine_r.*has 1"),
         (["--config_file", "one.yaml"], SRUN_ONE_PER_NODE, "num_machines is 1 .from .*one.yaml:1.*has 2 .from SLURM"),
         (["--num_processes", "1"], OPEN_MPI, "num_processes is 1 .*has 2 .from OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD"),
+        (["--num_machines", "1"], PYTORCH_JOB_ELASTIC, "num_machines is 1 .*has 2 .from PET_NNODES, PET_NPROC"),
+        (["--num_machines", "4"], PYTORCH_JOB_OF_RANKS, "num_machines is 4 .*has 2 .from PET_NNODES, PET_NPROC"),
+        (["--num_processes", "2"], SRUN_TWO_PER_NODE, "num_processes is 2 .*has 4 .from SLURM_PROCID, SLURM_STEP_NUM"),
+        (["--num_processes", "4"], MPICH, "num_processes is 4 .*has 2 .from PMI_RANK, PMI_SIZE"),
+        (["--machine_rank", "0"], MPICH_ONE_PER_NODE, "machine_rank is 0 .*has 1 .from PMI_RANK, PMI_SIZE"),
+        (["--num_processes", "8"], RAY_TRAIN, "num_processes is 8 .*has 2 .from RANK, WORLD_SIZE"),
         (["--tee", "3"], RAY_TRAIN, r"launch.tee=3 .*: the scheduler starts each rank here \(by RANK, WORLD_SIZE\)"),
         ([], {"PET_NNODES": "1:4"}, "PET_NNODES is '1:4', a job whose number of machines may change"),
         ([], {"PET_NNODES": "two"}, "PET_NNODES is 'two'; expected a whole number"),
@@ -170,14 +183,17 @@ def test_a_hostfile_inside_a_scheduler_is_refused(tmp_path: Path, script: str) -
         plan(tmp_path, [*words, script], PYTORCH_JOB_V1)
 
 
-@pytest.mark.parametrize("kind", ["machines", "ranks"])
+@pytest.mark.parametrize("kind", ["machines", "TrainJob", "ranks"])
 def test_two_launchers_of_one_job_make_one_group(tmp_path: Path, script: str, kind: str) -> None:
     port = str(free_port())
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     started = []
     for rank in range(2):
-        own = {"RANK": str(rank), "WORLD_SIZE": "2", **address}
-        own |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"} if kind == "ranks" else {}
+        own = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        if kind == "ranks":
+            own |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        elif kind == "TrainJob":
+            own = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank)}
+            own |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
         started.append(
             subprocess.Popen(
                 [sys.executable, "-m", "accel_trainer", "launch", "--cpu", script],
@@ -190,5 +206,5 @@ def test_two_launchers_of_one_job_make_one_group(tmp_path: Path, script: str, ki
     outputs = [process.communicate(timeout=120) for process in started]
     assert [process.returncode for process in started] == [0, 0], outputs
     assert [stdout.strip() for stdout, _ in outputs] == ["rank 0 of 2", "rank 1 of 2"]
-    word = "machine" if kind == "machines" else "rank"
+    word = "rank" if kind == "ranks" else "machine"
     assert f"accel-trainer launch: this is {word} 1 of 2" in outputs[1][1]
