@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.collectives import broadcast
@@ -16,6 +17,7 @@ from accel_trainer.runtime.process import ProcessContext, current_process, fix_c
 
 __all__ = [
     "KeptStreams",
+    "OwnDraws",
     "check_rng_types",
     "get_rng_state",
     "reseed_from_saved",
@@ -159,6 +161,43 @@ class KeptStreams:
 
     def __exit__(self, *exc: object) -> None:
         self.put_back()
+
+
+class OwnDraws:
+    """Random numbers of this rank's own within a stream that several ranks share, which goes on alike behind them.
+
+    A function of the shared stream's state and the rank: what is computed again in a backward, or after a resume, draws
+    the same numbers again, and there is nothing to save. Ranks do not communicate.
+
+    Args:
+        device_type: of the stream; of an accelerator, that of the current device.
+        index: of this rank among those that share it.
+    """
+
+    def __init__(self, device_type: str, index: int) -> None:
+        self.device_type, self.index = device_type, index
+        self._shared: Tensor | None = None
+        """The state of the shared stream meanwhile."""
+
+    def enter(self) -> None:
+        """Draw own numbers from here on, until `leave`."""
+        if self._shared is None:
+            stream = self._stream()
+            self._shared = stream.get_rng_state()
+            entropy = self._shared.numpy().tobytes() + stream_index(self.index).to_bytes(4, "big")
+            seed = int.from_bytes(hashlib.sha256(entropy).digest()[:8], "big")
+            # torch.manual_seed would seed all devices.
+            (torch.default_generator if stream is torch else stream).manual_seed(seed)
+
+    def leave(self) -> None:
+        """Draw from the shared stream again, which is one number further; nothing where none was entered."""
+        if self._shared is not None:
+            self._stream().set_rng_state(self._shared)
+            self._shared = None
+            torch.rand((), device=self.device_type)
+
+    def _stream(self) -> Any:
+        return torch if self.device_type == "cpu" else torch.get_device_module(self.device_type)
 
 
 def reseed_from_saved(saved: Mapping[str, Any], rank: int) -> None:

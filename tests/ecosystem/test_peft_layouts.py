@@ -138,6 +138,29 @@ def test_a_trainer_trains_and_resumes_adapters_of_sharded_layers(tmp_path: Path)
     assert "model.safetensors" not in names
 
 
+def masks() -> dict[str, list[Tensor]]:
+    """Return the masks of LoRA's dropout before layers whose inputs all ranks have, and before one of shards."""
+    found: dict[str, list[Tensor]] = {}
+    accelerator = start(sizes={"tp_size": 2})
+    options = {"target_modules": ["q_proj", "k_proj", "o_proj"], "lora_dropout": 0.5}
+    model = accelerator.prepare(adapt(tiny_model("qwen3"), "lora", **options)).train()
+    for where, module in model.named_modules():
+        if "lora_dropout.default" in where:
+            own = found.setdefault(where.split(".")[-3], [])
+            module.register_forward_hook(lambda m, args, output, own=own: own.append(output / args[0]))
+    torch.manual_seed(1)
+    model(tokens())
+    return found
+
+
+@pytest.mark.multirank
+def test_inputs_of_adapters_drop_out_alike_unless_they_are_sharded():
+    first, second = run_ranks(masks, 2)
+    for name in ("q_proj", "k_proj"):
+        assert first[name][0].equal(second[name][0])
+    assert not first["o_proj"][0].equal(second["o_proj"][0])
+
+
 def with_config(config: Any) -> nn.Module:
     return peft.get_peft_model(tiny_model("mixtral"), config)
 

@@ -17,6 +17,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import (
     KeptStreams,
+    OwnDraws,
     get_rng_state,
     seed_own_streams,
     set_rng_state,
@@ -214,3 +215,32 @@ def test_ranks_still_part_after_streams_were_kept():
         seed_own_streams(rank(number))
         numbers.append(draw())
     assert numbers[0] != numbers[1]
+
+
+def test_own_draws_differ_by_rank_and_leave_a_shared_stream_alike():
+    def draw(index: int) -> list[float]:
+        torch.manual_seed(3)
+        own, seen = OwnDraws("cpu", index), []
+        for _ in range(2):
+            own.enter()
+            own.enter()  # changes nothing
+            seen.append(torch.rand(()).item())
+            own.leave()
+            own.leave()
+            seen.append(torch.rand(()).item())
+        return seen
+
+    first, second, again = draw(0), draw(1), draw(0)
+    assert first == again
+    assert first[1::2] == second[1::2]
+    assert len({*first, *second}) == 6
+
+
+def test_own_draws_are_equal_where_all_streams_shall_be():
+    set_seed(5, same_on_all_ranks=True)
+    seen = []
+    for index in range(2):
+        torch.manual_seed(3)
+        OwnDraws("cpu", index).enter()
+        seen.append(torch.rand(()).item())
+    assert seen[0] == seen[1]

@@ -133,7 +133,7 @@ def unsharded_prompts(model: nn.Module, values: Mapping[str, Tensor]) -> Iterato
 
 
 def _without_hooks(module: nn.Module, prefix: str, values: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy on the CPU with other values and its classes' forwards; what has no value is not initialised."""
+    """Return a copy on the CPU with other values and its classes' forwards; parameters without one stay random."""
     memo: dict[int, Any] = {}
     for name, parameter in module.named_parameters(prefix):
         shape = getattr(parameter, "ds_shape", parameter.shape)  # of a parameter that DeepSpeed has partitioned

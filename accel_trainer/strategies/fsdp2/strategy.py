@@ -56,7 +56,7 @@ from accel_trainer.strategies.fsdp2.wrapping import (
 )
 from accel_trainer.strategies.parallel.meshes import Meshes
 from accel_trainer.strategies.parallel.sequence_parallel import shard_sequences
-from accel_trainer.strategies.parallel.tensor_parallel import shard_layers, shard_loss
+from accel_trainer.strategies.parallel.tensor_parallel import draw_apart, shard_layers, shard_loss
 from accel_trainer.strategies.quantized import keep_scales
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, with_optimizers
 from accel_trainer.tree import leaves
@@ -227,6 +227,7 @@ class FSDP2Strategy(BaseStrategy):
         """Give each rank its part of layers that are never gathered, and of sequences. Collective for a new mesh."""
         if (axis := self._meshes.axis("tp")) is not None:
             shard_layers(job.model, selection.plan, axis, selection.unsharded)
+            draw_apart(job.model, selection.plan, axis)
             if job.config.parallel.loss_parallel:
                 shard_loss(job.model, axis)
         for where, style in selection.experts.items():

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,9 +26,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from accel_trainer.checkpoint.weights.adapters import is_peft_model
 from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.rng import OwnDraws
 from accel_trainer.runtime.torch_private import is_fake, own_parameters
 
-__all__ = ["Plan", "check_loss", "plan_experts", "plan_layers", "shard_layers", "shard_loss"]
+__all__ = ["Plan", "check_loss", "draw_apart", "plan_experts", "plan_layers", "shard_layers", "shard_loss"]
 
 
 class _Style(NamedTuple):
@@ -181,7 +182,7 @@ _ADAPTERS = (
 
 
 def _planned(model: Any) -> tuple[str, nn.Module]:
-    """Return the model that declares plans, inside adapters of PEFT or itself, behind what precedes its names."""
+    """Return the model that declares plans, which may be inside adapters of PEFT, behind the prefix of its names."""
     inner = model.get_base_model() if is_peft_model(model) else model
     where = next(where for where, module in model.named_modules() if module is inner)
     return where and f"{where}.", inner
@@ -320,6 +321,72 @@ def shard_layers(model: nn.Module, plan: Plan, mesh: DeviceMesh, unsharded: Coll
             module.forward = _ShardedForward(module, plan.get(where, _Style()), mesh)
 
 
+def draw_apart(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Have ranks draw numbers of their own where activations are sharded, and the same ones elsewhere. Not collective.
+
+    Between a layer that gives shards and one that adds up, dropout of a rank is that of its shard: of its heads, say.
+    Nothing is changed where nothing is dropped out. An adapter's inputs are sharded or not as its layer's are.
+
+    Args:
+        mesh: one axis.
+    """
+    own = OwnDraws(mesh.device_type, mesh.get_local_rank())
+    layers = _layers(model, plan)
+    parents = {where.rpartition(".")[0] for where, style in layers.items() if style == _STYLES["colwise"]}
+    regions = {where for where in parents if any(map(_drops_out, model.get_submodule(where).modules()))}
+    for where, style in layers.items():
+        layer = model.get_submodule(where)
+        if regions.isdisjoint(_above(where)):
+            continue
+        if style == _STYLES["colwise"]:
+            if where not in plan:  # an adapter, which may drop out inputs that all ranks have
+                layer.register_forward_pre_hook(partial(_leave, own))
+            layer.register_forward_hook(partial(_enter, own))
+        elif style.gives == "sum":
+            layer.register_forward_hook(partial(_leave, own))
+    for where in regions:
+        model.get_submodule(where).register_forward_hook(partial(_leave, own), always_call=True)
+
+
+@torch.compiler.disable
+def _enter(own: OwnDraws, module: nn.Module, *_: Any) -> None:
+    if module.training:
+        own.enter()
+
+
+@torch.compiler.disable
+def _leave(own: OwnDraws, *_: Any) -> None:
+    own.leave()
+
+
+def _layers(model: nn.Module, plan: Plan) -> dict[str, _Style]:
+    """Return the style of each layer that the model's plan names: an adapter's is that of the layer in it."""
+    layers: dict[str, _Style] = {}
+    adapters: set[str] = set()
+    for where, _ in model.named_modules():
+        inner = next((name for name in (f"{where}.base_layer", f"{where}.original_module") if name in plan), where)
+        if inner in plan and adapters.isdisjoint(_above(where)):
+            layers[where] = plan[inner]
+            adapters.update({where} - {inner})
+    return layers
+
+
+def _above(where: str) -> Iterator[str]:
+    """Yield the names of the modules that a module is in, the nearest first."""
+    while where:
+        where = where.rpartition(".")[0]
+        yield where
+
+
+def _drops_out(module: nn.Module) -> bool:
+    """Whether a module has a rate of dropout above 0, by the names that rates have: itself, or its configuration."""
+    if "Dropout" in type(module).__name__ and getattr(module, "p", 0.0) > 0.0:
+        return True
+    config: Any = getattr(module, "config", None)
+    known = {**getattr(config, "__dict__", {}), **vars(module)}
+    return any("drop" in name and isinstance(value, (int, float)) and value > 0 for name, value in known.items())
+
+
 def _owners(module: nn.Module) -> list[nn.Module]:
     """Return the module and those of its children that only hold parameters, for its forward to read."""
     return [module, *(child for child in module.children() if isinstance(child, _CONTAINERS))]
@@ -371,29 +438,30 @@ class _ShardedForward:
             "exchange": self._exchange_tokens,
         }
         call = calls.get(style.takes, self.inner)
-        registries = list(map(own_parameters, self.owners))
-        held = list(map(dict, registries))
-        for each in registries:
-            for name, parameter in each.items():
-                if isinstance(parameter, DTensor):
-                    local: Any = parameter.to_local()
-                    each[name] = _Copy.apply(local, self.group) if style.sums_gradients else local
-        registry = registries[0]
+        held = [(registry, dict(registry)) for registry in map(own_parameters, self.owners)]
+        for registry, _ in held:
+            self._take_shards(registry)
+        registry = own_parameters(self.module)
         if style.gives == "sum":
             # Once, and not once on each rank.
             bias, registry["bias"] = registry.get("bias"), None
         try:
             output = call(*args, **kwargs)
         finally:
-            if "bias" not in held[0]:
-                registry.pop("bias", None)
-            for each, parameters in zip(registries, held, strict=True):
+            for each, parameters in held:
+                each.clear()
                 each.update(parameters)
         if style.gives == "sum":
             output = _Sum.apply(output, self.group)
         elif style.gives == "join" and self.joins:
             output = _Join.apply(output, self.group)
         return output if bias is None else output + bias
+
+    def _take_shards(self, registry: dict[str, Any]) -> None:
+        for name, parameter in registry.items():
+            if isinstance(parameter, DTensor):
+                local: Any = parameter.to_local()
+                registry[name] = _Copy.apply(local, self.group) if self.style.sums_gradients else local
 
     def _ask_experts(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighed outputs of this rank's experts, for the tokens that were given to them.

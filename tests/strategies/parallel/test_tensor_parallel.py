@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -108,13 +109,102 @@ def make_losses(kind: str, accelerator: Any) -> dict[str, Any]:
     return found
 
 
-def on_two_ranks() -> dict[str, Any]:
-    return train_families() | {"sharded losses": make_sharded_losses()}
+class Dropping(nn.Module):
+    """Dropout before a layer's two matrices, between them, and behind them; of the second half, computed twice."""
+
+    _tp_plan: ClassVar = {"up": "colwise", "down": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.before, self.between, self.behind = (nn.Dropout(0.5) for _ in range(3))
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + self.behind(self.down(self.between(torch.tanh(self.up(self.before(x))))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(self.body, self.body(x), use_reentrant=False).square().mean()
+
+
+DROPOUTS = ("before", "between", "behind")
+
+
+def dropping(masks: dict[str, list[Tensor]], given: bool = False) -> Dropping:
+    """Return the model; its masks are noted, or taken one after the other."""
+    torch.manual_seed(0)
+    model = Dropping()
+
+    def note(name: str, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if given:
+            return args[0] * masks[name].pop(0)
+        masks[name].append((output / args[0]).detach())
+        return output
+
+    for name in DROPOUTS:
+        getattr(model, name).register_forward_hook(functools.partial(note, name))
+    return model
+
+
+def drop_out() -> dict[str, Any]:
+    """Return masks, loss and gradients of a model with dropout, and the activations of one of transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    accelerator = start(sizes={"tp_size": 2})
+    found: dict[str, Any] = {"masks": {name: [] for name in DROPOUTS}}
+    model = accelerator.prepare(dropping(found["masks"]))
+    torch.manual_seed(1)
+    loss = model(torch.ones(4, 8))
+    accelerator.backward(loss)
+    found["loss"] = loss.item()
+    found["gradients"] = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    rates = dict.fromkeys(("attention_dropout", "residual_dropout", "embedding_dropout"), 0.3)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model("starcoder2", vocab_size=64, num_key_value_heads=2, **sizes, **rates)
+    accelerator = start(sizes={"tp_size": 2})
+    model = accelerator.prepare(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    output = model.train()(tokens(), output_hidden_states=True, output_attentions=True)
+    found["hidden"], found["attention"] = output.hidden_states, output.attentions
+    return found
+
+
+def load_empty(sizes: dict[str, int], folder: str) -> dict[str, Any]:
+    """Return the reads of a model without values, which is sharded first, and its distance from the plain one."""
+    from accel_trainer import init_empty_weights
+    from accel_trainer.checkpoint.weights.into_model import load_checkpoint_in_model
+    from accel_trainer.checkpoint.weights.reading import WeightFiles
+
+    accelerator = start(sizes=sizes)
+    with init_empty_weights(include_buffers=True):
+        model = tiny_model("qwen2")
+    model = accelerator.prepare(model)
+    read: dict[str, int] = {}
+    fill = WeightFiles.fill
+    WeightFiles.fill = lambda self, name, index, to: read.update({name: to.numel()}) or fill(self, name, index, to)
+    try:
+        report = load_checkpoint_in_model(model, folder)
+    finally:
+        WeightFiles.fill = fill
+    with torch.no_grad():
+        logits = [each.eval()(tokens()).logits for each in (model, tiny_model("qwen2"))]
+    held = {name: p.to_local().numel() for name, p in model.named_parameters()}
+    return {"read": read, "held": held, "report": report, "logits": (logits[0] - logits[1]).abs().max().item()}
+
+
+def on_two_ranks(folder: str) -> dict[str, Any]:
+    found = {"loaded": load_empty({"tp_size": 2}, folder), "dropout": drop_out()}
+    return train_families() | found | {"sharded losses": make_sharded_losses()}
 
 
 @pytest.fixture(scope="module")
-def families() -> list[dict[str, Any]]:
-    return run_ranks(on_two_ranks, 2, timeout=150)
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("weights"))
+    tiny_model("qwen2").save_pretrained(folder)  # with tied embeddings
+    return folder
+
+
+@pytest.fixture(scope="module")
+def families(weights: str) -> list[dict[str, Any]]:
+    return run_ranks(on_two_ranks, 2, weights, timeout=150)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -145,6 +235,53 @@ def test_logits_are_full_in_evaluation_and_sharded_in_training(kind: str, famili
         assert max(found["evaluated"], found["tuple"], *found["logits"]) < 2e-6
 
 
+def test_dropout_is_a_ranks_own_where_activations_are_sharded_and_equal_elsewhere(families: list[dict[str, Any]]):
+    first, second = (found["dropout"]["masks"] for found in families)
+    for name in DROPOUTS:
+        for own, other in zip(first[name], second[name], strict=True):
+            assert own.equal(other) == (name != "between")
+        assert not first[name][1].equal(first[name][0])
+    for name in ("before", "between"):  # what is computed again ends where enough is known
+        assert first[name][2].equal(first[name][1])
+
+
+def test_a_step_with_dropout_is_that_of_one_process_with_the_same_masks(families: list[dict[str, Any]]):
+    first, second = (found["dropout"]["masks"] for found in families)
+    masks = {name: list(first[name]) for name in DROPOUTS}
+    masks["between"] = [torch.cat(pair, dim=-1) for pair in zip(first["between"], second["between"], strict=True)]
+    model = dropping(masks, given=True)
+    loss = model.body(model.body(torch.ones(4, 8))).square().mean()
+    loss.backward()
+    for found in (of_rank["dropout"] for of_rank in families):
+        assert found["loss"] == pytest.approx(loss.item(), abs=2e-6)
+        for name, parameter in model.named_parameters():
+            assert torch.allclose(found["gradients"][name], parameter.grad, atol=2e-6), name
+
+
+def test_a_models_heads_drop_out_by_themselves_and_its_hidden_states_alike(families: list[dict[str, Any]]):
+    first, second = (found["dropout"] for found in families)
+    assert all(map(torch.equal, first["hidden"], second["hidden"]))
+    for own, other in zip(first["attention"], second["attention"], strict=True):
+        assert own.shape[1] == 2  # of 4 heads
+        dropped = [(each == 0).tril() for each in (own, other)]
+        assert 0.15 < dropped[0].sum() / torch.ones_like(own).tril().sum() < 0.45
+        assert (dropped[0] ^ dropped[1]).sum() > 0.2 * torch.ones_like(own).tril().sum()  # 0.42 of unrelated ones
+
+
+@pytest.mark.parametrize("layout", ["alone", "with shards"])
+def test_a_model_without_values_is_sharded_first_and_each_rank_reads_its_own(layout: str, request: Any):
+    results = request.getfixturevalue("families" if layout == "alone" else "meshed")
+    full = {name: p.numel() for name, p in tiny_model("qwen2").named_parameters()}
+    for found in (of_rank["loaded"] for of_rank in results):
+        assert found["read"] == found["held"]
+        assert found["report"] == ([], [], [])
+        assert found["logits"] < 2e-6
+    for name in full:
+        shares = [found["loaded"]["read"][name] for found in results]
+        is_sharded = "norm" not in name and not name.endswith("down_proj.bias")
+        assert sum(shares) == full[name] * (1 if is_sharded else 2), name
+
+
 # --- two ranks for the layers, two for the shards ---------------------------------------------------------------------
 
 
@@ -157,11 +294,11 @@ def through_a_window(accelerator: Any, directory: str | None, load: bool = False
     return train_open_window(accelerator, tiny_model("qwen3"), tokens(8), directory, load)
 
 
-def in_a_mesh(directory: str) -> dict[str, Any]:
+def in_a_mesh(directory: str, folder: str) -> dict[str, Any]:
     sizes = {"tp_size": 2, "dp_shard_size": 2}
     from accel_trainer.utils import set_seed
 
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"loaded": load_empty(sizes, folder)}
     accelerator = start(sizes=sizes, gradient_accumulation_steps=4)
     whole = through_a_window(accelerator, directory)
     resumed = through_a_window(start(sizes=sizes, gradient_accumulation_steps=4), directory, load=True)
@@ -196,8 +333,8 @@ def in_a_mesh(directory: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def meshed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(in_a_mesh, 4, str(tmp_path_factory.mktemp("mesh") / "state"), timeout=150)
+def meshed(tmp_path_factory: pytest.TempPathFactory, weights: str) -> list[dict[str, Any]]:
+    return run_ranks(in_a_mesh, 4, str(tmp_path_factory.mktemp("mesh") / "state"), weights, timeout=150)
 
 
 def test_a_window_that_is_saved_open_goes_on_with_its_gradients(meshed: list[dict[str, Any]]):
