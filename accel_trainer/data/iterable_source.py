@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -26,10 +26,10 @@ from accel_trainer.data.iterable_reader import (
 )
 from accel_trainer.data.plan import BatchRows, check_can_split
 from accel_trainer.data.position import Position, Progress
+from accel_trainer.data.randomness import init_worker
 from accel_trainer.data.sampler import Clock
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.collectives import all_gather_integers, broadcast_object
-from accel_trainer.runtime.preemption import outlive_signals
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import stream_index
 from accel_trainer.runtime.torch_private import LOADER_AT_REST
@@ -107,16 +107,10 @@ def _reader(loader: DataLoader[Any], stream: SlicedStream | ShardedStream, *, in
         drop_last=False,
         collate_fn=StepCollate(loader.collate_fn, stream.rule.shard is None, loader.batch_size is None, stream),
         in_order=in_order,
-        worker_init_fn=partial(_init_worker, loader.worker_init_fn),
+        worker_init_fn=partial(init_worker, loader.worker_init_fn),
         **LOADER_AT_REST,
     )
     return reader
-
-
-def _init_worker(init: Callable[[int], Any] | None, worker_id: int) -> None:
-    outlive_signals()
-    if init is not None:
-        init(worker_id)
 
 
 class _StreamSource:

@@ -7,6 +7,7 @@ loader's seed, epoch, shard and step, of the number of workers, and of what a `w
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from itertools import chain, count, dropwhile, islice, repeat
@@ -28,6 +29,7 @@ __all__ = [
     "StepStreams",
     "WorkerInit",
     "draw_alike",
+    "init_worker",
     "without_turns",
 ]
 
@@ -202,6 +204,14 @@ class WorkerInit:
         """Initialise a worker, which calls it once."""
         info: Any = get_worker_info()
         object.__setattr__(info, "dataset", info.dataset.dataset)  # frozen
-        outlive_signals()
-        if self._init is not None:
-            self._init(worker_id)
+        init_worker(self._init, worker_id)
+
+
+def init_worker(init: Callable[[int], Any] | None, worker_id: int) -> None:
+    """Make a worker independent of the rank that it was forked from, and call the user's `worker_init_fn`."""
+    # The rank's garbage stays the rank's: a process group or a store in a reference cycle waits for its threads when it
+    # is destroyed, which a fork does not have: torch aborts ("std::system_error: Invalid argument") or hangs.
+    gc.freeze()
+    outlive_signals()
+    if init is not None:
+        init(worker_id)

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import pickle
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -33,6 +36,7 @@ from accel_trainer.data import (
 )
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
+from tests.ranks import run_ranks
 
 SEED = 17
 
@@ -616,3 +620,32 @@ def test_a_loader_over_a_stream_keeps_torchs_endless_sampler() -> None:
     assert isinstance(loader.dataset, Stream)
     with pytest.raises(TypeError):
         len(loader)
+
+
+class Collecting(Numbers):
+    """Sample i is the number i, of a worker with threads that collects its garbage."""
+
+    def __getitem__(self, index: int) -> int:
+        for _ in range(3):
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+        gc.collect()
+        return index
+
+
+class CollectingStream(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return map(Collecting(4).__getitem__, range(4))
+
+
+def read_beside_garbage() -> list[list[Any]]:
+    gc.disable()
+    cycle: list[Any] = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    cycle.append(cycle)
+    del cycle
+    loaders = [prepare(DataLoader(dataset, 2, num_workers=1)) for dataset in (Collecting(4), CollectingStream())]
+    return [[batch.tolist() for batch in loader] for loader in loaders]
+
+
+def test_workers_do_not_collect_the_garbage_of_their_rank() -> None:
+    # A store in a cycle waits for its thread as it is destroyed, which a fork does not have: torch aborts.
+    assert run_ranks(read_beside_garbage, 1) == [[[[0, 1], [2, 3]]] * 2]
