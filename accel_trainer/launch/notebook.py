@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server import RunResult, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -271,6 +271,37 @@ def _run(
     folder: Path,
 ) -> None:
     """Start the workers and wait; raise the traceback that the first failed one has written to `folder`."""
+    result, causes = _run_agent(function, args, num_processes, launch, prefix, folder)
+    if not result.is_failed():
+        return
+    # torch leaves the agent of failed workers in a reference cycle, and with it the job's store, whose thread a fork of
+    # this process lacks: a loader's worker that collected it would be aborted.
+    gc.collect()
+    world_size = num_processes * launch.num_machines
+    reports = sorted(folder.glob("*.txt"), key=lambda path: path.stat().st_mtime_ns)
+    if reports:
+        first = reports[0]
+        raise ProcessGroupError(
+            f"rank {first.stem} of {world_size} failed, which ended the job. In that process:\n\n{first.read_text()}"
+        )
+    rank, failure = next(iter(result.failures.items()), (None, None))
+    if failure is None:
+        raise ProcessGroupError(f"a rank of another machine failed, which ended this job of {world_size}; look there")
+    raise ProcessGroupError(
+        f"rank {rank} of {world_size} ended outside of the function, {_how(failure.exitcode)}, which ended the job. "
+        f"{' '.join(causes)}"
+    )
+
+
+def _run_agent(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    num_processes: int,
+    launch: LaunchConfig,
+    prefix: str | None,
+    folder: Path,
+) -> tuple[RunResult, list[str]]:
+    """Start the workers and wait; return how they ended, and the errors of those that never called the function."""
     with _contained_agent() as logged, log_destination(launch) as logs:
         spec = WorkerSpec(
             role=launch.role,
@@ -288,24 +319,7 @@ def _run(
             if caught.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + int(caught.sigval)) from None
-        # Errors of workers that never called the function.
-        causes = [str(record.exc_info[1]) for record in logged if record.exc_info and record.exc_info[1]]
-    if not result.is_failed():
-        return
-    world_size = num_processes * launch.num_machines
-    reports = sorted(folder.glob("*.txt"), key=lambda path: path.stat().st_mtime_ns)
-    if reports:
-        first = reports[0]
-        raise ProcessGroupError(
-            f"rank {first.stem} of {world_size} failed, which ended the job. In that process:\n\n{first.read_text()}"
-        )
-    rank, failure = next(iter(result.failures.items()), (None, None))
-    if failure is None:
-        raise ProcessGroupError(f"a rank of another machine failed, which ended this job of {world_size}; look there")
-    raise ProcessGroupError(
-        f"rank {rank} of {world_size} ended outside of the function, {_how(failure.exitcode)}, which ended the job. "
-        f"{' '.join(causes)}"
-    )
+        return result, [str(record.exc_info[1]) for record in logged if record.exc_info and record.exc_info[1]]
 
 
 def _how(code: int) -> str:

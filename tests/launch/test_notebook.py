@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ import torch
 
 from accel_trainer import Accelerator, debug_launcher, notebook_launcher
 from accel_trainer.errors import ConfigError, ProcessGroupError
+from accel_trainer.launch.rendezvous import BoundRendezvous
 from tests.ranks import RankFailure, free_port, preload, run_ranks
 from tests.scenarios import Outcome, Scenarios
 
@@ -154,8 +156,11 @@ def refused(call: Callable[[], Any]) -> str:
 @SCENARIOS.add
 def failures() -> dict[str, Any]:
     before = state_of_this_process()
+    with pytest.raises(ProcessGroupError) as caught:
+        debug_launcher(fail_on, (1,))
     messages: dict[str, Any] = {
-        "raised": refused(lambda: debug_launcher(fail_on, (1,))),
+        "stores kept by the error": sum(isinstance(each, BoundRendezvous) for each in gc.get_objects()),
+        "raised": f"{caught.typename}: {caught.value}",
         "killed": refused(lambda: debug_launcher(die, (signal.SIGKILL,))),
         "fp16": refused(lambda: notebook_launcher(mean_of_ranks, ("fp16", 1.0), 2, mixed_precision="fp16")),
         "restarted": notebook_launcher(fail_once, ("once",), 2, max_restarts=1),
@@ -172,6 +177,7 @@ def test_an_error_of_a_worker_comes_back_with_its_rank_and_traceback():
     assert "rank 1 of 2 ended outside of the function, by SIGKILL; out of memory, maybe" in found["killed"]
     assert "fp16 was asked for on the CPU" in found["fp16"]
     assert found["restarted"] is None
+    assert found["stores kept by the error"] == 0
     assert found["kept"]
 
 
