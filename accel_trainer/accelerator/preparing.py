@@ -349,7 +349,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         # A sharded unit serves training as well as evaluation; replicas without gradient exchange do not.
         evaluation_only = job.evaluation_only and not self.strategy.capabilities.shards_parameters
         self._prepared.units.append(PreparedUnit(unit, window, evaluation_only))
-        hook_forward_faults(unit.model)
+        hook_forward_faults(unit.model, unit.module)
         unit.model._is_accelerate_prepared = True  # type: ignore[assignment]  # scripts ask for it
         # From here on: all ranks build a model from one seed, and drop out different activations afterwards.
         seed_own_streams(self.readers)

@@ -121,21 +121,20 @@ def _pass_before(point: str, items: Iterator[Any]) -> Iterator[Any]:
         fault_point(point)
 
 
-def hook_forward_faults(model: nn.Module) -> None:
+def hook_forward_faults(model: nn.Module, module: nn.Module) -> None:
     """Pass, in each forward of a model, `train.forward`, or `eval.batch` in evaluation mode.
 
     A hook, which is there only where a fault waits for one of the two.
+
+    Args:
+        module: the user's own, around which the model is; it has the mode, which an engine does not take over.
     """
     if not hasattr(model, _HOOKED) and not _faults.keys().isdisjoint(_FORWARD_POINTS.values()):
         setattr(model, _HOOKED, True)
-        model.register_forward_pre_hook(_pass_forward)
+        model.register_forward_pre_hook(lambda model, args: fault_point(_FORWARD_POINTS[module.training]))
 
 
 _FORWARD_POINTS = {True: "train.forward", False: "eval.batch"}
-
-
-def _pass_forward(model: nn.Module, args: Any) -> None:
-    fault_point(_FORWARD_POINTS[model.training])
 
 
 def install_faults(environ: Mapping[str, str], rank: int) -> None:

@@ -30,11 +30,14 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 _SECTIONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("accel_trainer/trainer/evaluation.py", ("run_evaluation",), "evaluation"),
     ("", ("save_state", "save_model", "_save_checkpoint"), "save"),
-    ("", ("load_state", "_load_from_checkpoint", "_load_optimizer_and_scheduler"), "load"),
+    ("", ("load_state", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "roll_back", "_roll_back"), "load"),
     ("accel_trainer/data/", (), "data loading"),
     ("torch/utils/data/", (), "data loading"),
     ("torch/nn/modules/module.py", ("_call_impl",), "forward"),
+    # Ours too: an engine has a backward and a step of its own, which exchange gradients and norms outside of torch's.
+    ("", ("backward",), "backward"),
     ("torch/autograd/graph.py", ("_engine_run_backward",), "backward"),
+    ("accel_trainer/accelerator/accelerated_optimizer.py", ("step",), "optimizer step"),
     ("torch/optim/", (), "optimizer step"),
     ("transformers/trainer_callback.py", ("call_event",), "callback"),
 )

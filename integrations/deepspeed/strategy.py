@@ -202,7 +202,8 @@ class DeepSpeedStrategy(BaseStrategy):
             placeholder.adopt(engine.basic_optimizer)
         hooks = _cast_around(job.model, config, job.config)
         apply_compile(job.model, job.config.compile, job.compile_options)
-        unit = DeepSpeedUnit(engine, job.optimizers, groups, hooks)
+        compared_over = process if job.config.debug else None
+        unit = DeepSpeedUnit(engine, job.optimizers, groups, hooks, compared_over)
         _adapt_own_methods(unit, config, process)
         return unit
 

@@ -19,6 +19,8 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.checkpoint_io import DeepSpeedCheckpointIO
 from accel_trainer.integrations.deepspeed.partitions import flat_partitions, unsharded_shape
 from accel_trainer.integrations.deepspeed.runtime import forget_module
+from accel_trainer.runtime.collective_checks import note_call
+from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import foreach_add_, foreach_zero_
 from accel_trainer.strategies.api import CheckpointIO, Layout, StepOutcome, TrainUnit
 from accel_trainer.strategies.parameter_state.matching import uncompiled_name
@@ -96,7 +98,16 @@ class DeepSpeedUnit(TrainUnit):
         optimizers: Sequence[Optimizer],
         groups: Sequence[Sequence[str]],
         hooks: Sequence[RemovableHandle] = (),
+        compared_over: ProcessContext | None = None,
     ) -> None:
+        """Take an engine over.
+
+        Args:
+            groups: names of the parameters of each group of the optimizer.
+            hooks: of the module, to be removed with the engine.
+            compared_over: the ranks that are to begin each backward and step together (`debug`): both have collectives
+                of the engine's own, and a rank that leaves one out would have gloo end another's process.
+        """
         self.model: nn.Module = engine
         self.module: nn.Module = engine.module
         self.optimizers: Sequence[Optimizer] = list(optimizers)
@@ -109,6 +120,7 @@ class DeepSpeedUnit(TrainUnit):
         named = {uncompiled_name(name): parameter for name, parameter in self.module.named_parameters()}
         self._grouped = [[named[name] for name in names] for names in groups]
         """The parameters themselves: the module may have lost some when the engine goes, to PEFT's merging for one."""
+        self._compared_over = compared_over
         self._trained = frozenset(id(p) for p in self.module.parameters() if p.requires_grad)
         self._configured_bound: float = getattr(self._zero, "clip_grad", 0.0)
         self._bound: float | None = None
@@ -141,6 +153,7 @@ class DeepSpeedUnit(TrainUnit):
                 f"backward() got {', '.join(unknown)}, which DeepSpeed's engine cannot pass on; it knows retain_graph"
             )
         self._require_optimizer()
+        self._compare("backward")
         earlier = self._keep_exchanged()
         # The facade has divided the loss; the engine is to leave it as it is.
         self._engine.backward(loss, retain_graph=bool(kwargs.get("retain_graph", False)), scale_wrt_gas=False)
@@ -148,6 +161,10 @@ class DeepSpeedUnit(TrainUnit):
             foreach_add_(self._zero.averaged_gradients[group], gradients)
         self._holds_gradients = True
         self._is_exchanged = self._engine.is_gradient_accumulation_boundary()
+
+    def _compare(self, name: str) -> None:
+        if self._compared_over is not None:
+            note_call(name, self._compared_over, checked=[])
 
     def _keep_exchanged(self) -> dict[Any, list[Tensor]]:
         """Return gradients that ZeRO-1 and 2 have exchanged for this update already, and would overwrite."""
@@ -226,6 +243,7 @@ class DeepSpeedUnit(TrainUnit):
                 "optimizer.step() was called after a backward that exchanged no gradients (no_sync, or "
                 "set_gradient_sync(False)); let the last backward before the step exchange them"
             )
+        self._compare("optimizer.step")
         with self._step_options():
             self._engine.step()
         self._clear_buffers()

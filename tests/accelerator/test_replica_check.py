@@ -28,6 +28,8 @@ def save_apart(folder: str, what: str, strategy: str = "ddp") -> str:
     """Save where the second of two ranks has something else; return the error."""
     PROGRESS.updates = 0
     accelerator = Accelerator(cpu=True, config={"strategy": strategy})
+    if what == "scale":
+        accelerator.scaler = torch.amp.GradScaler("cpu")  # fp16 itself is refused there
     model = nn.Linear(4, 2)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     is_apart = accelerator.process_index == 1
@@ -38,6 +40,8 @@ def save_apart(folder: str, what: str, strategy: str = "ddp") -> str:
         optimizer.zero_grad()
     if what == "rate" and is_apart:
         optimizer.param_groups[0]["lr"] = 0.2
+    if what == "scale" and is_apart:
+        accelerator.scaler.update(1024.0)
     if what == "weights" and is_apart:
         next(model.parameters()).data.add_(1)
     try:
@@ -79,7 +83,9 @@ def check_own_rate() -> None:
 
 
 def check_all(folder: str) -> dict[str, Any]:
-    results: dict[str, Any] = {what: save_apart(folder, what) for what in ("rate", "weights", "updates", "nothing")}
+    results: dict[str, Any] = {
+        what: save_apart(folder, what) for what in ("rate", "weights", "updates", "scale", "nothing")
+    }
     results["rate sharded"] = save_apart(folder, "rate", "fsdp2")
     results["nothing sharded"] = save_apart(folder, "nothing", "fsdp2")
     check_own_rate()
@@ -98,6 +104,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("rate", r"the learning rate of optimizer 1 \(SGD\) is 0\.1 on rank 0, and 0\.2 on rank 1"),
         ("rate sharded", r"the learning rate of optimizer 1 \(SGD\) is 0\.1 on rank 0, and 0\.2 on rank 1"),
         ("weights", r"the sum of weight \(cpu \w+\) is -?\d+\.\d+ on rank 0, and -?\d+\.\d+ on rank 1"),
+        ("scale", r"the loss scale is 65536 on rank 0, and 1024 on rank 1"),
         ("updates", r"the number of updates is 3 on rank 0, and 2 on rank 1"),
     ],
 )

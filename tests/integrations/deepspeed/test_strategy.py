@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import tempfile
 import weakref
 from functools import partial
@@ -18,6 +19,7 @@ pytest.importorskip("deepspeed")
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.partitions import flat_partitions
+from accel_trainer.runtime.progress import PROGRESS
 from tests.ranks import preload
 from tests.scenarios import Outcome, Scenarios
 from tests.zero import accelerator, adamw, alone, batch, build, layout, own_rows, unit_of, whole
@@ -425,3 +427,33 @@ def test_a_state_that_does_not_fit_one_engine_changes_none():
     assert not all(torch.equal(value, expected) for value, expected in zip(kept, saved, strict=True))
     assert not all(torch.equal(value, expected) for value, expected in zip(other, saved, strict=True))
     assert all(torch.equal(value, expected) for value, expected in zip(loaded, saved, strict=True))
+
+
+@SCENARIOS.add
+def a_step_left_out() -> Any:
+    from accel_trainer import Accelerator
+    from accel_trainer.errors import DesyncError
+
+    content = {"strategy": "deepspeed", "deepspeed": {"zero_stage": 2}, "debug": True}
+    made, model = Accelerator(cpu=True, config=content), build()
+    model, optimizer = made.prepare(model, adamw(model))
+    try:
+        for step in range(3):
+            made.backward(model(own_rows(step)))
+            if not (step == 1 and made.process_index == 1):
+                optimizer.step()
+            optimizer.zero_grad()
+    except DesyncError as error:
+        PROGRESS.updates = 0
+        return str(error), made.gather(torch.ones(1)).sum().item()
+    return "", 0
+
+
+def test_r11_debug_names_a_step_of_the_engine_that_a_rank_leaves_out() -> None:
+    for text, after in results("a_step_left_out"):
+        assert re.match(
+            r"the ranks do not agree on the operation: rank 0 calls optimizer\.step in update \d+, a_step_left_out "
+            r"\(test_strategy\.py:\d+\); rank 1 calls backward in update \d+, a_step_left_out \(.*\)\. Nothing was",
+            text,
+        ), text
+        assert after == 2
