@@ -8,7 +8,7 @@ from pathlib import Path
 from accel_trainer.launch.cli import main
 from tests.ranks import run_ranks
 
-__all__ = ["launch", "run_command"]
+__all__ = ["launch", "read_samples", "run_command"]
 
 
 def run_command(words: list[str], output: str) -> int:
@@ -26,3 +26,17 @@ def launch(folder: Path, *words: str, timeout: float = 60, **env: str) -> tuple[
     environ = {"HF_HOME": str(folder), "TORCHELASTIC_USE_AGENT_STORE": None, "OMP_NUM_THREADS": None, **env}
     [code] = run_ranks(run_command, 1, ["launch", *words], str(output), env=environ, timeout=timeout)
     return code, output.read_text()
+
+
+def read_samples(folder: Path, pattern: str) -> dict[int, list[int]]:
+    """Return the samples of each update, in order of their numbers, as workers have written them down.
+
+    Args:
+        pattern: of files with a line for each micro-batch: the update, and the numbers of its samples.
+    """
+    samples: dict[int, list[int]] = {}
+    for file in folder.glob(pattern):
+        for line in file.read_text().splitlines():
+            step, *numbers = map(int, line.split())
+            samples.setdefault(step, []).extend(numbers)
+    return {step: sorted(numbers) for step, numbers in samples.items()}

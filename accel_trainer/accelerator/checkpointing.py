@@ -36,7 +36,7 @@ from accel_trainer.errors import CheckpointNotFoundError, ConfigError, Incompati
 from accel_trainer.runtime.model_wrappers import model_has_dtensor, unwrap_module
 from accel_trainer.runtime.nonfinite import check_weights
 from accel_trainer.runtime.preemption import PREEMPTED_EXIT_CODE, PreemptedExit, StopPoint, StopSignals
-from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.process import ProcessContext, find_attempt, read_environment
 from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 from accel_trainer.strategies.parameter_state.matching import uncompiled_name
 
@@ -98,6 +98,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
     _stop_point: StopPoint | None = None
     _has_own_states = False
     """Whether this run has saved or loaded one of the states in its project's directory."""
+    _has_looked_for_states = False
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
         """Have `save_state` and `load_state` handle objects of your own; each is found again by its name.
@@ -203,7 +204,8 @@ class AcceleratorCheckpointing(AcceleratorSettings):
                 raised on all ranks by the next `backward`, `save_state`, `load_state` or `wait_for_checkpoint`.
 
         Returns:
-            The directory; None where nothing is saved and `on_save_error` is "warn".
+            The directory; None where nothing is saved: a disk fails and `on_save_error` is "warn", or `should_stop` has
+            become true, and the last save took longer than what is left of `preemption.grace_seconds`.
 
         Raises:
             ConfigError: there is no place to save to, or it holds something else than a checkpoint.
@@ -230,6 +232,9 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         else:
             directory, name, number = self._checkpoints_directory(), None, configuration.iteration
         section = f"save to {output_dir or configuration.project_dir}"
+        if self._has_no_time(section):
+            return None
+        self._warn_of_new_beginning()
         self._check_weights(self._prepared.units, section)
         self.check_replicas(section)
         saved = self._checkpointer.save(
@@ -250,6 +255,25 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             configuration.iteration = 1 + int(saved.name.removeprefix(PREFIX))
             self._has_own_states = True
         return saved
+
+    def _has_no_time(self, section: str) -> bool:
+        """Whether the machine goes before a save at a stop would be complete, which is said then. Collective."""
+        if self._stop_point is None or not self._stop_point.has_stopped:
+            return False
+        self.wait_for_checkpoint()  # its time passes anyway
+        last = self._checkpointer.metrics.values.get("ckpt/duration_s", 0.0)
+        no_time = self._stop_point.find_no_time(self.config.preemption.grace_seconds, last)
+        if no_time:
+            logger.warning("%s is left out: %s. The next run goes on from the last state", section, no_time)
+        return bool(no_time)
+
+    def _warn_of_new_beginning(self) -> None:
+        """Warn where the launcher has started the workers again, and the loop has not looked for what was saved."""
+        if not self._has_looked_for_states and find_attempt(read_environment())[0]:
+            logger.warning_once(
+                "the workers were started again, and this loop has begun anew without the states that were saved "
+                "before: call load_state(missing_ok=True) after prepare(), and it goes on from the newest"
+            )
 
     def _write_state(self, staged: StagedDirectory) -> None:
         """Run the user's hooks and write the state. Collective."""
@@ -358,7 +382,8 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         verify: str = "full",
         map_location: Any = None,
         strict: bool = True,
-    ) -> None:
+        missing_ok: bool = False,
+    ) -> Path | None:
         """Load a saved state, on any number of processes and with any native strategy. Collective.
 
         Every file that is read is compared with its checksum before anything is changed. States of Hugging Face
@@ -371,10 +396,15 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             verify: "full" compares contents, "size" lengths, "off" nothing.
             map_location: without effect: tensors are read into those of this run, wherever they are.
             strict: always; weights that a state has too few or too many of are read by `load_checkpoint_in_model`.
+            missing_ok: do nothing where no state has been saved yet, so that one line serves a run that begins, one
+                whose workers were started again, and one that goes on after a signal.
+
+        Returns:
+            The directory that was loaded; None where there was none.
 
         Raises:
             ConfigError: `strict` is false, or `verify` is unknown.
-            CheckpointNotFoundError: there is none.
+            CheckpointNotFoundError: there is none, and `missing_ok` is false.
             CorruptCheckpointError: it was changed after the save, or none of several is good.
             IncompatibleCheckpointError: it does not fit the model, the optimizer or the registered objects.
             ProcessGroupError: another rank failed.
@@ -389,7 +419,9 @@ class AcceleratorCheckpointing(AcceleratorSettings):
                 "load_state(load_kwargs=%s) is without effect: torch.load does not read it", load_kwargs
             )
         self.wait_for_checkpoint()
-        mode = check_verify(verify)
+        mode, self._has_looked_for_states = check_verify(verify), True
+        if missing_ok and not self._has_state(input_dir):
+            return None
 
         def files(manifest: Manifest) -> Iterable[str]:
             return files_to_read(manifest, self._train_state(), self.process)
@@ -413,6 +445,18 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         phases = ("select", "verify", "load")
         seconds = ", ".join(f"{phase} {metrics.values[f'resume/{phase}_s']:.2f} s" for phase in phases)
         logger.info("%s", selection.describe("resumed", [selection.verified, outcome, seconds]))
+        return selection.path
+
+    def _has_state(self, input_dir: str | Path | None) -> bool:
+        """Whether a state has been saved, good or bad by now; that there is none is said. Collective."""
+        directory = self._checkpoints_directory() if input_dir is None else Path(input_dir)
+        place = (directory, None) if input_dir is None else (directory.parent, directory.name)
+        found = self._checkpointer.has_any(*place)
+        if not found:
+            attempt = find_attempt(read_environment())[0]
+            begun = f"the workers were started again, {attempt} time(s): " if attempt else ""
+            logger.info("%sno state has been saved to %s yet, and the run begins", begun, directory)
+        return found
 
     def _take_rollbacks(self) -> None:
         """Have the guard call this Accelerator, which is freed at once where nobody else holds it."""

@@ -16,7 +16,7 @@ from accel_trainer.checkpoint.commit.disk import explain_full_disk
 from accel_trainer.checkpoint.commit.lock import LOCK_NAME, DirectoryLock
 from accel_trainer.checkpoint.commit.publication import Publication
 from accel_trainer.checkpoint.commit.rename import recover_target, sweep
-from accel_trainer.checkpoint.commit.retention import next_number, retire
+from accel_trainer.checkpoint.commit.retention import next_number, numbered_checkpoints, retire
 from accel_trainer.checkpoint.commit.retry import SavePolicy, save_persistently
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.manifest import Manifest
@@ -228,6 +228,20 @@ class Checkpointer:
         # On one rank's word all open it and fail alike where its disk alone has the manifest.
         is_ours = any(has_one for has_one, _ in seen)
         return None if seen[0][1] and not is_ours else open_checkpoint(path, self.process, verify)
+
+    def has_any(self, directory: Path, name: str | None = None) -> bool:
+        """Whether a run's directory holds checkpoints, good or bad, or one of a name: rank 0's word. Collective."""
+        found, error = False, None
+        try:
+            if self.process.is_main and name is not None:
+                recover_target(directory / name)
+                found = (directory / name).exists()
+            elif self.process.is_main:
+                found = bool(numbered_checkpoints(directory, self.kind.prefix))
+                found = found or any(directory.glob(f"_bad-{self.kind.prefix}*"))
+        except Exception as raised:
+            error = raised
+        return bool(gather_or_raise(self.process, f"selection of a checkpoint in {directory}", error, found)[0])
 
     def select_named(self, path: Path, verify: Verify, files: FilesToRead) -> Selection:
         """Open and verify the checkpoint that the user has named, whatever is beside it. Collective."""

@@ -21,6 +21,7 @@ from typing import Any
 from accel_trainer import logging
 from accel_trainer.runtime.meeting import Meeting
 from accel_trainer.runtime.process import ProcessContext, find_rank
+from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.runtime.torch_private import is_worker_done
 
 __all__ = ["PREEMPTED_EXIT_CODE", "PreemptedExit", "StopPoint", "StopSignals", "outlive_signals"]
@@ -115,6 +116,21 @@ class StopSignals:
         """Time since it came; 0 where none has."""
         return time.monotonic() - self._seconds if self.is_requested else 0.0
 
+    def find_no_time(self, grace_seconds: float | None, save_seconds: float, process: ProcessContext) -> str:
+        """Return why no save fits before the machine goes, in words; empty where one does. Collective.
+
+        Args:
+            grace_seconds: from the signal to the end of the machine; None is for ever.
+            save_seconds: what the last save took.
+        """
+        if grace_seconds is None:
+            return ""
+        # Of one mind: the ranks got the signal at different times, and some of them perhaps none.
+        passed = max(gather_or_raise(process, "end", None, self.seconds_since))
+        if passed + save_seconds < grace_seconds:
+            return ""
+        return f"the last one took {save_seconds:.1f} s, and {passed:.1f} s of {grace_seconds:g} are over"
+
     def _note(self, number: int, _frame: FrameType | None) -> None:
         now, came = time.monotonic(), signal.Signals(number)
         if not self.is_requested:
@@ -136,7 +152,7 @@ class StopPoint:
 
     def __init__(self, signals: StopSignals, process: ProcessContext) -> None:
         """Begin to look. Every rank makes one, as the same one of its process."""
-        self._signals = signals
+        self._signals, self._process = signals, process
         self._meeting = Meeting(process) if process.is_distributed else None
         self._position = 0
         self.has_stopped = False
@@ -159,6 +175,10 @@ class StopPoint:
         self.has_stopped = self._signals.is_answered = meeting.is_called and meeting.is_at(self._position)
         meeting.passed = self._position
         return self.has_stopped
+
+    def find_no_time(self, grace_seconds: float | None, save_seconds: float) -> str:
+        """Return why a save at the stop comes too late; empty before it. See `StopSignals`; collective after it."""
+        return self._signals.find_no_time(grace_seconds, save_seconds, self._process) if self.has_stopped else ""
 
     def close(self, *, is_failed: bool) -> None:
         """Look no more; `is_failed` when an error ends the loop."""

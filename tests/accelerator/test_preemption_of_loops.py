@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from contextlib import nullcontext
@@ -26,22 +27,27 @@ NUM_UPDATES = 12
 LOADERS = DataLoaderConfiguration(use_stateful_dataloader=True)
 
 
-def train(folder: str, signalled: dict[int, int], in_background: bool = False) -> dict[str, Any]:
+def train(
+    folder: str, signalled: dict[int, int], in_background: bool = False, grace: float | None = None
+) -> dict[str, Any]:
     """Train, from the last state if there is one.
 
     Args:
         signalled: by rank, the update in which it gets SIGTERM.
+        grace: how long it has from then on.
     """
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True, project_dir=folder, gradient_accumulation_steps=2, dataloader_config=LOADERS)
+    accelerator = Accelerator(
+        cpu=True, project_dir=folder, gradient_accumulation_steps=2, dataloader_config=LOADERS,
+        config={"preemption": {"grace_seconds": grace}},
+    )  # fmt: skip
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     data = torch.utils.data.TensorDataset(torch.randn(2 * 2 * NUM_UPDATES * accelerator.num_processes, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, 2, shuffle=True))
     accelerator.project_configuration.automatic_checkpoint_naming = True
     updates, code = [0], None
-    if Path(folder, "checkpoints").is_dir():
-        accelerator.load_state()
+    accelerator.load_state(missing_ok=True)
     seen = []
     try:
         with accelerator.preemptible():
@@ -66,6 +72,7 @@ def train(folder: str, signalled: dict[int, int], in_background: bool = False) -
 
 def train_all(base: str) -> dict[str, Any]:
     results: dict[str, Any] = {"whole": train(f"{base}/whole", {})}
+    results["late"] = train(f"{base}/late", {1: 5}, grace=1e-6)
     for name, signalled in {"one": {1: 5}, "apart": {0: 4, 1: 5}, "both": {0: 6, 1: 6}}.items():
         folder = f"{base}/{name}"
         results[name] = train(folder, signalled, in_background=name == "one"), train(folder, {})
@@ -85,6 +92,11 @@ def test_r9_all_ranks_leave_a_loop_at_one_place_and_go_on_from_it(tmp_path: Path
     first, second = run_ranks(train_all, 2, str(tmp_path), timeout=100)
     for name in ("one", "apart", "both"):
         assert compare(first, name) == compare(second, name) > 0
+    # Rank 0 got no signal, and has all the time that there is.
+    for late in (first["late"], second["late"]):
+        assert late["code"] == 85
+        assert 5 <= late["updates"] < NUM_UPDATES
+    assert not (tmp_path / "late" / "checkpoints").exists()
 
 
 def alone(base: str) -> dict[str, Any]:
@@ -135,6 +147,28 @@ def test_a_script_that_catches_the_end_is_interrupted_as_ever_afterwards(
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_save_that_does_not_fit_into_what_is_left_of_the_grace_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = Accelerator(cpu=True, config={"preemption": {"grace_seconds": 60}})
+    accelerator.prepare(nn.Linear(1, 1))
+
+    def loop(last_seconds: float) -> None:
+        with accelerator.preemptible():
+            assert accelerator.save_state(tmp_path / "state") is not None
+            accelerator._checkpointer.metrics.record("ckpt/duration_s", last_seconds)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert accelerator.should_stop
+            assert (accelerator.save_state(tmp_path / "state") is None) == (last_seconds > 60)
+
+    for last_seconds in (30.0, 90.0):
+        with pytest.raises(PreemptedExit):
+            loop(last_seconds)
+    assert re.search(
+        r"save to \S+state is left out: the last one took 90\.0 s, and 0\.\d s of 60 are over", caplog.text
+    )
 
 
 def test_a_signal_after_the_last_look_is_not_lost() -> None:

@@ -34,7 +34,6 @@ from accel_trainer.checkpoint.weights.writing import users_class
 from accel_trainer.data.loader import PreparedDataLoader, skip_first_batches
 from accel_trainer.errors import AccelTrainerError, ConfigError
 from accel_trainer.report.recorded_run import RECORD_KEY
-from accel_trainer.runtime.collectives import gather_object
 from accel_trainer.runtime.nonfinite import check_weights
 from accel_trainer.runtime.preemption import PREEMPTED_EXIT_CODE, PreemptedExit, StopSignals
 from accel_trainer.runtime.shared_errors import raise_together
@@ -175,12 +174,10 @@ class CheckpointMethods(_Upstream):
             PreemptedExit: always.
         """
         step, signals = self.state.global_step, self.stop_signals
-        grace, seconds = self.args.resolved.config.preemption.grace_seconds, signals.seconds_since
+        grace = self.args.resolved.config.preemption.grace_seconds
         last = self.run_checkpoints.metrics.values.get("ckpt/duration_s", 0.0)
-        has_time = grace is None or seconds + last < grace
-        # Of one mind: the ranks got the signal at different times, and some of them perhaps none.
-        if not all(gather_object(has_time, self.accelerator.process)):
-            done = f"no checkpoint is saved: the last one took {last:.1f} s, and {seconds:.1f} s of {grace:g} are over"
+        if no_time := signals.find_no_time(grace, last, self.accelerator.process):
+            done = f"no checkpoint is saved: {no_time}"
         elif self.run_checkpoints.last_saved == step:
             done = f"checkpoint-{step} has been saved before"
         else:

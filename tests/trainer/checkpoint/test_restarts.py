@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from tests.launches import launch
+from tests.launches import launch, read_samples
 from tests.ranks import run_ranks
 from tests.trainer_jobs import build_trainer
 
@@ -103,16 +103,6 @@ class SeenSamples:
             file.write(f"{self._trainer.state.global_step} {' '.join(map(str, numbers))}\n")
         return self._step(model, inputs, *args, **kwargs)
 
-    @staticmethod
-    def read(folder: Path, pattern: str) -> dict[int, list[int]]:
-        """Return the samples of each update, in order of their numbers."""
-        samples: dict[int, list[int]] = {}
-        for file in folder.glob(pattern):
-            for line in file.read_text().splitlines():
-                step, *numbers = map(int, line.split())
-                samples.setdefault(step, []).extend(numbers)
-        return {step: sorted(numbers) for step, numbers in samples.items()}
-
 
 def train_elastic(folder: str, num_steps: int, dies_after: int = -1) -> dict[str, Any]:
     trainer = build_trainer(
@@ -154,8 +144,8 @@ def test_with_fewer_ranks_a_job_goes_on_as_it_would_have_with_all(tmp_path: Path
     restarted = torch.load(tmp_path / "seen")
     assert restarted["begun_at"] == 3
     assert restarted["given"] == (2, 1)
-    whole = SeenSamples.read(one, "*.txt")
-    before, after = SeenSamples.read(two, "0-*.txt"), SeenSamples.read(two, "1-*.txt")
+    whole = read_samples(one, "*.txt")
+    before, after = read_samples(two, "0-*.txt"), read_samples(two, "1-*.txt")
     assert {step: before[step] for step in range(3)} | after == whole
     assert sorted(number for numbers in whole.values() for number in numbers) == list(range(30))
     for name, value in reference["weights"].items():
@@ -201,40 +191,3 @@ def test_updates_keep_their_samples_on_any_number_of_ranks_or_are_refused(tmp_pa
         assert "with dataloader_drop_last=True they depend on how many there are" in dropped
         assert "an update has 1 x 3 batches (micro-batches x processes), and the 2 processes that are left" in native
         assert result["num_steps"] == 6
-
-
-def train_by_hand(folder: str, num_steps: int, saves: bool) -> list[float]:
-    """A loop over 16 samples in updates of 4; it ends with a save after the second, or goes on from there."""
-    from accel_trainer import Accelerator
-
-    accelerator = Accelerator(
-        cpu=True,
-        gradient_accumulation_steps=num_steps,
-        config={"accumulation": {"keep_global_batch": True}, "data": {"use_stateful_dataloader": True}},
-    )
-    torch.manual_seed(0)
-    model = torch.nn.Linear(1, 1)
-    data = torch.utils.data.DataLoader(torch.arange(16.0).reshape(16, 1) / 16, batch_size=2, shuffle=True)
-    model, optimizer, data = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), data)
-    if Path(folder, "manifest.json").exists() and not saves:
-        accelerator.load_state(folder)
-    num_updates = 0
-    for batch in data:
-        with accelerator.accumulate(model):
-            accelerator.backward((model(batch) - 3 * batch).pow(2).mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        num_updates += accelerator.sync_gradients
-        if saves and num_updates == 2:
-            accelerator.save_state(folder)
-            break
-    return [parameter.item() for parameter in accelerator.unwrap_model(model).parameters()]
-
-
-def test_a_loop_of_ones_own_keeps_its_updates_where_it_says_so(tmp_path: Path) -> None:
-    state, other = str(tmp_path / "state"), str(tmp_path / "none")
-    elastic = {"ACCEL_TRAINER_LAUNCH__NUM_PROCESSES": "1:2"}
-    run_ranks(train_by_hand, 2, state, 1, True, env=elastic)
-    [restarted] = run_ranks(train_by_hand, 1, state, 1, False, env=elastic)
-    [reference] = run_ranks(train_by_hand, 1, other, 2, False)
-    assert restarted == pytest.approx(reference, abs=1e-6)
