@@ -377,7 +377,7 @@ def load_config(config_file: str | Path) -> dict[str, Any]:
 
 
 def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a file of accelerate with its `fsdp_config` in keys of FSDP2; what is left out is logged.
+    """Return the content of a file of accelerate with its `fsdp_config` in keys of FSDP2; keys left out are logged.
 
     One that is for FSDP2 already, and one without FSDP, are returned as they are.
 

@@ -308,9 +308,8 @@ class _Resolver:
         for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
             if zero.pop(old, False) is True:
                 zero.setdefault(new, {"device": "cpu"})
-        if zero.get("stage") == AUTO:
-            self._unresolved("zero_optimization.stage", "write 0, 1, 2 or 3")
-        elif isinstance(zero.get("stage", 0), bool) or zero.get("stage", 0) not in (0, 1, 2, 3):
+        # No model and no data tells stage or devices: "auto" is refused in a look before them, too.
+        if isinstance(zero.get("stage", 0), bool) or zero.get("stage", 0) not in (0, 1, 2, 3):
             self._wrong("zero_optimization.stage", "0, 1, 2 or 3")
         else:
             self._offload("offload_optimizer", zero, needs=1)
@@ -324,11 +323,9 @@ class _Resolver:
         device = section.get("device", "none")
         stage = zero.get("stage", 0)
         needs = 3 if device == "nvme" else needs
-        if device == AUTO:
-            self._unresolved(path, f"write {', '.join(_DEVICES)}")
-            del section["device"]
-        elif device not in _DEVICES:
+        if device not in _DEVICES:
             self._wrong(path, f"one of {', '.join(map(repr, _DEVICES))}")
+            section["device"] = "none"
         elif device != "none" and stage < needs:
             self._wrong(path, f"'none', since the stage is {stage}, or stage {'3' if needs == 3 else '1 or higher'}")
         has_path = section.get("nvme_path") not in (None, "", "none", AUTO)

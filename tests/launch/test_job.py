@@ -318,6 +318,8 @@ def test_a_packaged_configuration_is_found_by_name(tmp_path: Path, script: str) 
             "--use_deepspeed --zero_stage 2 --offload_param_device cpu",
             "zero_optimization.offload_param.device .--offload_param_device. is 'cpu'; expected 'none', since",
         ),
+        ("--use_deepspeed --zero_stage auto", "stage .--zero_stage. is 'auto'; expected 0, 1, 2 or 3"),
+        ("--use_deepspeed --offload_optimizer_device auto", "offload_optimizer.device .* is 'auto'; exp"),
     ],
 )
 def test_what_every_rank_would_refuse_starts_none(tmp_path: Path, script: str, words: str, message: str) -> None:
