@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -195,6 +196,8 @@ def create_ascii_table(headers: list[str], rows: list[list[str]], title: str) ->
 
 _FLAGS_OF = {"ddp": "--multi_gpu", "fsdp2": "--use_fsdp"}
 _RECOMPUTES = "fsdp.activation_checkpointing"
+_SIZES_OF_MODELS = ("parallel.tp_size", "parallel.sp_size", "parallel.ep_size")
+"""The axes that not every model can take."""
 
 
 def _print_plans(args: argparse.Namespace) -> None:
@@ -255,35 +258,49 @@ def _plan(args: argparse.Namespace, options: Options, flags: Mapping[str, Any]) 
 def _all_plans(args: argparse.Namespace, options: Options) -> Iterator[LayoutPlan]:
     """Yield the plans of layouts that the model and the number of processes allow."""
     found = 0
-    refused: ConfigError | None = None
+    error: ConfigError | None = None
+    refused: set[tuple[str, int]] = set()
+    """Sizes that do not fit the model, with nothing beside them."""
     for flags in _candidates(args, options):
+        asked = {(path, flags[path]) for path in _SIZES_OF_MODELS if flags.get(path, 1) > 1}
+        if asked & refused:
+            continue
         try:
             yield _plan(args, options, flags)
             found += 1
-        except ConfigError as error:  # no plan for tensor parallelism, or a size that does not divide
-            refused = error
-    if not found and refused is not None:
-        raise refused
+        except ConfigError as problem:  # no plan for tensor parallelism, or a size that does not divide
+            error = problem
+            refused |= asked if len(asked) == 1 else set()
+    if not found and error is not None:
+        raise error
 
 
 def _candidates(args: argparse.Namespace, options: Options) -> Iterator[dict[str, Any]]:
-    """Yield the options of layouts: shards over all ranks or those of a machine, and layers over ranks of a machine."""
+    """Yield the options of layouts: shards over all ranks or those of a machine, with what its ranks may share."""
     num_processes = resolve_options(options, os.environ, None)[0].config.launch.num_processes or 1
-    fixed = {"fsdp.replicate_size": 1, "fsdp.replicate_per_node": False}
     if num_processes == 1:
         yield {}
         return
+    fixed = {"fsdp.replicate_size": 1, "fsdp.replicate_per_node": False, **dict.fromkeys(_SIZES_OF_MODELS, 1)}
     none = {"strategy": "ddp", "parallel.dp_replicate_size": num_processes, "parallel.dp_shard_size": 1}
-    yield {**fixed, **none, "parallel.tp_size": 1, _RECOMPUTES: False}
+    yield {**fixed, **none, _RECOMPUTES: False}
     node = min(args.ranks_per_node, num_processes)
-    for tp in (size for size in range(1, node + 1) if node % size == 0 and num_processes % size == 0):
-        rest = num_processes // tp
-        for shard in dict.fromkeys((rest, node // tp, 1)):
-            if rest % shard == 0 and shard * tp > 1:
-                sizes = {"dp_replicate_size": rest // shard, "dp_shard_size": shard, "tp_size": tp}
+    within = [size for size in range(1, node + 1) if node % size == 0 and num_processes % size == 0]
+    for tp, sp in sorted(itertools.product(within, within), key=lambda each: (min(each), each)):
+        if node % (tp * sp) or num_processes % (tp * sp):
+            continue
+        rest = num_processes // (tp * sp)
+        for shard in dict.fromkeys((rest, node // (tp * sp), *([1] if sp == 1 else ()))):
+            if rest % shard or shard * tp * sp == 1:
+                continue
+            # Experts over some neighbours; beside slices of sequences, over all of a machine.
+            shared = within[1:] if sp == 1 else within[-1:]
+            for ep in (1, *(size for size in shared if tp == 1 and shard * sp % size == 0)):
+                named = {"dp_replicate_size": rest // shard, "dp_shard_size": shard}
+                named |= {"tp_size": tp, "sp_size": sp, "ep_size": ep}
                 for recomputes in (False, True):
-                    named = {f"parallel.{name}": size for name, size in sizes.items()}
-                    yield {**fixed, "strategy": "fsdp2", **named, _RECOMPUTES: recomputes}
+                    sizes = {f"parallel.{name}": size for name, size in named.items()}
+                    yield {**fixed, "strategy": "fsdp2", **sizes, _RECOMPUTES: recomputes}
 
 
 def _other_activations(args: argparse.Namespace, options: Options, plan: LayoutPlan) -> int | None:
@@ -294,8 +311,9 @@ def _other_activations(args: argparse.Namespace, options: Options, plan: LayoutP
 
 
 def _layout_name(plan: LayoutPlan) -> str:
-    sizes = [f"{axis} {size}" for axis, size in plan.sizes.items() if size > 1]
-    return " x ".join(sizes) or "one process"
+    sizes = [f"{axis} {size}" for axis, size in plan.sizes.items() if size > 1 and axis != "ep"]
+    experts = f", ep {plan.sizes['ep']}" if plan.sizes["ep"] > 1 else ""
+    return (" x ".join(sizes) or "one process") + experts
 
 
 def _plan_table(plan: LayoutPlan, others: int | None, args: argparse.Namespace) -> str:
@@ -339,7 +357,11 @@ def _plan_table(plan: LayoutPlan, others: int | None, args: argparse.Namespace) 
         f"of which {_ms(plan.exposed_seconds)} are not hidden by computation (at {args.bandwidth:g} GB/s between "
         f"machines of {args.ranks_per_node}, {args.node_bandwidth:g} within, {args.teraflops:g} TFLOP/s)"
     )
+    tables += [_BALANCE] * plan.assumes_balance
     return "\n".join(tables)
+
+
+_BALANCE = "Routing is assumed to be balanced: each expert gets as many tokens as the others"
 
 
 def _ms(seconds: float) -> str:
@@ -360,6 +382,7 @@ def _comparison(plans: Sequence[LayoutPlan], limit: int | None, args: argparse.N
     if len(fitting) < len(plans):
         least = min(plan.peak for plan in plans if plan not in fitting)
         lines.append(f"{len(plans) - len(fitting)} more need above {args.memory}: {convert_bytes(least)} at least")
+    lines += [_BALANCE] * plans[0].assumes_balance
     if fitting:
         lines.append(f"The first: accel-trainer launch {' '.join(_launch_flags(fitting[0]))} ...")
     return "\n".join(lines)

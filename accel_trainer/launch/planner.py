@@ -94,9 +94,12 @@ class LayoutPlan:
 
     strategy: str
     sizes: Mapping[str, int]
+    """Of the axes, and of `ep`, which is a part of dp_shard x sp."""
     num_readers: int
     recomputes: bool
     """Whether activations are checkpointed."""
+    assumes_balance: bool
+    """Whether it is a mixture, each of whose experts is assumed to get as many tokens as the others."""
     parameters: int
     gradients: int
     optimizer_state: int
@@ -169,6 +172,8 @@ def plan_layout(
             if not in_shards:
                 unit = strategy.prepare(job, precision, process)
             step = _Step(unit, resolved, workload)
+            # Its ranks pass over the rows of each other's experts.
+            step.ledger.share_of_experts = 1 / sizes.tp
             step.run()
         measured = _measure(step, resolved.config.ddp.gradient_as_bucket_view if replicas > 1 else None)
         calls = step.ledger.calls
@@ -178,9 +183,10 @@ def plan_layout(
         num_steps = resolved.config.accumulation.num_steps
         return LayoutPlan(
             strategy=strategy_name,
-            sizes=sizes._asdict(),
+            sizes={**sizes._asdict(), "ep": resolved.config.parallel.ep_size},
             num_readers=sizes.num_readers,
             recomputes=recomputes,
+            assumes_balance=step.ledger.has_experts,
             flops=step.ledger.flops,
             rows=workload.batch * sizes.num_readers * num_steps,
             **measured,
@@ -314,6 +320,9 @@ class _Ledger(OperationMode):
         """What a storage is for, by its number."""
         self.calls: list[_Call] = []
         self.flops = 0
+        self.has_experts = False
+        self.share_of_experts = 1.0
+        """Of the rows of experts' products, those that a rank computes."""
         self.weight = 1
         """How often in an update what happens now happens."""
         self._known: dict[int, tuple[int, weakref.ref[Any]]] = {}
@@ -354,7 +363,10 @@ class _Ledger(OperationMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note_collective(func, args, result)
         else:
-            self.flops += self.weight * _flops_of(func, args, kwargs or {}, result)
+            is_of_experts = func.overloadpacket.__name__ == "_grouped_mm"
+            self.has_experts |= is_of_experts
+            flops = _flops_of(func, args, kwargs or {}, result)
+            self.flops += int(self.weight * flops * (self.share_of_experts if is_of_experts else 1))
         return result
 
     def _note_collective(self, func: Any, args: Any, result: Any) -> None:

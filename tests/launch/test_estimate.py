@@ -180,25 +180,60 @@ def test_layouts_that_fit_are_ranked(llama: str, capsys: pytest.CaptureFixture[s
     assert main([*words, "--json"]) == 0
     plans = json.loads(capsys.readouterr().out)
     layouts = {(*(axis for axis, size in plan["sizes"].items() if size > 1), plan["recomputes"]) for plan in plans}
-    assert layouts == {("dp_replicate", False), *itertools.product(("dp_shard", "tp"), (False, True))}
+    assert layouts == {("dp_replicate", False), *itertools.product(("dp_shard", "sp", "tp"), (False, True))}
     assert plans == sorted(plans, key=lambda plan: plan["seconds_per_row"])
     limit = sorted(plan["peak"] for plan in plans)[2]
     assert main([*words, "--memory", f"{limit}B"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + 3 + 2
-    assert lines[-2].startswith(f"2 more need above {limit}B: ")
+    assert lines[-2].startswith(f"4 more need above {limit}B: ")
     fastest = next(plan for plan in plans if plan["peak"] <= limit)
     assert lines[-1].startswith("The first: accel-trainer launch --use_fsdp --parallel_")
-    assert (f"tp_size {fastest['sizes']['tp']}" in lines[-1]) == (fastest["sizes"]["tp"] > 1)
+    for axis in ("tp", "sp"):
+        assert (f"{axis}_size {fastest['sizes'][axis]}" in lines[-1]) == (fastest["sizes"][axis] > 1)
+
+
+def test_a_mixture_is_planned_as_if_its_experts_got_as_many_tokens_each(tmp_path: Path, capsys: Any) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 2, "vocab_size": 64}))
+    words = ["estimate", str(tmp_path), "--num_processes", "4", "--sequence", "32", "--parallel_ep_size", "2"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "A rank of dp_shard 4, ep 2 (fsdp2), 1 x 32 for each of 4 reader(s), AdamW" in text
+    assert "all_to_all" in text
+    assert text.splitlines()[-1] == "Routing is assumed to be balanced: each expert gets as many tokens as the others"
 
 
 def test_layouts_have_shards_over_all_ranks_or_a_machines(llama: str) -> None:
     args = estimate_command_parser().parse_args([llama, "--num_processes", "32", "--ranks_per_node", "8"])
     found = list(estimate._candidates(args, estimate._layout_options(args)))
-    sizes = [tuple(flags[f"parallel.{axis}_size"] for axis in ("dp_replicate", "dp_shard", "tp")) for flags in found]
-    # Twice each, without and with checkpointing.
-    of_fsdp2 = [(1, 32, 1), (4, 8, 1), (1, 16, 2), (4, 4, 2), (16, 1, 2), (1, 8, 4), (4, 2, 4), (8, 1, 4), (1, 4, 8)]
-    assert sizes == [(32, 1, 1), *(each for each in [*of_fsdp2, (4, 1, 8)] for _ in range(2))]
+    axes = ("dp_replicate", "dp_shard", "tp", "sp", "ep")
+    sizes = [tuple(flags[f"parallel.{axis}_size"] for axis in axes) for flags in found]
+    assert sizes[0] == (32, 1, 1, 1, 1)
+    assert sizes[1::2] == sizes[2::2]  # twice each, without and with checkpointing
+    by_parts: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for replicas, shards, *parts in sizes[1::2]:
+        by_parts.setdefault(tuple(parts), []).append((replicas, shards))
+    assert {parts[:2]: layouts for parts, layouts in by_parts.items() if parts[2] == 1} == {
+        (1, 1): [(1, 32), (4, 8)],
+        (2, 1): [(1, 16), (4, 4), (16, 1)],
+        (4, 1): [(1, 8), (4, 2), (8, 1)],
+        (8, 1): [(1, 4), (4, 1)],
+        (1, 2): [(1, 16), (4, 4)],
+        (1, 4): [(1, 8), (4, 2)],
+        (1, 8): [(1, 4), (4, 1)],
+        (2, 2): [(1, 8), (4, 2)],
+        (2, 4): [(1, 4), (4, 1)],
+        (4, 2): [(1, 4), (4, 1)],
+    }
+    # Experts over neighbours of a machine; beside slices of sequences, over all of it; beside layers' parts, nowhere.
+    assert {parts for parts in by_parts if parts[2] > 1} == {
+        (1, 1, 2),
+        (1, 1, 4),
+        (1, 1, 8),
+        *((1, n, 8) for n in (2, 4, 8)),
+    }
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import time
 from collections import Counter
 from typing import Any
@@ -17,7 +18,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.launch.planner import Cluster, LayoutPlan, Workload, fake_job, plan_layout
 from tests.ranks import preload, run_ranks
 
-preload("accel_trainer.accelerator", "transformers.models.llama.modeling_llama", "torch.profiler")
+preload("accel_trainer.accelerator", "transformers.models.auto.modeling_auto", "torch.profiler")
 
 # B batch, L sequence
 B, L = 2, 48
@@ -32,19 +33,42 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "accumulation": (2, {"strategy": "fsdp2", "accumulation": {"num_steps": 3}}),
     "tp x fsdp2": (4, {"parallel": {"tp_size": 2}}),
     "hsdp": (4, {"parallel": {"dp_replicate_size": 2, "dp_shard_size": 2}}),
+    "mixtral": (2, {"strategy": "fsdp2"}),
+    "mixtral ep": (2, {"parallel": {"ep_size": 2}}),
+    "qwen3_moe tp": (2, {"parallel": {"tp_size": 2}}),
+    "qwen3_moe ep": (4, {"parallel": {"ep_size": 2}}),
+    "mixtral ep x sp": (4, {"parallel": {"ep_size": 2, "sp_size": 2}}),
 }
 
 
-def build_llama(num_layers: int = 2) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def build(name: str = "llama") -> nn.Module:
+    """Return the small model of a layout; tokens of mixtures go to their experts in turn."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    kind = name.partition(" ")[0]
     sizes = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=500, num_hidden_layers=num_layers))
+    sizes |= {"vocab_size": 500, "num_hidden_layers": 2}
+    if kind not in ("mixtral", "qwen3_moe"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes))
+    number = "num_experts" if kind == "qwen3_moe" else "num_local_experts"
+    sizes |= {"moe_intermediate_size": 96, "head_dim": 16, number: 4, "num_experts_per_tok": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    for where, module in model.named_modules():
+        if where.endswith("mlp.gate"):
+            module.register_forward_hook(in_turn)
+    return model
 
 
-def plan(num_processes: int, options: dict[str, Any], ranks_per_node: int = 8, **workload: Any) -> LayoutPlan:
+def in_turn(module: nn.Module, args: Any, output: Any) -> Any:
+    *others, chosen = output
+    return (*others, torch.arange(chosen.numel(), device=chosen.device).view_as(chosen) % 4)
+
+
+def plan(
+    num_processes: int, options: dict[str, Any], ranks_per_node: int = 8, name: str = "llama", **workload: Any
+) -> LayoutPlan:
     with torch.device("meta"):
-        model = build_llama()
+        model = build(name)
     resolved = resolve(file=options, environ={})
     cluster = Cluster(ranks_per_node=ranks_per_node)
     return plan_layout(model, resolved, num_processes, Workload(batch=B, sequence=L, **workload), cluster)
@@ -56,11 +80,11 @@ def plan(num_processes: int, options: dict[str, Any], ranks_per_node: int = 8, *
 class RealRank:
     """A prepared model on this rank, and the sizes of its updates."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, name: str) -> None:
         from accel_trainer import Accelerator
 
-        self.accelerator = Accelerator(cpu=True, config=options)
-        model = build_llama()
+        self.accelerator = Accelerator(cpu=True, config=LAYOUTS[name][1])
+        model = build(name)
         self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         self.tokens_BL = torch.zeros(B, L, dtype=torch.long)
         self.gradients = 0
@@ -92,17 +116,19 @@ class RealRank:
         self.accelerator.backward(loss)
         return num_bytes
 
-    def profiled_update(self) -> tuple[int, Counter[str]]:
-        """Return by how much the allocator's memory grew at most in an update, and its collectives."""
+    def profiled_update(self) -> tuple[int, Counter[str], int]:
+        """Return by how much the allocator's memory grew at most in an update, its collectives, and rows' bytes."""
         from torch.profiler import ProfilerActivity, profile
 
         time.sleep(0.1)  # gloo's threads let go of what they have sent
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiled:
             self.update()
         events = profiled.profiler.kineto_results.events()
         changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
         calls = Counter(event.name() for event in events if event.name().startswith("c10d::"))
-        return max(itertools.accumulate(change for _, change in changes)), calls
+        exchanged = [event.shapes()[0] for event in events if event.name() == "c10d::alltoall_base_"]
+        num_bytes = sum(4 * math.prod(shape) for shape in exchanged)
+        return max(itertools.accumulate(change for _, change in changes)), calls, num_bytes
 
 
 def local(tensor: Any) -> Any:
@@ -113,16 +139,17 @@ def size(tensors: Any) -> int:
     return sum(local(tensor).nbytes for tensor in tensors)
 
 
-def measure(options: dict[str, Any]) -> dict[str, Any]:
-    rank = RealRank(options)
+def measure(name: str) -> dict[str, Any]:
+    rank = RealRank(name)
     for _ in range(2):  # DDP makes its buckets anew after the first
         rank.update()
     gc.collect()
     # Of several: on a busy machine gloo's threads hold buffers of an update for longer.
-    peak, calls = min((rank.profiled_update() for _ in range(4)), key=lambda each: each[0])
+    peak, calls, exchanged = min((rank.profiled_update() for _ in range(4)), key=lambda each: each[0])
     found = {"parameters": size(rank.model.parameters()), "gradients": rank.gradients, "calls": calls}
+    found["exchanged"] = exchanged
     found["optimizer_state"] = size(value for state in rank.optimizer.state.values() for value in state.values())
-    buckets = rank.gradients if options.get("strategy") == "ddp" else 0
+    buckets = rank.gradients if name.startswith("ddp") else 0
     fixed = found["parameters"] + found["optimizer_state"] + buckets + 2 * rank.tokens_BL.nbytes
     found |= {"peak": fixed + peak, "activations": rank.saved_bytes()}
     rank.accelerator.free_memory()
@@ -130,7 +157,7 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_all(num_processes: int) -> dict[str, Any]:
-    return {name: measure(options) for name, (ranks, options) in LAYOUTS.items() if ranks == num_processes}
+    return {name: measure(name) for name, (ranks, _) in LAYOUTS.items() if ranks == num_processes}
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +178,7 @@ NAMES = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_plan_is_what_a_rank_takes(name: str, measured: dict[str, list[Any]]):
     num_processes, options = LAYOUTS[name]
-    planned = plan(num_processes, options)
+    planned = plan(num_processes, options, name=name)
     found = measured[name][0]
     for part in ("parameters", "gradients", "optimizer_state"):
         assert getattr(planned, part) == found[part], part
@@ -164,6 +191,9 @@ def test_a_plan_is_what_a_rank_takes(name: str, measured: dict[str, list[Any]]):
     for exchange in planned.exchanges:
         exchanged[exchange.kind] += exchange.calls
     assert exchanged == +calls
+    exchanged_bytes = sum(each.num_bytes for each in planned.exchanges if each.kind == "all_to_all")
+    assert exchanged_bytes == pytest.approx(found["exchanged"], rel=0.05)
+    assert planned.assumes_balance == name.startswith(("mixtral", "qwen3_moe"))
 
 
 # --- closed forms -----------------------------------------------------------------------------------------------------
