@@ -9,7 +9,7 @@ from typing import NamedTuple
 from accel_trainer.config.schema import ParallelConfig, RunConfig, get_value
 from accel_trainer.errors import ConfigError
 
-__all__ = ["AXES", "NOT_OFFERED", "AxisSizes", "axis_problems", "axis_sizes", "size_for_shards"]
+__all__ = ["AXES", "NOT_OFFERED", "AxisSizes", "axis_problems", "axis_sizes", "given_plan", "size_for_shards"]
 
 AXES = ("dp_replicate", "dp_shard", "sp", "tp")
 """Every axis, the outermost first: the ranks of the last one are neighbours."""
@@ -55,6 +55,11 @@ def size_for_shards(config: RunConfig) -> str | None:
     return next((path for path in paths if (get_value(config, path) or 1) > 1), None)
 
 
+def given_plan(config: RunConfig) -> dict[str, str]:
+    """Return the style of each module that `parallel.tp_plan` names."""
+    return {name: style for name, is_given, style in (e.partition("=") for e in config.parallel.tp_plan) if is_given}
+
+
 def axis_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
     """Return the contradictions of the sizes with other options, and with the number of processes where it is given."""
     problems = [*_missing_axes(config, describe), *_other_replicas(config, describe), *_unlike_axes(config, describe)]
@@ -79,6 +84,10 @@ def _unlike_axes(config: RunConfig, describe: Callable[[str], str]) -> list[str]
         problems.append(
             f"{describe('parallel.loss_parallel')} needs ranks that share the vocabulary; give a tp_size above 1, "
             "or leave it off"
+        )
+    if len(given_plan(config)) < len(config.parallel.tp_plan):
+        problems.append(
+            f"{describe('parallel.tp_plan')} is not one NAME=STYLE for each module; write layers.*.up=colwise, for one"
         )
     if config.parallel.tp_size > 1 and config.parallel.ep_size > 1:
         problems.append(

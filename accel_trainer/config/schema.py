@@ -282,6 +282,8 @@ class ParallelConfig:
     """Ranks that share the tokens of each sequence and read the same data: sequence parallelism."""
     loss_parallel: bool = False
     """The ranks of a `tp_size` make the loss of a vocabulary of which each has a part; training gathers no logits."""
+    tp_plan: tuple[str, ...] = ()
+    """Styles of modules, as NAME=STYLE with `*` for a number, beside those of the model's own plan for a `tp_size`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -121,6 +121,8 @@ class ParallelismConfig(OptionObject):
     """Of the ranks along `dp_shard` and `sp`, those that share experts; not accelerate's, and no factor of ranks."""
     loss_parallel: bool = False
     """Whether training gathers no logits along `tp`; not accelerate's, either."""
+    tp_plan: Mapping[str, str] = field(default_factory=dict)
+    """Styles of modules by their names, beside those of the model's own plan; not accelerate's, either."""
     device_mesh: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -277,7 +279,7 @@ class ParallelismConfig(OptionObject):
         return {name: dict(vars(value)) if hasattr(value, "__dict__") else value for name, value in plain.items()}
 
     def explicit(self) -> dict[str, Any]:
-        """Return sizes and options by their paths; none where all are 1.
+        """Return sizes and options by their paths; no sizes where all are 1.
 
         Raises:
             ConfigError: one is above 1 whose axis is not offered.
@@ -291,7 +293,9 @@ class ParallelismConfig(OptionObject):
             raise ConfigError(f"parallelism_config has cp_size={self.cp_size}: {NOT_OFFERED['cp_size']}")
         sizes = {f"parallel.{axis}_size": self._size(axis) for axis in AXES} if self.total_size > 1 else {}
         sizes |= {"parallel.ep_size": self._size("ep")} if self._size("ep") > 1 else {}
-        return sizes | ({"parallel.loss_parallel": True} if self.loss_parallel else {})
+        sizes |= {"parallel.loss_parallel": True} if self.loss_parallel else {}
+        plan = [f"{name}={style}" for name, style in self.tp_plan.items()]
+        return sizes | ({"parallel.tp_plan": plan} if plan else {})
 
     @classmethod
     def of(cls, given: Any) -> ParallelismConfig:
@@ -302,7 +306,7 @@ class ParallelismConfig(OptionObject):
         """
         if isinstance(given, cls):
             return given
-        names = [*(f"{axis}_size" for axis in (*_AXES, "ep")), "loss_parallel"]
+        names = [*(f"{axis}_size" for axis in (*_AXES, "ep")), "loss_parallel", "tp_plan"]
         if isinstance(given, str) and given.lstrip().startswith("{"):
             given = json.loads(given)
         if isinstance(given, Mapping):

@@ -35,6 +35,7 @@ SPECIAL = {
     "parallel.sp_size": st.just(1),
     "parallel.loss_parallel": st.just(False),
     "parallel.tp_size": st.just(1),
+    "parallel.tp_plan": st.just(()),
     "outer_optimizer.momentum": st.floats(0, 0.99),
     "preemption.signals": st.lists(st.sampled_from(["SIGTERM", "SIGUSR1", "SIGUSR2"]), unique=True).map(tuple),
     "launch.gpu_ids": st.sampled_from(["all", "0", "0,1", "3,1"]),

@@ -112,6 +112,7 @@ FLAGS = [
     "parallel_ep_size",
     "parallel_loss_parallel",
     "parallel_sp_size",
+    "parallel_tp_plan",
     "parallel_tp_size",
     "parallelism_config_cp_size",
     "parallelism_config_dp_replicate_size",

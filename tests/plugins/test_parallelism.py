@@ -155,5 +155,7 @@ def test_replicas_of_shards_are_hybrid_sharding():
 
 def test_what_is_no_factor_of_the_ranks_is_told_by_its_path():
     assert ParallelismConfig(tp_size=2, loss_parallel=True).explicit()["parallel.loss_parallel"] is True
+    planned = ParallelismConfig.of({"tp_size": 2, "tp_plan": {"up": "colwise"}})
+    assert planned.explicit()["parallel.tp_plan"] == ["up=colwise"]
     experts = ParallelismConfig.of({"dp_shard_size": 4, "ep_size": 2})
     assert (experts.total_size, experts.explicit()["parallel.ep_size"]) == (4, 2)

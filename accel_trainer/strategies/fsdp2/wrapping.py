@@ -13,6 +13,7 @@ from torch import nn
 
 from accel_trainer import logging
 from accel_trainer.config import Resolved, WrapPolicy
+from accel_trainer.config.parallel import given_plan
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.process import ProcessContext
@@ -91,7 +92,8 @@ def _with_plans(selection: Selection, job: TrainJob, process: ProcessContext) ->
     model, ignored, parallel = job.model, selection.ignored, job.config.parallel
     sizes, describe = sizes_of(job, process), job.resolved.describe
     if sizes.tp > 1:
-        selection = selection._replace(plan=plan_layers(model, sizes.tp, ignored, describe("parallel.tp_size")))
+        plan = plan_layers(model, sizes.tp, ignored, describe("parallel.tp_size"), given_plan(job.config))
+        selection = selection._replace(plan=plan)
     if parallel.loss_parallel:
         check_loss(model, selection.plan, describe("parallel.loss_parallel"))
     if parallel.ep_size > 1:

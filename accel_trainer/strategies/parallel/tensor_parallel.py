@@ -16,6 +16,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -65,19 +66,29 @@ _EXPERT_STYLES = ("ep_dispatch_experts", "moe_tp_experts")
 _CONTAINERS = (nn.ParameterDict, nn.ParameterList)
 _PER_HEAD = ("k_proj", "qkv_proj", "query_key_value")
 _EXPERT_EXAMPLE = "model._ep_plan = {'layers.*.experts': 'ep_dispatch_experts'}"
-_EXAMPLE = "model._tp_plan = {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
+_EXAMPLE = (
+    "model._tp_plan = {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'} before prepare(), or in a file "
+    "parallel: {tp_plan: [layers.*.up=colwise, layers.*.down=rowwise]}"
+)
 
 Plan = Mapping[str, _Style]
 """The style of each module that a plan names, by the module's full name."""
 
 
-def plan_layers(model: nn.Module, size: int, ignored: Collection[nn.Module], origin: str) -> Plan:
+def plan_layers(
+    model: nn.Module,
+    size: int,
+    ignored: Collection[nn.Module],
+    origin: str,
+    given: Mapping[str, str] = MappingProxyType({}),
+) -> Plan:
     """Return the style of each module that the model's plan names. Not collective; changes nothing.
 
     Args:
         size: number of ranks on the axis.
         ignored: modules whose parameters stay as they are.
         origin: where `size` was asked for, for messages.
+        given: styles by name that come before those of the model's plan.
 
     Raises:
         ConfigError: there is no plan, or the model cannot be sharded by it over so many ranks.
@@ -85,7 +96,7 @@ def plan_layers(model: nn.Module, size: int, ignored: Collection[nn.Module], ori
     modules = dict(model.named_modules())
     _check_adapters(modules, origin)
     prefix, inner = _planned(model)
-    declared = {prefix + where: _STYLES[style] for where, style in _declared_styles(inner, origin).items()}
+    declared = {prefix + where: _STYLES[style] for where, style in _declared_styles(inner, origin, given).items()}
     plan = {where: style for name, own in declared.items() for where, style in _spread(name, modules[name], own)}
     _follow_tied(modules, plan)
     left_out = {id(inner) for module in ignored for inner in module.modules()}
@@ -97,20 +108,31 @@ def plan_layers(model: nn.Module, size: int, ignored: Collection[nn.Module], ori
     return plan
 
 
-def _declared_styles(model: nn.Module, origin: str) -> dict[str, str]:
-    """Return the known styles of modules that the model's plan names; refuse others, and those of bare parameters."""
-    name = type(model).__name__
-    declared: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
-    found = _match(declared, (where for where, _ in model.named_modules()))
+def _declared_styles(model: nn.Module, origin: str, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the known styles of modules that a plan names; refuse others, and those of bare parameters."""
+    name, modules = type(model).__name__, [where for where, _ in model.named_modules()]
+    declared: dict[str, str] = {**(getattr(model, "_tp_plan", None) or {}), **given}
+    found = _match(declared, modules)
+    if unmatched := [key for key in given if not _match({key: ""}, modules)]:
+        raise ConfigError(
+            f"{origin}: tp_plan has {', '.join(map(repr, unmatched))}, and {name} has no such modules; name them as "
+            "named_modules() does, with * for a number"
+        )
     if not found:
         raise ConfigError(
             f"{origin}: {name} declares no plan for tensor parallelism that names its modules (its _tp_plan is "
-            f"{declared}); set tp_size to 1 and shard with dp_shard_size, or give it one before prepare(): {_EXAMPLE}"
+            f"{declared}); set tp_size to 1 and shard with dp_shard_size, or give it one: {_EXAMPLE}"
         )
     experts = tuple(f"{where}." for where, style in found.items() if style == "moe_tp_experts")
     names = (n for n, _ in model.named_parameters(remove_duplicate=False) if not n.startswith(experts))
     bare = _match(declared, names)
     unknown = sorted({*found.values(), *bare.values()} - _STYLES.keys()) or list(bare)
+    if "sequence_parallel" in unknown:
+        raise ConfigError(
+            f"{origin}: the plan of {name} has 'sequence_parallel', whose modules take shards of the sequence, and no "
+            "style of transformers gives such shards to a module: each rank has all tokens; give norms no style, and "
+            "share sequences out over ranks with sp_size"
+        )
     if unknown:
         raise ConfigError(
             f"{origin}: the plan of {name} has {', '.join(map(repr, unknown))}, and known are {', '.join(_STYLES)} of "

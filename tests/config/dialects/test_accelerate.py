@@ -303,6 +303,13 @@ def test_a_sharded_loss_needs_ranks_that_share_the_vocabulary():
         resolve(file={"strategy": "fsdp2", "parallel": {"loss_parallel": True}})
 
 
+def test_a_plan_names_a_style_for_each_module_and_is_used_with_a_size():
+    with pytest.raises(ConfigError, match=r"tp_plan=\[up\] .* is not one NAME=STYLE for each module; write layers"):
+        resolve(file={"strategy": "fsdp2", "parallel": {"tp_size": 2, "tp_plan": ["up"]}})
+    notes = resolve(file={"strategy": "fsdp2", "parallel": {"tp_plan": ["up=colwise"]}}).notes
+    assert any("parallel.tp_plan=[up=colwise]" in note and "is not used: parallel.tp_size=1" in note for note in notes)
+
+
 def test_tensor_parallelism_of_megatron_is_that_of_the_models_own_plan():
     block = {"tp_degree": 2, "pp_degree": 1, "use_distributed_optimizer": True, "sequence_parallelism": False}
     block = {f"megatron_lm_{name}": value for name, value in block.items()}

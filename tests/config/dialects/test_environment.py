@@ -56,6 +56,7 @@ SPECIAL = {
     "parallel.loss_parallel": "false",
     "parallel.sp_size": "1",
     "parallel.tp_size": "1",
+    "parallel.tp_plan": "layers.*.up=colwise",
     "launch.num_machines": "1",
     "launch.tee": "3",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -112,8 +112,6 @@ def make_losses(kind: str, accelerator: Any) -> dict[str, Any]:
 class Dropping(nn.Module):
     """Dropout before a layer's two matrices, between them, and behind them; of the second half, computed twice."""
 
-    _tp_plan: ClassVar = {"up": "colwise", "down": "rowwise"}
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
@@ -149,7 +147,7 @@ def drop_out() -> dict[str, Any]:
     """Return masks, loss and gradients of a model with dropout, and the activations of one of transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    accelerator = start(sizes={"tp_size": 2})
+    accelerator = start(sizes={"tp_size": 2, "tp_plan": {"up": "colwise", "down": "rowwise"}})
     found: dict[str, Any] = {"masks": {name: [] for name in DROPOUTS}}
     model = accelerator.prepare(dropping(found["masks"]))
     torch.manual_seed(1)
@@ -381,8 +379,9 @@ def planned(plan: dict[str, str], **changes: Any) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (build_model("gpt2"), "^tp_size=2: GPT2LMHeadModel declares no plan .*give it one before .*_tp_plan = {'la"),
+        (build_model("gpt2"), "^tp_size=2: GPT2LMHeadModel declares no plan .*give it one: model._tp_.*tp_plan: .la"),
         (planned({"third": "colwise"}), "declares no plan for tensor parallelism that names its modules"),
+        (planned({"first": "sequence_parallel"}), "has 'sequence_parallel', whose modules take .*no style of transfo"),
         (planned({"first": "diagonal"}), "the plan of MLP has 'diagonal', and known are colwise"),
         (planned({"first": "colwise", "first.weight": "packed_colwise"}), "has 'packed_colwise', and known are"),
         (planned({"second": "colwise"}), r"does not divide dimension 0 of second.weight, \(1, 16\); use a size that"),
@@ -419,6 +418,16 @@ def test_a_model_that_cannot_be_sharded_is_refused_before_it_is_touched(model: n
 def test_a_model_without_such_a_loss_is_refused(model: nn.Module, message: str):
     with pytest.raises(ConfigError, match=message):
         check_loss(model, {}, "loss_parallel=True")
+
+
+def test_a_given_plan_comes_before_the_models_own():
+    model = planned({"first": "colwise", "second": "rowwise"})
+    plan = plan_layers(model, 2, (), "tp_size=2", {"first": "colwise_gather_output", "second": "rowwise_split_input"})
+    assert (plan["first"].gives, plan["second"].takes) == ("join", "split")
+    plan = plan_layers(planned({}), 2, (), "tp_size=2", {"first": "colwise", "second": "rowwise"})
+    assert (plan["first"].gives, plan["second"].takes) == ("shard", "shard")
+    with pytest.raises(ConfigError, match=r"^tp_size=2: tp_plan has 'third', and MLP has no such modules; name them"):
+        plan_layers(model, 2, (), "tp_size=2", {"third": "colwise"})
 
 
 def test_a_module_that_is_left_out_is_not_sharded():
