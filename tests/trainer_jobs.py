@@ -137,9 +137,13 @@ def build_model(kind: str = "llama", seed: int = 0, dropout: float = 0.0) -> tor
 
 
 def strategy_arguments(strategy: str) -> dict[str, Any]:
-    """Return the TrainingArguments that choose a strategy: "single", "ddp", "fsdp" or "fsdp_sharded"."""
+    """Return the TrainingArguments that choose a strategy: "single", "ddp", "fsdp", "fsdp_sharded" or "zero3"."""
     if strategy in ("single", "ddp"):
         return {}
+    if strategy == "zero3":  # parameters of tiny models are partitioned, too
+        stage = {"stage": 3, "stage3_param_persistence_threshold": 0}
+        names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+        return {"deepspeed": {"zero_optimization": stage, **dict.fromkeys(names, "auto")}}
     kind = "SHARDED_STATE_DICT" if strategy == "fsdp_sharded" else "FULL_STATE_DICT"
     return {"fsdp": "full_shard auto_wrap", "fsdp_config": {"state_dict_type": kind}}
 

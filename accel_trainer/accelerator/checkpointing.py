@@ -268,7 +268,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         return bool(no_time)
 
     def _warn_of_new_beginning(self) -> None:
-        """Warn where the launcher has started the workers again, and the loop has not looked for what was saved."""
+        """Warn where the launcher has started the workers again, and the loop has not looked for a saved state."""
         if not self._has_looked_for_states and find_attempt(read_environment())[0]:
             logger.warning_once(
                 "the workers were started again, and this loop has begun anew without the states that were saved "

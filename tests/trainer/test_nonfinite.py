@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import re
 import subprocess
 import sys
@@ -184,13 +185,18 @@ def train_by_hand(updates: list[tuple[Any, ...]]) -> dict[str, Any]:
     return {"losses": losses, "weights": {name: value.detach().numpy() for name, value in model.named_parameters()}}
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+HAS_ENGINE = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", pytest.param("zero3", marks=HAS_ENGINE)])
 def test_r14_a_rollback_is_the_newest_checkpoint_with_the_data_behind_the_update(tmp_path: Path, strategy: str) -> None:
     ranks = on_ranks(strategy, roll_back, str(tmp_path))
     once = [seen["once"] for seen in ranks]
     updates = list(zip(*(seen["rows"] for seen in once), strict=True))
     assert len(updates) == 16
     by_hand = train_by_hand(updates)
+    # DeepSpeed's sums differ by more, also in a run that is never rolled back: 3.6e-6 after 16 updates.
+    bound = 5e-6 if strategy == "zero3" else 2e-6
     for seen in once:
         assert (seen["error"], seen["step"]) == ("", 14)
         assert list(seen["losses"]) == list(range(1, 15))
@@ -198,7 +204,7 @@ def test_r14_a_rollback_is_the_newest_checkpoint_with_the_data_behind_the_update
         assert seen["rates"][5] == pytest.approx(1e-2 * 12 / 16)
         assert seen["train_loss"] == pytest.approx(sum(by_hand["losses"]) / 14, abs=1e-5)
         for name, value in seen["weights"].items():
-            np.testing.assert_allclose(value, by_hand["weights"][name], rtol=0, atol=2e-6)
+            np.testing.assert_allclose(value, by_hand["weights"][name], rtol=0, atol=bound)
     assert once[0]["weights"]
     for seen, resumed in zip(once, (seen["resumed"] for seen in ranks), strict=True):
         assert resumed["rows"] == seen["rows"][10:]
