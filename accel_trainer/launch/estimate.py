@@ -276,7 +276,7 @@ def _all_plans(args: argparse.Namespace, options: Options) -> Iterator[LayoutPla
 
 
 def _candidates(args: argparse.Namespace, options: Options) -> Iterator[dict[str, Any]]:
-    """Yield the options of layouts: shards over all ranks or those of a machine, with what its ranks may share."""
+    """Yield the options of layouts: replicas, and sizes of all axes without and with checkpointing."""
     num_processes = resolve_options(options, os.environ, None)[0].config.launch.num_processes or 1
     if num_processes == 1:
         yield {}
@@ -284,23 +284,33 @@ def _candidates(args: argparse.Namespace, options: Options) -> Iterator[dict[str
     fixed = {"fsdp.replicate_size": 1, "fsdp.replicate_per_node": False, **dict.fromkeys(_SIZES_OF_MODELS, 1)}
     none = {"strategy": "ddp", "parallel.dp_replicate_size": num_processes, "parallel.dp_shard_size": 1}
     yield {**fixed, **none, _RECOMPUTES: False}
+    for sizes, recomputes in itertools.product(_sharded_sizes(args, num_processes), (False, True)):
+        yield {**fixed, "strategy": "fsdp2", **sizes, _RECOMPUTES: recomputes}
+
+
+def _sharded_sizes(args: argparse.Namespace, num_processes: int) -> Iterator[dict[str, int]]:
+    """Yield sizes of axes: shards over all ranks or over a machine's, whose ranks share layers, sequences or experts.
+
+    Those of one axis come before those of several.
+    """
     node = min(args.ranks_per_node, num_processes)
     within = [size for size in range(1, node + 1) if node % size == 0 and num_processes % size == 0]
     for tp, sp in sorted(itertools.product(within, within), key=lambda each: (min(each), each)):
-        if node % (tp * sp) or num_processes % (tp * sp):
+        rest, remainder = divmod(num_processes, tp * sp)
+        if node % (tp * sp) or remainder:
             continue
-        rest = num_processes // (tp * sp)
-        for shard in dict.fromkeys((rest, node // (tp * sp), *([1] if sp == 1 else ()))):
+        for shard in dict.fromkeys((rest, node // (tp * sp), *[1] * (sp == 1))):
             if rest % shard or shard * tp * sp == 1:
                 continue
-            # Experts over some neighbours; beside slices of sequences, over all of a machine.
-            shared = within[1:] if sp == 1 else within[-1:]
-            for ep in (1, *(size for size in shared if tp == 1 and shard * sp % size == 0)):
-                named = {"dp_replicate_size": rest // shard, "dp_shard_size": shard}
-                named |= {"tp_size": tp, "sp_size": sp, "ep_size": ep}
-                for recomputes in (False, True):
-                    sizes = {f"parallel.{name}": size for name, size in named.items()}
-                    yield {**fixed, "strategy": "fsdp2", **sizes, _RECOMPUTES: recomputes}
+            for ep in (1, *_expert_sizes(within, tp, sp, shard)):
+                sizes = {"dp_replicate": rest // shard, "dp_shard": shard, "tp": tp, "sp": sp, "ep": ep}
+                yield {f"parallel.{axis}_size": size for axis, size in sizes.items()}
+
+
+def _expert_sizes(within: Sequence[int], tp: int, sp: int, shard: int) -> list[int]:
+    """Return sizes over which experts are shared: some neighbours; beside slices of sequences, all of a machine."""
+    shared = within[1:] if sp == 1 else within[-1:]
+    return [size for size in shared if tp == 1 and shard * sp % size == 0]
 
 
 def _other_activations(args: argparse.Namespace, options: Options, plan: LayoutPlan) -> int | None:

@@ -1,4 +1,4 @@
-"""Layouts of 64, 512 and 4,096 ranks: hybrid shards with tensor parallelism, by the real strategy in a fake group."""
+"""Layouts of 64, 512 and 4,096 ranks: hybrid shards x sp x tp, by the real strategy in a fake group."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from accel_trainer.strategies.api import TrainJob
 from accel_trainer.strategies.fsdp2 import strategy
 from accel_trainer.strategies.fsdp2.initial_values import Values
 
-TP = 4
-# Replicas and shards. Rows divide by neither everywhere: shards are uneven, and some empty.
+TP, SP = 4, 2
+# Replicas, and shards, which ranks of a sequence share, too. Rows divide by neither everywhere: shards are uneven, and
+# some empty.
 LAYOUTS = {64: (2, 8), 512: (8, 16), 4096: (64, 16)}
 
 
@@ -45,7 +46,13 @@ def place_of(rank: int, world_size: int) -> Place:
 def build_llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 24, "intermediate_size": 60, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes = {
+        "hidden_size": 24,
+        "intermediate_size": 60,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+    }
     with torch.device("meta"):
         return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=100))
 
@@ -61,7 +68,8 @@ class Prepared(NamedTuple):
 
 
 def prepare(rank: int, world_size: int) -> Prepared:
-    sizes = dict(zip(("dp_replicate_size", "dp_shard_size"), LAYOUTS[world_size], strict=True), tp_size=TP)
+    replicas, shards = LAYOUTS[world_size]
+    sizes = {"dp_replicate_size": replicas, "dp_shard_size": shards // SP, "sp_size": SP, "tp_size": TP}
     resolved = resolve(explicit={f"parallel.{name}": size for name, size in sizes.items()}, environ={})
     with fake_job(world_size, 8, rank) as process:
         fsdp2 = strategy.FSDP2Strategy()
@@ -116,11 +124,11 @@ def rank_0_has_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_every_element_is_held_and_written_once_and_every_sample_read_once(world_size: int):
     replicas, shards = LAYOUTS[world_size]
-    num_readers = replicas * shards
+    num_readers, num_alike = replicas * shards // SP, TP * SP
     for rank in (0, world_size // 2 + 5, world_size - 1):
         prepared, place = prepare(rank, world_size), place_of(rank, world_size)
-        assert prepared.reader == (rank // TP, num_readers)
-        assert prepared.readers == tuple(range(rank % TP, world_size, TP))  # one of each reader's
+        assert prepared.reader == (rank // num_alike, num_readers)
+        assert prepared.readers == tuple(range(rank % num_alike, world_size, num_alike))  # one of each reader's
         for name, (shape, placements) in prepared.placements.items():
             part = expected_part(shape, tp_dim_of(placements), place, shards)
             offsets, sizes = prepared.boxes[name]
