@@ -364,8 +364,7 @@ def unused_notes(config: RunConfig, given: Collection[str], describe: Callable[[
             notes.append(f"{', '.join(map(describe, asked))}: not used with {describe(path)}")
     unused = {"deepspeed": "strategy"} if "deepspeed" in decisive else {}
     unused |= _unused_for_local_steps(config)
-    if config.parallel.tp_plan and config.parallel.tp_size == 1:
-        unused["parallel.tp_plan"] = "parallel.tp_size"
+    unused |= {"parallel.tp_plan": "parallel.tp_size"} if config.parallel.tp_size == 1 else {}
     if "fsdp" not in decisive:
         unused |= dict.fromkeys(_options_of_other_policies(config), "fsdp.wrap_policy")
     return notes + [f"{describe(path)} is not used: {describe(by)}" for path, by in unused.items() if path in given]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.strategies.parallel.tensor_parallel import plan_experts, plan_layers
+from accel_trainer.strategies.parallel.plans import plan_experts, plan_layers
 from tests.ecosystem.peft_models import adapt, build_peft_trainer, trained_tensors
 from tests.mesh_loops import start, updates
 from tests.ranks import preload, run_ranks

@@ -13,11 +13,9 @@ Methods of Megatron-LM, arXiv 1909.08053, section 3, and GShard, arXiv 2006.1666
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,298 +23,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from accel_trainer.checkpoint.weights.adapters import is_peft_model
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.rng import OwnDraws
 from accel_trainer.runtime.torch_private import is_fake, own_parameters
+from accel_trainer.strategies.parallel.plans import STYLES, Plan, Style, planned_model
 
-__all__ = ["Plan", "check_loss", "draw_apart", "plan_experts", "plan_layers", "shard_layers", "shard_loss"]
+__all__ = ["check_loss", "draw_apart", "shard_layers", "shard_loss"]
 
-
-class _Style(NamedTuple):
-    """How a module computes with its shard."""
-
-    dim: int | None = None
-    """The dimension of its weight that is sharded; of a bias, the first one, and none where that is the inputs'."""
-    takes: str = "shard"
-    """Its input: this rank's "shard" as the module before left it, or a "copy" of what all ranks have, or "split"."""
-    gives: str = "shard"
-    """Its output: this rank's "shard", the "sum" over ranks, or all shards of the last dimension in a "join"."""
-    sums_gradients: bool = False
-    """Its parameters are on every rank, which uses them for its shard of the activations."""
-
-
-_STYLES = {
-    "colwise": _Style(0, "copy"),
-    "colwise_gather_output": _Style(0, "copy", "join"),
-    "colwise_rep": _Style(0, "copy", "join"),
-    "rowwise": _Style(1, "shard", "sum"),
-    "rowwise_split_input": _Style(1, "split", "sum"),
-    "rowwise_rep": _Style(1, "split", "sum"),
-    "embedding_rowwise": _Style(0, "ids", "sum"),
-    "embedding_colwise": _Style(1, "shard", "join"),
-    "moe_tp_experts": _Style(0, "experts", "sum"),
-    "replicated_with_grad_allreduce": _Style(sums_gradients=True),
-    "replicate": _Style(),
-}
-"""Names of transformers 5. Of a mixture's experts each rank has some in full, and not a part of each."""
-_EXPERTS = _Style(0, "exchange")
-"""Of expert parallelism: tokens go to their experts, and come back."""
-_EXPERT_STYLES = ("ep_dispatch_experts", "moe_tp_experts")
 _CONTAINERS = (nn.ParameterDict, nn.ParameterList)
-_PER_HEAD = ("k_proj", "qkv_proj", "query_key_value")
-_EXPERT_EXAMPLE = "model._ep_plan = {'layers.*.experts': 'ep_dispatch_experts'}"
-_EXAMPLE = (
-    "model._tp_plan = {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'} before prepare(), or in a file "
-    "parallel: {tp_plan: [layers.*.up=colwise, layers.*.down=rowwise]}"
-)
-
-Plan = Mapping[str, _Style]
-"""The style of each module that a plan names, by the module's full name."""
-
-
-def plan_layers(
-    model: nn.Module,
-    size: int,
-    ignored: Collection[nn.Module],
-    origin: str,
-    given: Mapping[str, str] = MappingProxyType({}),
-) -> Plan:
-    """Return the style of each module that the model's plan names. Not collective; changes nothing.
-
-    Args:
-        size: number of ranks on the axis.
-        ignored: modules whose parameters stay as they are.
-        origin: where `size` was asked for, for messages.
-        given: styles by name that come before those of the model's plan.
-
-    Raises:
-        ConfigError: there is no plan, or the model cannot be sharded by it over so many ranks.
-    """
-    modules = dict(model.named_modules())
-    _check_adapters(modules, origin)
-    prefix, inner = _planned(model)
-    declared = {prefix + where: _STYLES[style] for where, style in _declared_styles(inner, origin, given).items()}
-    plan = {where: style for name, own in declared.items() for where, style in _spread(name, modules[name], own)}
-    _follow_tied(modules, plan)
-    left_out = {id(inner) for module in ignored for inner in module.modules()}
-    for where, style in plan.items():
-        _check_module(where, modules[where], style, size, id(modules[where]) in left_out, origin)
-    _check_neighbours(type(inner).__name__, modules, declared, plan, origin)
-    if any(where.rpartition(".")[2] in _PER_HEAD and style.gives == "shard" for where, style in declared.items()):
-        _check_heads(inner, size, origin)
-    return plan
-
-
-def _declared_styles(model: nn.Module, origin: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the known styles of modules that a plan names; refuse others, and those of bare parameters."""
-    name, modules = type(model).__name__, [where for where, _ in model.named_modules()]
-    declared: dict[str, str] = {**(getattr(model, "_tp_plan", None) or {}), **given}
-    found = _match(declared, modules)
-    if unmatched := [key for key in given if not _match({key: ""}, modules)]:
-        raise ConfigError(
-            f"{origin}: tp_plan has {', '.join(map(repr, unmatched))}, and {name} has no such modules; name them as "
-            "named_modules() does, with * for a number"
-        )
-    if not found:
-        raise ConfigError(
-            f"{origin}: {name} declares no plan for tensor parallelism that names its modules (its _tp_plan is "
-            f"{declared}); set tp_size to 1 and shard with dp_shard_size, or give it one: {_EXAMPLE}"
-        )
-    experts = tuple(f"{where}." for where, style in found.items() if style == "moe_tp_experts")
-    names = (n for n, _ in model.named_parameters(remove_duplicate=False) if not n.startswith(experts))
-    bare = _match(declared, names)
-    unknown = sorted({*found.values(), *bare.values()} - _STYLES.keys()) or list(bare)
-    if "sequence_parallel" in unknown:
-        raise ConfigError(
-            f"{origin}: the plan of {name} has 'sequence_parallel', whose modules take shards of the sequence, and no "
-            "style of transformers gives such shards to a module: each rank has all tokens; give norms no style, and "
-            "share sequences out over ranks with sp_size"
-        )
-    if unknown:
-        raise ConfigError(
-            f"{origin}: the plan of {name} has {', '.join(map(repr, unknown))}, and known are {', '.join(_STYLES)} of "
-            "modules; set tp_size to 1 and shard with dp_shard_size"
-        )
-    return found
-
-
-def _match(declared: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """Return the styles of those names that a plan has, where `*` stands for a number."""
-    rules = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in declared.items()]
-    return {where: style for where in names for pattern, style in rules if pattern.fullmatch(where)}
-
-
-def plan_experts(model: nn.Module, size: int, ignored: Collection[nn.Module], origin: str) -> Plan:
-    """Return the style of each mixture's experts that the model's plan names. Not collective; changes nothing.
-
-    What else the plan has is computed on each rank's own data, and stays as it is.
-
-    Args:
-        size: number of ranks over which the experts are distributed.
-        ignored: modules whose parameters stay as they are.
-        origin: where `size` was asked for, for messages.
-
-    Raises:
-        ConfigError: there is no plan, or the experts cannot be distributed over so many ranks.
-    """
-    prefix, inner = _planned(model)
-    declared: dict[str, str] = dict(getattr(inner, "_ep_plan", None) or {})
-    found = _match(declared, (where for where, _ in inner.named_modules()))
-    plan = {prefix + where: _EXPERTS for where, style in found.items() if style in _EXPERT_STYLES}
-    if not plan:
-        raise ConfigError(
-            f"{origin}: {type(inner).__name__} declares no plan for expert parallelism that names its experts (its "
-            f"_ep_plan is {declared}); set ep_size to 1 and shard with dp_shard_size, or give it one before prepare(): "
-            f"{_EXPERT_EXAMPLE}"
-        )
-    modules = {where: model.get_submodule(where) for where in plan}
-    _check_adapters(modules, origin)
-    for where in plan:
-        _check_own_parameters(where, modules[where], ignored, origin)
-        _check_experts(where, modules[where], size, origin)
-    return plan
-
-
-def _check_own_parameters(where: str, module: nn.Module, ignored: Collection[nn.Module], origin: str) -> None:
-    """Refuse experts whose parameters are in other modules, or stay as they are."""
-    is_ignored = any(inner is module for each in ignored for inner in each.modules())
-    inner = next((name for child in module.children() for name, _ in child.named_parameters()), None)
-    if is_ignored or inner is not None:
-        kind = "are left out by fsdp.ignored_modules" if is_ignored else f"have modules with a {inner}"
-        raise ConfigError(
-            f"{origin}: the experts of {where} {kind}, which ranks cannot share; set ep_size to 1 and shard with "
-            "dp_shard_size"
-        )
-
-
-# --- adapters of PEFT -------------------------------------------------------------------------------------------------
-
-_ADAPTERS = (
-    "peft.tuners.lora.layer.Linear",
-    "peft.tuners.lora.layer.Embedding",
-    "peft.tuners.lora.model.LoraModel",
-    "peft.utils.other.ModulesToSaveWrapper",
-    "peft.tuners.prompt_tuning.model.PromptEmbedding",
-    "peft.tuners.p_tuning.model.PromptEncoder",
-)
-"""Classes that compute alike with sharded layers below them."""
-
-
-def _planned(model: Any) -> tuple[str, nn.Module]:
-    """Return the model that declares plans, which may be inside adapters of PEFT, behind the prefix of its names."""
-    inner = model.get_base_model() if is_peft_model(model) else model
-    where = next(where for where, module in model.named_modules() if module is inner)
-    return where and f"{where}.", inner
-
-
-def _check_adapters(modules: Mapping[str, nn.Module], origin: str) -> None:
-    """Refuse adapters that cannot follow the layers whose place they have taken."""
-    for where, module in modules.items():
-        variants: Mapping[str, Any] = getattr(module, "lora_variant", {})
-        kind = f"{type(module).__module__}.{type(module).__name__}"
-        is_known = kind in _ADAPTERS or is_peft_model(module)
-        if kind.startswith("peft.") and (variants or not is_known):
-            kind = next((type(each).__name__ for each in variants.values()), kind)
-            raise ConfigError(
-                f"{origin}: {where} is an adapter of PEFT of the kind {kind}, and those that follow "
-                "the sharding of a layer are LoRA of linear layers and embeddings (without use_dora and other "
-                "variants), modules_to_save, and prompts; use one of them, or set the size to 1 and shard with "
-                "dp_shard_size"
-            )
-
-
-def _spread(where: str, module: Any, style: _Style) -> list[tuple[str, _Style]]:
-    """Return the style of a module by its name, or of each that an adapter has put in its place.
-
-    Of LoRA's two matrices, the one whose other side is the small one is sharded as the layer is.
-    """
-    kind = type(module).__name__ if type(module).__module__.startswith("peft.") else ""
-    if kind == "ModulesToSaveWrapper":
-        names = ["original_module", *(f"modules_to_save.{name}" for name in module.modules_to_save)]
-        parts = dict.fromkeys(names, style)
-    elif kind:
-        shared = style if style.sums_gradients else _STYLES["replicate"]
-        first, second = (style, shared) if style.gives == "sum" else (shared, style)
-        parts = {"base_layer": style}
-        if kind == "Linear":  # those of an embedding are parameters of its own, and on every rank
-            parts |= {f"lora_A.{name}": first for name in module.lora_A}
-            parts |= {f"lora_B.{name}": second for name in module.lora_B}
-    else:
-        return [(where, style)]
-    return [(f"{where}.{name}", own) for name, own in parts.items()]
-
-
-# --- checks -----------------------------------------------------------------------------------------------------------
-
-
-def _follow_tied(modules: Mapping[str, nn.Module], plan: dict[str, _Style]) -> None:
-    """Let an embedding look up its rows on the ranks that have them, where the head that it is tied to is sharded."""
-    sharded = {id(own_parameters(modules[where]).get("weight")) for where, style in plan.items() if style.dim == 0}
-    for where, module in modules.items():
-        if isinstance(module, nn.Embedding) and where not in plan and id(module.weight) in sharded:
-            plan[where] = _STYLES["embedding_rowwise"]
-
-
-def _check_module(where: str, module: nn.Module, style: _Style, size: int, is_ignored: bool, origin: str) -> None:
-    if style.dim is None:
-        return
-    if style.takes == "experts":
-        return _check_experts(where, module, size, origin)
-    weight = own_parameters(module).get("weight")
-    if weight is None or weight.ndim != 2 or is_ignored:
-        kind = "is left out by fsdp.ignored_modules" if is_ignored else f"is a {type(module).__name__} without a matrix"
-        raise ConfigError(
-            f"{origin}: the plan shards {where}, which {kind}; leave it out of the plan (adapters and quantized layers "
-            "go with dp_shard_size, and tp_size 1)"
-        )
-    if weight.shape[style.dim] % size:
-        way_out = ", resize_token_embeddings(pad_to_multiple_of=...) for one of the vocabulary" * (style.dim == 0)
-        raise ConfigError(
-            f"{origin} does not divide dimension {style.dim} of {where}.weight, {tuple(weight.shape)}; use a size that "
-            f"does{way_out}"
-        )
-
-
-def _check_experts(where: str, module: Any, size: int, origin: str) -> None:
-    number = getattr(module, "num_experts", None)
-    for name, parameter in own_parameters(module).items():
-        if parameter is not None and parameter.shape[:1] != (number,):
-            raise ConfigError(
-                f"{origin}: the plan shards the experts of {where}, whose {name} is {tuple(parameter.shape)}, not of "
-                f"{number} experts; set the size to 1 and shard with dp_shard_size"
-            )
-    if not isinstance(number, int) or number % size:
-        raise ConfigError(f"{origin} does not divide the {number} experts of {where}; use a size that does")
-
-
-def _check_neighbours(
-    model_name: str, modules: Mapping[str, nn.Module], declared: Plan, plan: Plan, origin: str
-) -> None:
-    """Refuse parameters beside layers whose outputs stay sharded, where the plan says nothing about them.
-
-    On a shard of the activations, each rank's gradient of them is that of its shard: replicas would drift apart.
-    """
-    parents = {where.rpartition(".")[0] for where, style in declared.items() if style == _STYLES["colwise"]}
-    for parent in sorted(parents):
-        for where, module in modules[parent].named_modules(prefix=parent):
-            if where not in plan and any(p is not None and p.requires_grad for p in own_parameters(module).values()):
-                raise ConfigError(
-                    f"{origin}: the plan of {model_name} shards layers of {parent or 'the model'}, and does not name "
-                    f"{where or 'the model'}, which has parameters beside them; add it as "
-                    "'replicated_with_grad_allreduce' if it is given shards, or as 'replicate' if all ranks give it "
-                    f"the same: model._tp_plan[{where!r}] = ..."
-                )
-
-
-def _check_heads(model: nn.Module, size: int, origin: str) -> None:
-    config: Any = getattr(model, "config", None)
-    if callable(getattr(config, "get_text_config", None)):
-        config = config.get_text_config()
-    for key in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, key, None)
-        if isinstance(heads, int) and heads % size:
-            raise ConfigError(f"{origin} does not divide {key}={heads} of {type(model).__name__}; use a size that does")
 
 
 def shard_layers(model: nn.Module, plan: Plan, mesh: DeviceMesh, unsharded: Collection[nn.Parameter]) -> None:
@@ -340,7 +54,7 @@ def shard_layers(model: nn.Module, plan: Plan, mesh: DeviceMesh, unsharded: Coll
                 registry[name] = made[id(parameter)]
         held = [p for owner in _owners(module) for p in own_parameters(owner).values()]
         if any(p is not None and id(p) not in kept for p in held) and not isinstance(module, _CONTAINERS):
-            module.forward = _ShardedForward(module, plan.get(where, _Style()), mesh)
+            module.forward = _ShardedForward(module, plan.get(where, Style()), mesh)
 
 
 def draw_apart(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -354,13 +68,13 @@ def draw_apart(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """
     own = OwnDraws(mesh.device_type, mesh.get_local_rank())
     layers = _layers(model, plan)
-    parents = {where.rpartition(".")[0] for where, style in layers.items() if style == _STYLES["colwise"]}
+    parents = {where.rpartition(".")[0] for where, style in layers.items() if style == STYLES["colwise"]}
     regions = {where for where in parents if any(map(_drops_out, model.get_submodule(where).modules()))}
     for where, style in layers.items():
         layer = model.get_submodule(where)
         if regions.isdisjoint(_above(where)):
             continue
-        if style == _STYLES["colwise"]:
+        if style == STYLES["colwise"]:
             if where not in plan:  # an adapter, which may drop out inputs that all ranks have
                 layer.register_forward_pre_hook(partial(_leave, own))
             layer.register_forward_hook(partial(_enter, own))
@@ -381,9 +95,9 @@ def _leave(own: OwnDraws, *_: Any) -> None:
     own.leave()
 
 
-def _layers(model: nn.Module, plan: Plan) -> dict[str, _Style]:
+def _layers(model: nn.Module, plan: Plan) -> dict[str, Style]:
     """Return the style of each layer that the model's plan names: an adapter's is that of the layer in it."""
-    layers: dict[str, _Style] = {}
+    layers: dict[str, Style] = {}
     adapters: set[str] = set()
     for where, _ in model.named_modules():
         inner = next((name for name in (f"{where}.base_layer", f"{where}.original_module") if name in plan), where)
@@ -438,7 +152,7 @@ def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Par
 class _ShardedForward:
     """A module's forward on this rank's shards of its parameters. Lives in the module's `forward` attribute."""
 
-    def __init__(self, module: nn.Module, style: _Style, mesh: DeviceMesh) -> None:
+    def __init__(self, module: nn.Module, style: Style, mesh: DeviceMesh) -> None:
         self.module, self.style, self.owners = module, style, _owners(module)
         self.group, self.rank = mesh.get_group(), mesh.get_local_rank()
         self.joins = True
@@ -576,7 +290,7 @@ def check_loss(model: nn.Module, plan: Plan, origin: str) -> None:
     Args:
         origin: where that was asked for, for messages.
     """
-    head = _head(_planned(model)[1])
+    head = _head(planned_model(model)[1])
     parts = set() if head is None else set(map(id, head.modules()))
     if not any(style.gives == "join" and id(model.get_submodule(where)) in parts for where, style in plan.items()):
         found = "makes no loss of its own in the way of causal language models" if head is None else "has a full head"
@@ -588,7 +302,7 @@ def check_loss(model: nn.Module, plan: Plan, origin: str) -> None:
 
 def shard_loss(model: Any, mesh: DeviceMesh) -> None:
     """Have a model, whose layers are sharded, make its loss of sharded logits in training. Not collective."""
-    inner: Any = _planned(model)[1]
+    inner: Any = planned_model(model)[1]
     sharded = _ShardedLoss(inner, mesh)
     inner.forward, inner.loss_function = sharded, sharded.loss
 

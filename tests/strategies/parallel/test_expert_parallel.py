@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.strategies.parallel.tensor_parallel import plan_experts
+from accel_trainer.strategies.parallel.plans import plan_experts
 from tests.conformance.models import MLP
 from tests.mesh_loops import adamw, start
 from tests.ranks import preload, run_ranks

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.strategies.parallel.tensor_parallel import check_loss, plan_layers
+from accel_trainer.strategies.parallel.plans import plan_layers
+from accel_trainer.strategies.parallel.tensor_parallel import check_loss
 from tests.conformance.models import MLP, build_model
 from tests.mesh_loops import adamw, start, train_open_window, updates
 from tests.ranks import preload, run_ranks
