@@ -123,7 +123,8 @@ def resolve(
         flags: command-line flags by dotted path; values may still be text.
         flags_spelled: the flag that was given for an option, by dotted path, where it is not the option's own.
         environ: environment variables, usually all; `ACCEL_TRAINER_LAUNCH` brings the launcher's file and flags.
-        file: a path, a packaged name, JSON text, a mapping, or a result of `read_file`; replaces the launcher's.
+        file: a path, a packaged name, JSON text, a mapping, or a result of `read_file`; replaces the launcher's, but
+            for what that says of the launch: a file of the script does not know with how many processes a job began.
         surroundings: options that a scheduler's variables describe; our own variables stand above them.
         explicit_name: the receiver of the `explicit` arguments, for messages.
         explicit_keywords: the receiver's own keyword for an option, where it is not the path.
@@ -136,6 +137,7 @@ def resolve(
     launch_file, launch_flags, spelled = read_launch_variable(environ, problems)
     spelled |= flags_spelled or {}
     layers = [
+        *([] if file is None else [_launch_options(_file_layer(launch_file))]),
         _file_layer(file if file is not None else launch_file),
         *([] if surroundings is None else [surroundings]),
         *read_environment_layers(environ),
@@ -198,6 +200,12 @@ def _file_layer(file: ConfigSource | FileConfig | None) -> Layer:
     except FileProblemsError as error:
         return Layer(SourceKind.FILE, problems=list(error.problems))
     return Layer(SourceKind.FILE, settings=dict(content.settings), notes=list(content.notes))
+
+
+def _launch_options(layer: Layer) -> Layer:
+    """Return the options of the launch alone; the launcher has said what else is wrong with its file."""
+    options = {path: setting for path, setting in layer.settings.items() if path.startswith("launch.")}
+    return Layer(layer.kind, settings=options)
 
 
 def flag_name(path: str) -> str:

@@ -160,6 +160,19 @@ def test_the_launcher_brings_its_file_and_its_flags(tmp_path):
     assert resolved.source("use_cpu").where == f"{file}:2"
 
 
+def test_a_file_given_in_python_leaves_the_launchers_word_on_the_launch(tmp_path):
+    file = tmp_path / "train.yaml"
+    file.write_text("mixed_precision: bf16\nlaunch:\n  num_processes: 2:3\n", encoding="utf-8")
+    environ = {"ACCEL_TRAINER_LAUNCH": json.dumps({"config_file": str(file), "flags": {}})}
+
+    resolved = resolve(environ=environ, file="full_shard")
+
+    assert (resolved.config.launch.min_processes, resolved.config.launch.num_processes) == (2, 3)
+    assert resolved.source("mixed_precision").kind == SourceKind.DEFAULT
+    file.unlink()  # as on a machine that has none: the script's own is what counts
+    assert resolve(environ=environ, file="full_shard").config.launch.num_processes is None
+
+
 def test_a_file_given_in_python_replaces_the_launchers():
     told = json.dumps({"config_file": "full_shard", "flags": {}})
 
