@@ -71,6 +71,8 @@ _ALLOWED_THREADS = (
 
 _ALLOWED_FILES = {".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache", "__pycache__"}
 
+_OWN_PREFIXES = ("accel_trainer", "accel-trainer")
+
 # Threads and processes that are on their way out get this long.
 _SETTLE_SECONDS = 2.0
 
@@ -243,9 +245,11 @@ def _wait_until_gone(kind: str, find: Any) -> list[str]:
 
 def _files() -> set[str]:
     """Entries of the project's root and of the working directory, and our own in the root of the temporary files."""
-    own = {str(path) for path in Path(tempfile.gettempdir()).glob("accel[_-]trainer*")}
-    directories = {ROOT, Path.cwd()} if Path.cwd().is_relative_to(ROOT) else {ROOT}
-    return own | {str(path) for folder in directories for path in folder.iterdir() if path.name not in _ALLOWED_FILES}
+    # Twice for every test: pathlib would take 0.4 ms each time.
+    temporary, current = tempfile.gettempdir(), os.getcwd()
+    own = {f"{temporary}/{name}" for name in os.listdir(temporary) if name.startswith(_OWN_PREFIXES)}
+    folders = {str(ROOT), current} if f"{current}/".startswith(f"{ROOT}/") else {str(ROOT)}
+    return own | {f"{folder}/{name}" for folder in folders for name in os.listdir(folder) if name not in _ALLOWED_FILES}
 
 
 def _torch_defaults() -> dict[str, Any]:

@@ -100,7 +100,7 @@ def killed_at_a_moment(request: pytest.FixtureRequest, tmp_path_factory: pytest.
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [0, 3, 5, 6, 7, 10])  # each way to save and to be killed; `make soak` has 200
 def test_r1_a_kill_at_any_moment_loses_nothing_acknowledged(killed_at_a_moment: dict[Any, Any], seed: int):
     folder, explicit = killed_at_a_moment[seed,]
     assert_survived(folder, explicit=explicit)
