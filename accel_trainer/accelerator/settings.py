@@ -178,8 +178,8 @@ class AcceleratorSettings(ProcessView):
 
     @property
     def context_parallel_rank(self) -> int:
-        """0: there is no context parallelism."""
-        return 0
+        """This rank among those that share the tokens of a sequence; 0 without context parallelism."""
+        return self.process.rank // (self._axis_sizes.tp * self._axis_sizes.sp) % self._axis_sizes.cp
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
@@ -196,7 +196,10 @@ class AcceleratorSettings(ProcessView):
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> Iterator[None]:
-        """Context that leaves everything as it is: there is no context parallelism. The arguments are not used."""
+        """Context that leaves everything as it is: a prepared model shares out whole sequences itself.
+
+        The arguments are not used: buffers stay whole, and so may be what the loop computes of them.
+        """
         yield
 
     @property

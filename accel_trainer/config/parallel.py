@@ -11,15 +11,12 @@ from accel_trainer.errors import ConfigError
 
 __all__ = ["AXES", "NOT_OFFERED", "AxisSizes", "axis_problems", "axis_sizes", "given_plan", "size_for_shards"]
 
-AXES = ("dp_replicate", "dp_shard", "sp", "tp")
+AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 """Every axis, the outermost first: the ranks of the last one are neighbours."""
-NOT_OFFERED = {
-    "cp_size": "there is no context parallelism; set it to 1, and share sequences out over ranks with sp_size",
-    "pp_size": "there are no pipelines; set it to 1, and shard with dp_shard_size",
-}
+NOT_OFFERED = {"pp_size": "there are no pipelines; set it to 1, and shard with dp_shard_size"}
 """Sizes of axes that are not here, each with what to do."""
 _SIZES = (*AXES, "ep")
-"""All sizes; experts are distributed along a part of dp_shard x sp."""
+"""All sizes; experts are distributed along a part of dp_shard x sp, or x cp."""
 _AXES_OF: Mapping[str, tuple[str, ...]] = {
     "auto": ("dp_replicate",),
     "single": ("dp_replicate",),
@@ -35,6 +32,7 @@ class AxisSizes(NamedTuple):
 
     dp_replicate: int = 1
     dp_shard: int = 1
+    cp: int = 1
     sp: int = 1
     tp: int = 1
 
@@ -46,7 +44,12 @@ class AxisSizes(NamedTuple):
     @property
     def num_shards(self) -> int:
         """Number of ranks over which the parameters of a replica are sharded, beside tensor parallelism."""
-        return self.dp_shard * self.sp
+        return self.dp_shard * self.sequence
+
+    @property
+    def sequence(self) -> int:
+        """Number of ranks that share the tokens of a sequence, in either way."""
+        return self.cp * self.sp
 
 
 def size_for_shards(config: RunConfig) -> str | None:
@@ -74,12 +77,17 @@ def axis_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str
 def _unlike_axes(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
     """Return the contradictions of axes with each other, and with a reader for all ranks."""
     problems = []
-    for path in ("parallel.tp_size", "parallel.sp_size"):
+    for path in ("parallel.tp_size", "parallel.cp_size", "parallel.sp_size"):
         if get_value(config, path) > 1 and config.data.dispatch_batches:
             problems.append(
                 f"{describe('data.dispatch_batches')} has one rank read for all, and {describe(path)} needs ranks that "
                 "read the same, each for itself; leave dispatch_batches off"
             )
+    if config.parallel.cp_size > 1 and config.parallel.sp_size > 1:
+        problems.append(
+            f"{describe('parallel.cp_size')} contradicts {describe('parallel.sp_size')}: both share out the tokens of "
+            "a sequence; set one of them to 1"
+        )
     if config.parallel.loss_parallel and config.parallel.tp_size == 1:
         problems.append(
             f"{describe('parallel.loss_parallel')} needs ranks that share the vocabulary; give a tp_size above 1, "
@@ -120,8 +128,8 @@ def _other_replicas(config: RunConfig, describe: Callable[[str], str]) -> list[s
 
 
 def _paths_of(sizes: Mapping[str, int | None]) -> list[str]:
-    """Return the options that give sizes, for messages; a `tp_size` or `sp_size` of 1 says nothing."""
-    default = {"tp": 1, "sp": 1}
+    """Return the options that give sizes, for messages; a `tp_size` of 1, for one, says nothing."""
+    default = {"tp": 1, "cp": 1, "sp": 1}
     return [f"parallel.{axis}_size" for axis, size in sizes.items() if size != default.get(axis)]
 
 
@@ -162,7 +170,7 @@ def axis_sizes(config: RunConfig, describe: Callable[[str], str], world_size: in
 
 def _check_experts(config: RunConfig, describe: Callable[[str], str], sizes: AxisSizes) -> None:
     if sizes.num_shards % config.parallel.ep_size:
-        along = "dp_shard" if sizes.sp == 1 else "dp_shard x sp"
+        along = f"dp_shard x {config.parallel.sequence_axis}" if sizes.sequence > 1 else "dp_shard"
         raise ConfigError(
             f"{describe('parallel.ep_size')} does not divide the {sizes.num_shards} ranks along {along}, over which "
             "experts are distributed; use a size that does"

@@ -95,6 +95,13 @@ class StateDictType(StrEnum):
     SHARDED = "sharded"
 
 
+class CommStrategy(StrEnum):
+    """How keys and values go around between ranks that share a sequence."""
+
+    ALLGATHER = "allgather"
+    ALLTOALL = "alltoall"
+
+
 class SchedulerSteps(StrEnum):
     """How often a prepared schedule steps for each optimizer step: once, or once for each process."""
 
@@ -278,12 +285,26 @@ class ParallelConfig:
     """Ranks that share the matrices of a layer and read the same data: tensor parallelism."""
     ep_size: int = 1
     """Of the ranks that share shards, those that share a mixture's experts, too: expert parallelism."""
+    cp_size: int = 1
+    """Ranks that share the tokens of each sequence and pass keys around: context parallelism, ring attention."""
+    cp_comm_strategy: CommStrategy = CommStrategy.ALLGATHER
+    """How keys and values pass: all at once (allgather), or from rank to rank (alltoall), which keeps two in memory."""
     sp_size: int = 1
-    """Ranks that share the tokens of each sequence and read the same data: sequence parallelism."""
+    """Ranks that share the tokens of each sequence and exchange them for heads: sequence parallelism, Ulysses."""
     loss_parallel: bool = False
     """The ranks of a `tp_size` make the loss of a vocabulary of which each has a part; training gathers no logits."""
     tp_plan: tuple[str, ...] = ()
     """Styles of modules, as NAME=STYLE with `*` for a number, beside those of the model's own plan for a `tp_size`."""
+
+    @property
+    def sequence_size(self) -> int:
+        """Ranks that share the tokens of each sequence, in either way."""
+        return self.cp_size * self.sp_size
+
+    @property
+    def sequence_axis(self) -> str:
+        """The axis of these ranks."""
+        return "cp" if self.cp_size > 1 else "sp"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -105,6 +105,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "parallel.dp_shard_size": _at_least(1),
     "parallel.tp_size": _at_least(1),
     "parallel.ep_size": _at_least(1),
+    "parallel.cp_size": _at_least(1),
     "parallel.sp_size": _at_least(1),
     "preemption.signals": (_are_signals, "names of signals that a process can take, such as SIGTERM and SIGUSR1"),
     "preemption.grace_seconds": (lambda seconds: seconds > 0, "a positive number of seconds"),

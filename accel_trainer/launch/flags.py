@@ -17,7 +17,13 @@ from typing import Any
 from accel_trainer.config import FieldSpec, field_specs, flag_name, schema
 from accel_trainer.config.description import documentation
 from accel_trainer.config.dialects import fsdp as fsdp_dialect
-from accel_trainer.config.dialects.accelerate import DYNAMO, PARALLEL_DETAILS, PARALLEL_SIZES, put_parallelism
+from accel_trainer.config.dialects.accelerate import (
+    DYNAMO,
+    PARALLEL_COMM,
+    PARALLEL_DETAILS,
+    PARALLEL_SIZES,
+    put_parallelism,
+)
 from accel_trainer.config.layer import Layer, SourceKind
 from accel_trainer.config.readers.document import Entry
 from accel_trainer.config.validation import WrongValueError, coerce
@@ -182,6 +188,8 @@ def launch_flags() -> Mapping[str, Flag]:
     for size in PARALLEL_SIZES:
         name = f"{_PARALLELISM}_{size}"
         flags[name] = Flag(name, _PARALLELISM, size, metavar="N", help="ranks along this axis of accelerate's mesh")
+    name = f"{_PARALLELISM}_{PARALLEL_COMM}"
+    flags[name] = Flag(name, _PARALLELISM, PARALLEL_COMM, metavar="NAME", help=described[f"parallel.{PARALLEL_COMM}"])
     flags[f"use_{_PARALLELISM}"] = Flag(
         f"use_{_PARALLELISM}", is_switch=True, help="taken; the sizes say it themselves"
     )
@@ -346,8 +354,8 @@ def _refuse_of_others(written: str, name: str) -> None:
             raise ConfigError(f"{written} is an option of accelerate that is not offered: {way_out}")
     if name.startswith(f"{_PARALLELISM}_") and name.removeprefix(f"{_PARALLELISM}_") in PARALLEL_DETAILS:
         raise ConfigError(
-            f"{written} is an option of accelerate that is not offered: there is no context parallelism, and sequence "
-            "parallelism takes any length, and the attention that the model was loaded with; leave it out"
+            f"{written} is an option of accelerate that is not offered: each way to share sequences has one backend, "
+            "which takes any length, and the attention that the model was loaded with; leave it out"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
-from accel_trainer.config.parallel import AXES, NOT_OFFERED
+from accel_trainer.config.parallel import AXES
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.plugins.kwargs import OptionObject
 from accel_trainer.runtime.process import read_environment
@@ -282,17 +282,19 @@ class ParallelismConfig(OptionObject):
         """Return sizes and options by their paths; no sizes where all are 1.
 
         Raises:
-            ConfigError: one is above 1 whose axis is not offered.
+            ConfigError: attention is asked for that is not the model's.
         """
         if self.sp_handler is not None and self.sp_handler.sp_attn_implementation is not None:
             raise ConfigError(
                 f"parallelism_config has sp_attn_implementation={self.sp_handler.sp_attn_implementation!r}, and the "
                 "attention is that of the model: load it with attn_implementation=..., and leave this one out"
             )
-        if self._size("cp") > 1:
-            raise ConfigError(f"parallelism_config has cp_size={self.cp_size}: {NOT_OFFERED['cp_size']}")
-        sizes = {f"parallel.{axis}_size": self._size(axis) for axis in AXES} if self.total_size > 1 else {}
+        sizes: dict[str, Any] = {}
+        if self.total_size > 1:
+            sizes = {f"parallel.{axis}_size": self._size(axis) for axis in AXES}
         sizes |= {"parallel.ep_size": self._size("ep")} if self._size("ep") > 1 else {}
+        if self.cp_enabled and self.cp_handler is not None:
+            sizes["parallel.cp_comm_strategy"] = self.cp_handler.cp_comm_strategy
         sizes |= {"parallel.loss_parallel": True} if self.loss_parallel else {}
         plan = [f"{name}={style}" for name, style in self.tp_plan.items()]
         return sizes | ({"parallel.tp_plan": plan} if plan else {})
@@ -322,4 +324,10 @@ class ParallelismConfig(OptionObject):
                 f"parallelism_config is a {type(given).__name__}; pass a ParallelismConfig, or a mapping with some of "
                 f"{', '.join(names)}"
             )
-        return cls(**sizes)
+        return cls(**sizes, cp_handler=_handler_of(given))
+
+
+def _handler_of(given: Any) -> TorchContextParallelConfig | None:
+    """Return the options of context parallelism that another library's object has, or a configuration of ours."""
+    comm_strategy = getattr(getattr(given, "cp_handler", given), "cp_comm_strategy", None)
+    return None if comm_strategy is None else TorchContextParallelConfig(str(comm_strategy))

@@ -10,13 +10,13 @@ import gc
 import importlib
 import json
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from functools import reduce
+from functools import cache, reduce
 from operator import attrgetter
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ __all__ = [
     "RESET_METHODS",
     "SEEN_IN",
     "OperationMode",
+    "RingAttention",
     "abandon_exchange",
     "begun_collectives",
     "check_scaler",
@@ -56,6 +57,7 @@ __all__ = [
     "forget_default_groups",
     "group_device_types",
     "group_timeout",
+    "has_attention_kernels",
     "is_fake",
     "is_worker_done",
     "join_fake_group",
@@ -82,6 +84,7 @@ _REFUSED = "AccelTrainerError where it is used"
 _FOREACH = f"{_REFUSED}: gradients are scaled, clamped, copied and added by one kernel for all"
 _PLANS = f"{_REFUSED}: `accel-trainer estimate` plans no layouts"
 _NOT_CLEARED = "not cleared: after find_executable_batch_size() has made a new group, DTensors may refer to the old one"
+_RING_GONE = f"{_REFUSED}: parallel.cp_size"
 PRIVATE_NAMES = {
     **{f"torch._foreach_{name}_": _FOREACH for name in ("add", "clamp_max", "clamp_min", "copy", "mul", "zero")},
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod": "torch.compile(model) is taken for a model of the user",
@@ -115,6 +118,16 @@ PRIVATE_NAMES = {
     "torch.distributed.tensor._collective_utils.MeshTopoInfo.build_from_mesh": _NOT_CLEARED,
     "torch.distributed.tensor._redistribute._gen_transform_infos": _NOT_CLEARED,
     "torch.distributed.tensor._redistribute.clear_redistribute_planner_cache": _NOT_CLEARED,
+    **{
+        f"torch.distributed.tensor.experimental._context_parallel._attention.{name}": _RING_GONE
+        for name in ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options", "_RotateMethod")
+    },
+    **{f"torch._C._dispatch_{name}": _RING_GONE for name in ("has_kernel_for_dispatch_key", "key_for_device")},
+    **{
+        f"torch.ops.aten._scaled_dot_product_{name}": _RING_GONE
+        for kind in ("flash", "efficient")
+        for name in (f"{kind}_attention", f"{kind}_attention_backward")
+    },
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": _NOT_CLEARED,
     "torch.distributed.device_mesh.DeviceMesh._pg_registry": _NOT_CLEARED,
     "torch.distributed.device_mesh.DeviceMesh._flatten": f"{_REFUSED}: ParallelismConfig.build_device_mesh()",
@@ -366,6 +379,124 @@ def fake_tensors() -> AbstractContextManager[Any]:
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has no values, as those that operations give within `fake_tensors`."""
     return isinstance(tensor, getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ()))
+
+
+class _AttentionKernel(NamedTuple):
+    """An operation of torch that returns attention and the logarithms of its sums, with its backward's arguments."""
+
+    name: str
+    gradient: str
+    """The argument of the backward for the gradient of the output."""
+    options: Mapping[str, Any]
+    """Of the forward."""
+    rest: tuple[str, ...]
+    """The arguments of the backward for what the forward returns behind output and sums."""
+    backward_options: Mapping[str, Any]
+
+
+_FLASH = _AttentionKernel(
+    "_scaled_dot_product_flash_attention",
+    "grad_out",
+    {},
+    ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset"),
+    {},
+)
+_EFFICIENT = _AttentionKernel(
+    "_scaled_dot_product_efficient_attention",
+    "grad_out_",
+    {"attn_bias": None, "compute_log_sumexp": True},
+    ("philox_seed", "philox_offset"),
+    {"attn_bias": None, "grad_input_mask": [True, True, True, False]},
+)
+
+
+def has_attention_kernels(device: torch.device) -> bool:
+    """Whether torch has for a kind of device the kernels that its ring attention is made of."""
+    key = _bind("torch._C", "_dispatch_key_for_device")(device.type)
+    is_there = _bind("torch._C", "_dispatch_has_kernel_for_dispatch_key")
+    return all(is_there(f"aten::{kernel.name}", key) for kernel in (_FLASH, _EFFICIENT))
+
+
+@cache
+def _ring(name: str) -> Any:
+    # Not with this module: its own takes 0.3 s to import.
+    return _bind("torch.distributed.tensor.experimental._context_parallel._attention", name)
+
+
+class RingAttention(NamedTuple):
+    """torch's ring attention of one layer: causal, of slices that have one part from each end of the sequence.
+
+    All tensors are (B, H, S, D), of one dtype; keys and values may have fewer heads. Collective, both ways.
+    """
+
+    group: dist.ProcessGroup
+    comm_strategy: str
+    """"allgather" or "alltoall"."""
+    kernel: _AttentionKernel
+    scale: float
+
+    @classmethod
+    def among(cls, group: dist.ProcessGroup, comm_strategy: str, query: Tensor, scale: float) -> RingAttention:
+        """Return that of the kernel for such queries: flash in 16 bits, where it is not switched off."""
+        flash = query.dtype.itemsize == 2 and query.shape[-1] <= 256 and torch.backends.cuda.flash_sdp_enabled()
+        return cls(group, comm_strategy, _FLASH if flash else _EFFICIENT, scale)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Return attention, the logarithms of its sums, and what else `backward` takes."""
+        groups = query.shape[1] // key.shape[1]
+        operation = getattr(torch.ops.aten, self.kernel.name).default
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+            return operation(query, _repeat_heads(key, groups), _repeat_heads(value, groups), **options)
+
+        with self._options():
+            output, sums, *rest = _ring("_templated_ring_attention")(
+                self.group, 2, attend, query, key, value, is_causal=True, scale=self.scale, **self.kernel.options
+            )
+        return output, sums, dict(zip(self.kernel.rest, rest, strict=False))
+
+    def backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        sums: Tensor,
+        rest: Mapping[str, Any],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of this rank's queries, keys and values."""
+        groups = query.shape[1] // key.shape[1]
+        operation = getattr(torch.ops.aten, f"{self.kernel.name}_backward").default
+
+        def attend(*, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, ...]:
+            of_query, of_key, of_value, *_ = operation(
+                key=_repeat_heads(key, groups), value=_repeat_heads(value, groups), **options
+            )
+            return of_query, of_key.unflatten(1, (-1, groups)).sum(2), of_value.unflatten(1, (-1, groups)).sum(2)
+
+        options = {"dropout_p": 0.0, "scale": self.scale, **self.kernel.backward_options, **rest}
+        with self._options():
+            gradients: tuple[Tensor, Tensor, Tensor] = _ring("_templated_ring_attention_backward")(
+                self.group, 2, attend, gradient, self.kernel.gradient, query, key, value, output, sums, True, **options
+            )
+        return gradients
+
+    @contextmanager
+    def _options(self) -> Iterator[None]:
+        """Set what torch keeps for the whole process, and put it back."""
+        options, methods = _ring("_cp_options"), _ring("_RotateMethod")
+        before = options.rotate_method, options.enable_load_balance
+        options.rotate_method = methods.ALL_GATHER if self.comm_strategy == "allgather" else methods.ALL_TO_ALL
+        options.enable_load_balance = True
+        try:
+            yield
+        finally:
+            options.rotate_method, options.enable_load_balance = before
+
+
+def _repeat_heads(x: Tensor, groups: int) -> Tensor:
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
 def joined_groups() -> list[dist.ProcessGroup]:

@@ -268,7 +268,7 @@ class _Pass:
         with torch.no_grad(), trainer.compute_loss_context_manager():
             if has_loss:
                 num_items = trainer._get_num_items_in_batch([inputs], self.args.device)
-                if loss_only and (self.args.use_liger_kernel or trainer.accelerator.config.parallel.sp_size > 1):
+                if loss_only and (self.args.use_liger_kernel or trainer.accelerator.config.parallel.sequence_size > 1):
                     inputs = {**inputs, "skip_logits": True}
                 loss, outputs = trainer.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items)
                 loss = loss.detach().mean() if loss.ndim else loss.detach()

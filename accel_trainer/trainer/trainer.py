@@ -199,10 +199,10 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         args = self.args
         self.accelerator = build_accelerator(args, self.model)
         asks_for_copies = "get_tp_size" in transformers.Trainer.compute_loss.__code__.co_names
-        if self.accelerator.config.parallel.sp_size > 1 and not asks_for_copies:
+        if self.accelerator.config.parallel.sequence_size > 1 and not asks_for_copies:
             raise ConfigError(
                 f"transformers {transformers.__version__} multiplies losses by the number of processes, also of those "
-                "that share the tokens of a sequence (sp_size); use sp_size with transformers 5.20 or newer"
+                "that share the tokens of a sequence (sp_size, cp_size); use transformers 5.20 or newer for them"
             )
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=args.eval_use_gather_object
@@ -521,6 +521,10 @@ class Trainer(CheckpointMethods, transformers.Trainer):
     def get_tp_size(self) -> int:
         """Return the number of ranks that read the same data, along any axis; upstream divides counts by it."""
         return self.accelerator.process.world_size // self.accelerator.readers.world_size
+
+    def get_cp_size(self) -> int:
+        """Return 1, as `get_sp_size` does."""
+        return 1
 
     def get_sp_size(self) -> int:
         """Return 1: upstream takes it for loaders that hand out slices; here the model's forward makes them."""

@@ -1,4 +1,4 @@
-"""Two ranks on one card, over gloo: whether the arithmetic of DDP and FSDP2 on the device is that of one process.
+"""Two ranks on one card, over gloo: whether the arithmetic of layouts on the device is that of one process.
 
 nccl refuses two ranks of one card. Each rank is told that it is alone on its node, so that both take device 0.
 """
@@ -24,11 +24,14 @@ _LIMIT_SECONDS = 240
 
 def _train(options: Namespace, strategy: str) -> dict[str, Any]:
     """Train six updates of two micro-batches; return the norms of the gradients, and a sum over the loaded weights."""
-    from accel_trainer import Accelerator, DataLoaderConfiguration, InitProcessGroupKwargs
+    from accel_trainer import Accelerator, DataLoaderConfiguration, InitProcessGroupKwargs, ParallelismConfig
 
+    layout: dict[str, Any] = {"strategy": strategy}
+    if strategy == "cp":
+        layout = {"parallelism_config": ParallelismConfig(cp_size=2)}
     accelerator = Accelerator(
         cpu=options.device == "cpu",
-        strategy=strategy,
+        **layout,
         gradient_accumulation_steps=2,
         dataloader_config=DataLoaderConfiguration(split_batches=True),
         kwargs_handlers=[] if strategy == "single" else [InitProcessGroupKwargs(backend="gloo")],
@@ -91,9 +94,11 @@ def _start(options: Namespace, strategy: str, world_size: int) -> dict[str, Any]
 
 def main() -> None:
     options = parse(parser(__doc__))
-    options.length, options.batch, options.tiny = 32, 4, True  # it is about arithmetic
+    # It is about arithmetic. Slices are of 64 tokens.
+    options.length, options.batch, options.tiny = 120, 4, True
     alone = _start(options, "single", 1)
-    for strategy in ("ddp", "fsdp2"):
+    layouts = ("ddp", "fsdp2") if options.device == "cpu" else ("ddp", "fsdp2", "cp")  # a CPU has no ring attention
+    for strategy in layouts:
         both = _start(options, strategy, 2)
         apart = max(abs(a - b) / b for a, b in zip(both["norms"], alone["norms"], strict=True))
         weights_apart = abs(both["weights"] - alone["weights"]) / alone["weights"]

@@ -95,11 +95,11 @@ BAD_FILES = [
         "acc.yaml",
         "distributed_type: FSDP\n"
         "parallelism_config:\n"
-        "  parallelism_config_cp_size: 2\n"
+        "  parallelism_config_cp_size: two\n"
         "  parallelism_config_dp_shard_siz: 2\n",
         "2 problems in acc.yaml:\n"
-        "  - parallelism_config.parallelism_config_cp_size at acc.yaml:3 is 2, which is not offered: there is no "
-        "context parallelism; set it to 1, and share sequences out over ranks with sp_size\n"
+        "  - parallelism_config.parallelism_config_cp_size at acc.yaml:3 is 'two'; expected a whole number of at "
+        "least 1\n"
         "  - unknown key 'parallelism_config_dp_shard_siz' in 'parallelism_config' at acc.yaml:4; did you "
         "mean 'parallelism_config_dp_shard_size'?",
     ),

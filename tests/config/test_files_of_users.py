@@ -185,8 +185,9 @@ ACCELERATE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "1.10 parallelism": (
         f"{FSDP2}parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n"
-        "  parallelism_config_dp_shard_size: 4\n  parallelism_config_tp_size: 1\n  parallelism_config_cp_size: 1\n",
-        {"parallel.dp_replicate_size": 2, "parallel.dp_shard_size": 4},
+        "  parallelism_config_dp_shard_size: 2\n  parallelism_config_tp_size: 1\n  parallelism_config_cp_size: 2\n"
+        "  parallelism_config_cp_comm_strategy: alltoall\n",
+        {"parallel.dp_replicate_size": 2, "parallel.cp_size": 2, "parallel.cp_comm_strategy": "alltoall"},
     ),
     "1.15 ignored modules": (
         f"{FSDP2}  fsdp_ignored_modules: .*router\n  fsdp_offload_params: true\n",
@@ -294,8 +295,8 @@ WRONG: dict[str, tuple[str, str]] = {
         r":17 is 'E4M3', which is not offered: it is an option of TransformerEngine",
     ),
     "context parallel": (
-        f"{FSDP2}parallelism_config:\n  parallelism_config_cp_size: 2\n",
-        r"parallelism_config_cp_size at .*:20 is 2.*context parallelism",
+        f"{FSDP2}parallelism_config:\n  parallelism_config_cp_size: 2\n  parallelism_config_sp_size: 2\n",
+        r"parallel.cp_size=2 .*:20\) contradicts parallel.sp_size=2 .*:21\): both share out the tokens",
     ),
     "misspelled key": (
         f"{HEAD_0_11}distributed_type: FSDP\nfsdp_config:\n  fsdp_shardding_strategy: 1\n",

@@ -32,6 +32,7 @@ SPECIAL = {
     "parallel.dp_replicate_size": st.none(),
     "parallel.dp_shard_size": st.none(),
     "parallel.ep_size": st.just(1),
+    "parallel.cp_size": st.just(1),
     "parallel.sp_size": st.just(1),
     "parallel.loss_parallel": st.just(False),
     "parallel.tp_size": st.just(1),
@@ -67,6 +68,7 @@ def configurations(draw):
     assume(not (values.get("fsdp.replicate_per_node") and values.get("fsdp.replicate_size", 1) > 1))
     if "local_steps" in values:
         assume(not values.get("ddp.static_graph") and values.get("strategy", "auto") not in ("fsdp2", "deepspeed"))
+        assume(values.get("on_nonfinite") in (None, "raise", "warn") and values.get("mixed_precision") != "fp16")
     if "launch.min_processes" in values:
         values["launch.num_processes"] = values["launch.min_processes"] + 1
     if values.get("mixed_precision") == "fp8":

@@ -20,8 +20,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_trainer import Accelerator, DataLoaderConfiguration, GradScalerKwargs, InitProcessGroupKwargs
 from accel_trainer.checkpoint.format.safetensors_file import StagingMemory
 from tests import stand_in
+from tests.mesh_loops import updates
 from tests.ranks import preload, run_ranks
 from tests.scenarios import Outcome, Scenarios
+from tests.strategies.parallel.test_sequence_parallel import tiny_model
 
 preload("accel_trainer.accelerator", "tests.stand_in", "tests.trainer_jobs")
 pytestmark = pytest.mark.timeout(400)  # of which a compiler may take one minute, once
@@ -390,3 +392,26 @@ def test_two_ranks_on_one_device_have_the_losses_of_one(strategy: str):
     env = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     for _, seen in run_ranks(losses_of_a_job, 2, strategy, "gloo", cpu=not HAS_CUDA, env=env, timeout=100):
         assert seen == pytest.approx(on_device("train_in_each_precision")["cpu"], rel=1e-4)
+
+
+def losses_of_sequences(sizes: dict[str, int], precision: str, cpu: bool) -> list[float]:
+    from accel_trainer import ParallelismConfig
+
+    model = tiny_model("llama", max_position_embeddings=230)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    group = [InitProcessGroupKwargs(backend="gloo")] if sizes else []
+    layout = ParallelismConfig(**sizes)
+    accelerator = begin(cpu=cpu, mixed_precision=precision, kwargs_handlers=group, parallelism_config=layout)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ids = torch.randint(3, 64, (4, 230), generator=torch.Generator().manual_seed(1)).to(accelerator.device)
+    return updates(model, optimizer, [{"input_ids": ids, "labels": ids}] * 3, accelerator)
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device: a CPU has none of the kernels")
+@pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-4), ("bf16", 5e-2)])
+@pytest.mark.parametrize("strategy", ["allgather", "alltoall"])
+def test_ring_attention_on_one_device_has_the_losses_of_one_rank(strategy: str, precision: str, tolerance: float):
+    env = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "PARALLELISM_CONFIG_CP_COMM_STRATEGY": strategy}
+    (alone,) = run_ranks(losses_of_sequences, 1, {}, precision, cpu=not HAS_CUDA)
+    for seen in run_ranks(losses_of_sequences, 2, {"cp_size": 2}, precision, cpu=not HAS_CUDA, env=env, timeout=100):
+        assert seen == pytest.approx(alone, rel=tolerance)

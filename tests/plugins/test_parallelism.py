@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from accel_trainer import Accelerator, FullyShardedDataParallelPlugin
+from accel_trainer.config.schema import CommStrategy, ParallelConfig
 from accel_trainer.errors import ConfigError
 from accel_trainer.parallelism_config import (
     DeepSpeedSequenceParallelConfig,
@@ -76,6 +78,18 @@ def test_sizes_that_make_no_mesh_are_refused(options: dict[str, Any], message: s
         ParallelismConfig(**options)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ParallelConfig(cp_size=2, cp_comm_strategy=CommStrategy.ALLTOALL),
+        SimpleNamespace(cp_size=2, cp_handler=TorchContextParallelConfig("alltoall")),  # as accelerate's has it
+    ],
+)
+def test_how_keys_pass_is_taken_with_the_sizes(given: Any):
+    taken = ParallelismConfig.of(given)
+    assert (taken.cp_size, taken.cp_handler) == (2, TorchContextParallelConfig("alltoall"))
+
+
 def test_options_of_axes_are_checked():
     with pytest.raises(ConfigError, match="Invalid cp_comm_strategy: ring; expected one of allgather, alltoall"):
         TorchContextParallelConfig("ring")
@@ -123,8 +137,8 @@ def in_accelerators() -> Any:
         ({"parallelism_config": shards, "strategy": "ddp"}, "dp_shard_size=2 .* does not go with strategy=ddp"),
         ({"parallelism_config": replicas, "fsdp_plugin": plugin}, "leaves nothing to shard on 2 processes"),
         (
-            {"parallelism_config": ParallelismConfig(cp_size=2)},
-            "has cp_size=2: there is no context parallelism; set it to 1",
+            {"parallelism_config": ParallelismConfig(cp_size=3, cp_handler=TorchContextParallelConfig("alltoall"))},
+            r"cp_size=3 \(from .*\) makes 3 process\(es\), and this job has 2",
         ),
         (
             {

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from tests.attention_kernels import register_attention_kernels
 from tests.ranks import RankFailure, preload, run_ranks
 
 preload("transformers.trainer", "transformers.models.qwen3.modeling_qwen3", "accel_trainer.trainer.trainer")
@@ -62,9 +63,13 @@ def run(directory: str, batch: int, sizes: Any, resume: str | None = None, **opt
 
 
 def both(directory: str, sizes: dict[str, Any], resume: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a run on a mesh, and one that goes on from one process's checkpoint."""
+    """Return a run on a mesh, and one that goes on from one process's checkpoint; what began with sp has cp then."""
     batch = 2 // sizes.get("dp_shard_size", 1)
-    return run(directory, batch, sizes, **options), run(f"{directory}-resumed", batch, sizes, resume, **options)
+    trained = run(directory, batch, sizes, **options)
+    kernels = register_attention_kernels()
+    resumed = run(f"{directory}-resumed", batch, {"cp_size": 2} if "sp_size" in sizes else sizes, resume, **options)
+    del kernels
+    return trained, resumed
 
 
 LAYOUTS = {

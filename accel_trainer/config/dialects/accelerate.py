@@ -12,7 +12,6 @@ from accel_trainer.config.deepspeed.keys import KNOWN_KEYS as DEEPSPEED_KEYS
 from accel_trainer.config.deepspeed.levels import put_document_block
 from accel_trainer.config.dialects.fsdp import entries_of, is_neutral, translate_entries
 from accel_trainer.config.layer import Layer
-from accel_trainer.config.parallel import NOT_OFFERED
 from accel_trainer.config.readers.document import Document, Entry, Key, Node
 from accel_trainer.config.schema import field_specs, section_names
 from accel_trainer.errors import did_you_mean
@@ -66,8 +65,9 @@ DYNAMO = {
 }
 """Options of `torch.compile`: `dynamo_backend` in files and flags, `ACCELERATE_DYNAMO_BACKEND` as a variable."""
 PARALLEL_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "ep_size")
+PARALLEL_COMM = "cp_comm_strategy"
 PARALLEL_DETAILS = (
-    "cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable",
+    "cp_backend", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable",
     "sp_attn_implementation",
 )  # fmt: skip
 FP8 = {
@@ -83,7 +83,7 @@ _FP8_OF_OTHERS = (
 _MEGATRON_LM = {
     "pp_degree": "there are no pipelines; set it to 1",
     "num_micro_batches": "they are those of pipelines; set it to 1, and gradient_accumulation_steps",
-    "context_parallel_size": "set it to 1; sp_size in parallelism_config shares sequences, beside tp_size",
+    "context_parallel_size": "set it to 1; cp_size and sp_size in parallelism_config share sequences, beside tp_size",
     "sequence_parallelism": "set it to false; sp_size in parallelism_config shares sequences, beside tp_size",
     "expert_model_parallel_size": "set it to 1; ep_size in parallelism_config shares experts, without a tp_degree",
     "gradient_clipping": "remove it, and clip in the script (clip_grad_norm_) or with max_grad_norm",
@@ -273,7 +273,7 @@ class _Reader:
 
     def shared_size(self) -> str | None:
         """Return the size of an axis along which ranks compute a batch together, in words, where there is one."""
-        sizes = {axis: self.layer.settings.get(f"parallel.{axis}_size") for axis in ("tp", "sp")}
+        sizes = {axis: self.layer.settings.get(f"parallel.{axis}_size") for axis in ("tp", "cp", "sp")}
         return next((f"{axis}_size is {size.value}" for axis, size in sizes.items() if size and size.value > 1), None)
 
     def megatron_lm(self, kind: str | None) -> None:
@@ -301,25 +301,30 @@ class _Reader:
         sizes: dict[str, Entry] = {}
         for key, node in self.blocks["parallelism_config"].items():
             bare = key.name.removeprefix("parallelism_config_")
-            if bare in PARALLEL_SIZES:
+            if bare in (*PARALLEL_SIZES, PARALLEL_COMM):
                 sizes[bare] = self.document.entry(key, node, "parallelism_config")
             elif bare not in PARALLEL_DETAILS:
-                known = [f"parallelism_config_{name}" for name in PARALLEL_SIZES + PARALLEL_DETAILS]
+                known = [f"parallelism_config_{name}" for name in (*PARALLEL_SIZES, PARALLEL_COMM, *PARALLEL_DETAILS)]
                 self.unknown(key, "parallelism_config", known)
         put_parallelism(sizes, self.layer)
 
 
 def put_parallelism(entries: Mapping[str, Entry], layer: Layer) -> None:
     """Map the sizes of accelerate's ParallelismConfig, by name; null is a size of 1, and all of 1 ask for nothing."""
+    sizes = _sizes_of({name: entry for name, entry in entries.items() if name != PARALLEL_COMM}, layer)
+    if any(size > 1 for size in sizes.values()):
+        for name, size in sizes.items():
+            layer.put(f"parallel.{name}", entries[name], size)
+    if PARALLEL_COMM in entries and entries[PARALLEL_COMM].value is not None and sizes.get("cp_size", 1) > 1:
+        layer.put(f"parallel.{PARALLEL_COMM}", entries[PARALLEL_COMM])
+
+
+def _sizes_of(entries: Mapping[str, Entry], layer: Layer) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for name, entry in entries.items():
         size = 1 if entry.value is None else entry.value
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             layer.wrong(entry, "a whole number of at least 1")
-        elif size > 1 and name in NOT_OFFERED:
-            layer.refuse(entry, NOT_OFFERED[name])
-        elif name not in NOT_OFFERED:
+        else:
             sizes[name] = size
-    if any(size > 1 for size in sizes.values()):
-        for name, size in sizes.items():
-            layer.put(f"parallel.{name}", entries[name], size)
+    return sizes

@@ -13,7 +13,7 @@ from typing import Any
 
 from accel_trainer.config.deepspeed.block import CONFIG_FILE, FIELDS
 from accel_trainer.config.deepspeed.levels import KEY_PREFIX, put_block
-from accel_trainer.config.dialects.accelerate import DYNAMO, FP8, PARALLEL_SIZES, put_parallelism
+from accel_trainer.config.dialects.accelerate import DYNAMO, FP8, PARALLEL_COMM, PARALLEL_SIZES, put_parallelism
 from accel_trainer.config.dialects.fsdp import is_known_key, translate_entries
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
 from accel_trainer.config.readers.document import Entry
@@ -179,7 +179,7 @@ def _drop_launcher_defaults(entries: dict[str, Entry]) -> None:
 
 def _read_parallelism(given: Mapping[str, str], layer: Layer) -> None:
     sizes = {}
-    for size in PARALLEL_SIZES:
+    for size in (*PARALLEL_SIZES, PARALLEL_COMM):
         name = f"PARALLELISM_CONFIG_{size.upper()}"
         if name in given:
             value = given[name].strip()

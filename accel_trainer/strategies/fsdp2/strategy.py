@@ -232,8 +232,9 @@ class FSDP2Strategy(BaseStrategy):
                 shard_loss(job.model, axis)
         for where, style in selection.experts.items():
             shard_layers(job.model.get_submodule(where), {"": style}, self._meshes.experts(process, job)["ep"], ())
-        if (axis := self._meshes.axis("sp")) is not None and selection.language_model is not None:
-            shard_sequences(selection.language_model, axis)
+        parallel = job.config.parallel
+        if (axis := self._meshes.axis(parallel.sequence_axis)) is not None and selection.language_model is not None:
+            shard_sequences(selection.language_model, axis, parallel.cp_comm_strategy if parallel.cp_size > 1 else None)
 
     def _shard(
         self, job: TrainJob, selection: Selection, precision: PrecisionPolicy, process: ProcessContext

@@ -100,8 +100,11 @@ def _with_plans(selection: Selection, job: TrainJob, process: ProcessContext) ->
     if parallel.ep_size > 1:
         experts = plan_experts(model, parallel.ep_size, ignored, describe("parallel.ep_size"))
         selection = selection._replace(experts=experts)
-    if sizes.sp > 1:
-        language_model = find_language_model(model, sizes.sp, describe("parallel.sp_size"), sizes.tp)
+    if parallel.sequence_size > 1:
+        # Ranks that do not exist compute nothing: any device will do for their plan.
+        device = torch.device("meta") if process.backend == "fake" else process.device
+        origin, ring_device = describe(f"parallel.{parallel.sequence_axis}_size"), device if sizes.cp > 1 else None
+        language_model = find_language_model(model, parallel.sequence_size, origin, sizes.tp, ring_device)
         selection = selection._replace(language_model=language_model)
     return selection
 

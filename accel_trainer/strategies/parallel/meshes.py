@@ -38,9 +38,10 @@ class Meshes:
         if sizes.tp > 1:
             flatten_mesh(axes["shard", "tp"], "shard_tp")  # norms are then reduced at once
             self._shared["tp"] = axes["tp"]
-        if sizes.sp > 1:
-            cut = _wait_as_long(unflatten_mesh(axes, "shard", (sizes.dp_shard, sizes.sp), ("dp_shard", "sp")))
-            self._shared["sp"], readers = cut["sp"], cut["replicate", "dp_shard"]
+        if sizes.sequence > 1:
+            name = resolved.config.parallel.sequence_axis
+            cut = _wait_as_long(unflatten_mesh(axes, "shard", (sizes.dp_shard, sizes.sequence), ("dp_shard", name)))
+            self._shared[name], readers = cut[name], cut["replicate", "dp_shard"]
         return process.among(flatten_mesh(readers, "dp").get_group())
 
     def axis(self, name: str) -> DeviceMesh | None:

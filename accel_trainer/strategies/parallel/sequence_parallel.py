@@ -1,9 +1,14 @@
-"""Sequence parallelism: the tokens of a sequence are sharded over ranks that read the same data.
+"""Sequence and context parallelism: the tokens of a sequence are sharded over ranks that read the same data.
 
 A causal language model of transformers is given this rank's slice of ids, positions and shifted labels. All of it works
-on tokens by themselves but attention, which gets its heads' share of the whole sequence: an all-to-all before it
-exchanges heads for tokens, and one behind it back (Ulysses, arXiv 2309.14509). Attention itself, and the masks of
-padding, packed sequences and windows, are transformers' own, of the implementation that the model was loaded with.
+on tokens by themselves but attention.
+
+`sp_size`: it gets its heads' share of the whole sequence. An all-to-all before it exchanges heads for tokens, and one
+behind it back (Ulysses, arXiv 2309.14509). Attention itself, and the masks of padding, packed sequences and windows,
+are transformers' own, of the implementation that the model was loaded with.
+
+`cp_size`: it gets all heads of a slice, and the keys and values of the other slices pass by (ring attention, arXiv
+2310.01889): torch's, with the kernels of its SDPA, and the causal mask alone.
 
 Gradients come out as `size` times this rank's part of them, whose mean over the ranks is the gradient.
 """
@@ -14,6 +19,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,10 +33,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.torch_private import RingAttention, has_attention_kernels
 
 __all__ = ["find_language_model", "shard_sequences"]
 
-_PREFIX = "ulysses_"
+_PREFIX = "sharded_"
 """Of the names under which transformers finds attention over sharded sequences; its own name follows."""
 _LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers in which tokens meet in attention only."""
@@ -38,13 +45,46 @@ _BY_LENGTH = ("dynamic", "longrope")
 """Rotary positions that depend on the length of what is given."""
 _GIVEN = frozenset({"input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels"})
 _BY_TOKEN = ("logits", "last_hidden_state", "hidden_states")
-_WAY_OUT = "set sp_size to 1, and shard with dp_shard_size"
+_OTHER_SCORES = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask", "dropout")
+"""Options of attention by which scores or weights would be others than those of the kernels."""
+_TOKENS = 32
+"""What half a slice is a multiple of: torch's memory-efficient kernel returns sums for so many queries at a time."""
+_WIDTH = 8
+"""What the size of a head is filled up to a multiple of for torch's kernels, as by its SDPA."""
+_WAY_OUT = "set sp_size and cp_size to 1, and shard with dp_shard_size"
+
+
+class _Slices(NamedTuple):
+    """Which tokens each rank of a group has: as many as the others, of sequences that are filled up at their end."""
+
+    group: dist.ProcessGroup
+    comm_strategy: str | None
+    """How keys and values pass by, in ring attention; None where tokens are exchanged for heads."""
+
+    def cut(self, x: Tensor, fill: int = 0) -> Tensor:
+        """Return this rank's slice of a tensor along its second dimension."""
+        size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        unit = size if self.comm_strategy is None else 2 * size * _TOKENS
+        if padding := -x.shape[1] % unit:
+            x = nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, padding), value=fill)
+        if self.comm_strategy is None:
+            return x.chunk(size, dim=1)[rank].contiguous()
+        # Later tokens attend to more: with a part from either end, all ranks have as much to do.
+        parts = x.chunk(2 * size, dim=1)
+        return torch.cat((parts[rank], parts[-1 - rank]), dim=1)
+
+    def join(self, slices: list[Tensor]) -> Tensor:
+        """Return what `cut` was given, filled up, of the slices of all ranks."""
+        if self.comm_strategy is not None:
+            halves = [x.chunk(2, dim=1) for x in slices]
+            slices = [head for head, _ in halves] + [tail for _, tail in reversed(halves)]
+        return torch.cat(slices, dim=1)
 
 
 class _Sequence(NamedTuple):
     """A batch of sequences whose slices the ranks of a group have; passed down to attention with the other options."""
 
-    group: dist.ProcessGroup
+    slices: _Slices
     length: int
     """Of all slices together, without what fills the last one up."""
     positions: Tensor
@@ -62,16 +102,19 @@ _current: ContextVar[_Sequence | None] = ContextVar("sequence", default=None)
 # --- what can be sharded ----------------------------------------------------------------------------------------------
 
 
-def find_language_model(model: nn.Module, size: int, origin: str, num_parts: int = 1) -> nn.Module:
+def find_language_model(
+    model: nn.Module, size: int, origin: str, num_parts: int = 1, ring_device: torch.device | None = None
+) -> nn.Module:
     """Return the causal language model that `model` is, or wraps. Not collective; changes nothing.
 
     Args:
         size: number of ranks on the axis.
         origin: where `size` was asked for, for messages.
         num_parts: number of ranks that share the heads of a layer: its `tp_size`.
+        ring_device: where ring attention is to be computed; None where tokens are exchanged for heads.
 
     Raises:
-        ConfigError: there is none, or its tokens meet elsewhere than in attention.
+        ConfigError: there is none, its tokens meet elsewhere than in attention, or torch has no ring attention for it.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -83,7 +126,10 @@ def find_language_model(model: nn.Module, size: int, origin: str, num_parts: int
             f"{origin}: {name} is not a causal language model of transformers, whose tokens could be shared out over "
             f"ranks; {_WAY_OUT}"
         )
-    reason = _reason_against(found[0], size, num_parts)
+    if ring_device is None:
+        reason = _reason_against(found[0], size, num_parts)
+    else:
+        reason = _reason_against_ring(found[0].config, size, ring_device) or _reason_against(found[0], 1, 1)
     if reason is not None:
         raise ConfigError(f"{origin}: {type(found[0]).__name__} {reason}")
     return found[0]
@@ -104,6 +150,30 @@ def _reason_against(model: Any, size: int, num_parts: int) -> str | None:
         if isinstance(module, nn.Embedding) and "attention_mask" in _parameters_of(module):
             return f"has a {type(module).__name__}, which takes positions from the mask of a slice; {_WAY_OUT}"
     return _mixing(model.config)
+
+
+def _reason_against_ring(config: Any, size: int, device: torch.device) -> str | None:
+    """Return what attention is in a model that torch's ring attention is not, by its configuration and its device."""
+    if not has_attention_kernels(device):
+        return (
+            f"asks for ring attention on {device.type!r}, and torch has the kernels of that for CUDA; share sequences "
+            f"out with sp_size={size} here, and set cp_size to 1"
+        )
+    kinds = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"})
+    attention = str(config._attn_implementation).removeprefix(_PREFIX)
+    window = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+    rates = [name for name, value in vars(config).items() if re.search("att.*drop", name) and value]
+    found = {
+        "has layers of": ", ".join(kinds),
+        "has sliding_window": window,
+        "drops in attention by": ", ".join(f"{name}={getattr(config, name)}" for name in rates),
+        "was loaded with attn_implementation": attention if attention != "sdpa" else None,
+    }
+    reason = next((f"{what} {value}" for what, value in found.items() if value), None)
+    return reason and (
+        f"{reason}, and ring attention is causal SDPA to all tokens, without dropout; change that, use sp_size, or "
+        f"{_WAY_OUT}"
+    )
 
 
 def _parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
@@ -128,7 +198,7 @@ def _mixing(config: Any) -> str | None:
     return None
 
 
-def shard_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
+def shard_sequences(model: nn.Module, mesh: DeviceMesh, comm_strategy: str | None = None) -> None:
     """Replace the forward of a causal language model by one that computes a slice of each sequence on each rank.
 
     Collective then. The loss that it returns is that of all tokens, on every rank. Without labels, and where gradients
@@ -137,6 +207,7 @@ def shard_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Args:
         mesh: one axis, whose ranks read the same data.
+        comm_strategy: "allgather" or "alltoall", for ring attention; None exchanges tokens for heads.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -149,7 +220,7 @@ def shard_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
         ALL_ATTENTION_FUNCTIONS.register(_PREFIX + inner, partial(_attend, inner))
         ALL_MASK_ATTENTION_FUNCTIONS.register(_PREFIX + inner, partial(_make_mask, inner))
         config._attn_implementation = _PREFIX + inner
-    model.forward = _SequenceForward(model, mesh)
+    model.forward = _SequenceForward(model, mesh, comm_strategy)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -166,7 +237,7 @@ def _attend(
     sharded_sequence: _Sequence | None = None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Attend to whole sequences with this rank's share of the heads.
+    """Attend to whole sequences with this rank's share of the heads, or of the tokens.
 
     Args:
         query: (B, H, S, D); keys and values have as many heads or fewer.
@@ -185,6 +256,8 @@ def _attend(
             )
         output: tuple[Tensor, Any] = attend(module, query, key, value, attention_mask, **options)
         return output
+    if sharded_sequence.slices.comm_strategy is not None:
+        return _attend_in_ring(module, (query, key, value), attention_mask, sharded_sequence.slices, options), None
     return _attend_to_all(attend, module, (query, key, value), attention_mask, sharded_sequence, options)
 
 
@@ -196,7 +269,7 @@ def _attend_to_all(
     sequence: _Sequence,
     options: dict[str, Any],
 ) -> tuple[Tensor, Any]:
-    name, group, length = type(module).__name__, sequence.group, sequence.length
+    name, group, length = type(module).__name__, sequence.slices.group, sequence.length
     size, heads, own_heads = dist.get_world_size(group), given[0].shape[1], given[1].shape[1]
     if heads % size or heads % own_heads:
         raise ConfigError(
@@ -223,6 +296,55 @@ def _attend_to_all(
     return _AllToAll.apply(attended, 1, 2, group), None
 
 
+@torch.compiler.disable
+def _attend_in_ring(
+    module: Any,
+    given: tuple[Tensor, Tensor, Tensor],
+    attention_mask: Any,
+    slices: _Slices,
+    options: Mapping[str, Any],
+) -> Tensor:
+    _check_scores(module, attention_mask, options)
+    query, _, value = given
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    width = max(x.shape[-1] for x in given)
+    width += -width % _WIDTH
+    filled = (nn.functional.pad(x.to(dtype), (0, width - x.shape[-1])) for x in given)
+    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    attended: Tensor = _RingAttention.apply(*filled, slices, scale)
+    return attended[..., : value.shape[-1]].transpose(1, 2).contiguous()
+
+
+def _check_scores(module: Any, attention_mask: Any, options: Mapping[str, Any]) -> None:
+    found = [name for name in _OTHER_SCORES if isinstance(value := options.get(name), Tensor) or value]
+    is_causal = options.get("is_causal")
+    if attention_mask is not None:
+        found.append("a mask")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        found.append("is_causal=False")
+    if found:
+        raise ConfigError(
+            f"{type(module).__name__} asks for {', '.join(found)}, and ring attention is causal SDPA to all tokens; "
+            f"use sp_size, or {_WAY_OUT}"
+        )
+
+
+class _RingAttention(torch.autograd.Function):
+    """Causal attention of this rank's tokens (B, H, S, D) to all; keys and values may have fewer heads."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, slices: _Slices, scale: float) -> Tensor:
+        ctx.ring = RingAttention.among(slices.group, str(slices.comm_strategy), query, scale)
+        output, sums, ctx.rest = ctx.ring.forward(query, key, value)
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.ring.backward(gradient.contiguous(), *ctx.saved_tensors, ctx.rest), None, None
+
+
 def _make_mask(inner: str, **options: Any) -> Any:
     """Return the mask of whole sequences, where transformers asks for that of a slice."""
     from transformers import masking_utils
@@ -231,6 +353,10 @@ def _make_mask(inner: str, **options: Any) -> Any:
     sequence = _current.get()
     if sequence is None:
         return make(**options)
+    if sequence.slices.comm_strategy is not None:
+        if options["mask_function"] is not masking_utils.causal_mask_function:
+            raise ConfigError(f"a mask is asked for that is not the causal one; use sp_size, or {_WAY_OUT}")
+        return None
     options |= {"q_length": sequence.length, "kv_length": sequence.length}
     if not sequence.is_masked:
         options["attention_mask"] = None
@@ -268,9 +394,9 @@ def _exchange(x: Tensor, shared: int, whole: int, group: dist.ProcessGroup) -> T
 class _SequenceForward:
     """A language model's forward on this rank's slice of each sequence. Lives in the model's `forward` attribute."""
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, comm_strategy: str | None) -> None:
         self.model: Any = model
-        self.group, self.size, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+        self.slices, self.size, self.rank = _Slices(mesh.get_group(), comm_strategy), mesh.size(), mesh.get_local_rank()
         self.inner: Callable[..., Any] = model.__dict__.get("forward") or partial(type(model).forward, model)
         self.has_dropout = any(map(_drops, model.modules()))
 
@@ -309,17 +435,19 @@ class _SequenceForward:
         num_items = given.pop("num_items_in_batch", None)
         if shifted is None and labels is not None:
             shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        if self.slices.comm_strategy is not None:
+            _check_causal(type(self.model).__name__, sequence, given.get("attention_mask"), shifted)
         for name in ("input_ids", "inputs_embeds"):
             if given.get(name) is not None:
-                given[name] = self._slice(given[name])
-        given["position_ids"] = self._slice(sequence.positions)
+                given[name] = self.slices.cut(given[name])
+        given["position_ids"] = self.slices.cut(sequence.positions)
         if not sequence.is_masked:
             # Else transformers would look for packed sequences in the positions of a slice.
             given["attention_mask"] = words.new_ones(words.shape[:2], dtype=torch.bool)
         loss, before = None, vars(self.model).get("_loss_function")
         if shifted is not None:
             loss = self.model.loss_function = _Loss(self.model.loss_function, shifted, num_items)
-            given["labels"] = self._slice(shifted, fill=-100)
+            given["labels"] = self.slices.cut(shifted, fill=-100)
         token = _current.set(sequence)
         try:
             with self._own_random_numbers(words.device):
@@ -353,13 +481,7 @@ class _SequenceForward:
         elif not is_masked:  # as transformers does
             positions = positions.expand(batch_size, -1)
             documents = find_packed_sequence_indices(positions)
-        return _Sequence(self.group, length, positions, is_masked, documents)
-
-    def _slice(self, x: Tensor, fill: int = 0) -> Tensor:
-        """Return this rank's tokens, the second dimension, of a tensor that is filled up to have as many on all."""
-        if padding := -x.shape[1] % self.size:
-            x = nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, padding), value=fill)
-        return x.chunk(self.size, dim=1)[self.rank].contiguous()
+        return _Sequence(self.slices, length, positions, is_masked, documents)
 
     def _whole(self, output: Any, loss: _Loss | None, length: int) -> Any:
         """Return the output with the loss of all tokens, and those of its tensors in full that are asked for."""
@@ -374,18 +496,41 @@ class _SequenceForward:
             for name in _BY_TOKEN:
                 value = output.get(name)
                 if isinstance(value, Tensor):
-                    output[name] = _Join.apply(value, self.group)[:, :length]
+                    output[name] = _Join.apply(value, self.slices)[:, :length]
                 elif value is not None:
-                    output[name] = tuple(_Join.apply(x, self.group)[:, :length] for x in value)
+                    output[name] = tuple(_Join.apply(x, self.slices)[:, :length] for x in value)
         return output
 
     def _sum(self, loss: Tensor) -> Tensor:
         """Return the sum over ranks, with the gradient of this rank's part times their number. Collective."""
         total = loss.detach().clone()
-        dist.all_reduce(total, group=self.group)
+        dist.all_reduce(total, group=self.slices.group)
         # No autograd.Function: the Trainer follows a loss to the number of items that it was divided by.
         part = loss * self.size
         return total + (part - part.detach())
+
+
+def _check_causal(name: str, sequence: _Sequence, mask: Tensor | None, shifted: Tensor | None) -> None:
+    """Refuse rows in which a token that counts attends to others than all before it. Waits for the device by masks."""
+    if sequence.documents is not None:
+        found = "rows packed of several documents, by position_ids"
+    elif mask is not None and (mask.ndim != 2 or mask.shape[1] != sequence.length):
+        found = f"a mask of {tuple(mask.shape)} for {sequence.length} tokens"
+    elif mask is not None and bool(_counts_behind_padding(mask.bool(), shifted).any()):
+        found = "padding before tokens or labels that count"
+    else:
+        return
+    raise ConfigError(
+        f"{name} is given {found}, and ring attention is causal SDPA to all tokens; pad behind the tokens, with labels "
+        "of -100, or use sp_size"
+    )
+
+
+def _counts_behind_padding(mask: Tensor, shifted: Tensor | None) -> Tensor:
+    """Return which tokens, or labels of them, are behind a padded one, by row."""
+    counts = mask if shifted is None else mask | (shifted != -100)
+    is_behind = (~mask).cumsum(1) > 0
+    return counts & is_behind
 
 
 def _drops(module: nn.Module) -> bool:
@@ -413,13 +558,12 @@ class _Join(torch.autograd.Function):
     """The tokens of all ranks; backwards, this rank's of the gradient, which is equal on all, times their number."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        slices = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(slices, x.detach().contiguous(), group=group)
-        return torch.cat(slices, dim=1)
+    def forward(ctx: Any, x: Tensor, slices: _Slices) -> Tensor:
+        ctx.slices = slices
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(slices.group))]
+        dist.all_gather(parts, x.detach().contiguous(), group=slices.group)
+        return slices.join(parts)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        size = dist.get_world_size(ctx.group)
-        return gradient.chunk(size, dim=1)[dist.get_rank(ctx.group)] * size, None
+        return ctx.slices.cut(gradient) * dist.get_world_size(ctx.slices.group), None

@@ -54,6 +54,8 @@ SPECIAL = {
     "fsdp.replicate_per_node": "false",
     "fp8.backend": "ao",
     "parallel.loss_parallel": "false",
+    "parallel.cp_comm_strategy": "alltoall",
+    "parallel.cp_size": "1",
     "parallel.sp_size": "1",
     "parallel.tp_size": "1",
     "parallel.tp_plan": "layers.*.up=colwise",
@@ -206,8 +208,8 @@ def test_parallel_sizes_in_the_environment_are_mapped_or_refused():
 
     described = "parallel.dp_replicate_size=2 (from PARALLELISM_CONFIG_DP_REPLICATE_SIZE)"
     assert mapped.describe("parallel.dp_replicate_size") == described
-    with pytest.raises(ConfigError, match="PARALLELISM_CONFIG_CP_SIZE is 2, which is not offered: there is no context"):
-        resolve(environ={**environ, "PARALLELISM_CONFIG_CP_SIZE": "2"})
+    ring = {"PARALLELISM_CONFIG_CP_SIZE": "2", "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "alltoall"}
+    assert resolve(environ={**environ, **ring}).config.parallel.cp_comm_strategy == "alltoall"
     with pytest.raises(ConfigError, match="PARALLELISM_CONFIG_CP_SIZE is 'x'; expected a whole number of at least 1"):
         resolve(environ={**environ, "PARALLELISM_CONFIG_CP_SIZE": "x"})
 

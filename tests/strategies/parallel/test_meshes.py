@@ -34,14 +34,14 @@ def sizes_of(world_size: int, num_nodes: int | None = 1, **options: Any) -> tupl
 @pytest.mark.parametrize(
     ("world_size", "options", "sizes"),
     [
-        (1, {}, (1, 1, 1, 1)),
-        (64, {}, (1, 64, 1, 1)),
-        (64, {"fsdp__replicate_size": 8}, (8, 8, 1, 1)),
-        (6, {"parallel__dp_replicate_size": 3}, (3, 2, 1, 1)),
-        (64, {"fsdp__replicate_per_node": True, "num_nodes": 4}, (4, 16, 1, 1)),
-        (64, {"parallel__dp_replicate_size": 2, "parallel__dp_shard_size": 32}, (2, 32, 1, 1)),
-        (4, {"strategy": "ddp"}, (4, 1, 1, 1)),
-        (4, {"strategy": "deepspeed", "parallel__dp_shard_size": 4}, (1, 4, 1, 1)),
+        (1, {}, (1, 1, 1, 1, 1)),
+        (64, {}, (1, 64, 1, 1, 1)),
+        (64, {"fsdp__replicate_size": 8}, (8, 8, 1, 1, 1)),
+        (6, {"parallel__dp_replicate_size": 3}, (3, 2, 1, 1, 1)),
+        (64, {"fsdp__replicate_per_node": True, "num_nodes": 4}, (4, 16, 1, 1, 1)),
+        (64, {"parallel__dp_replicate_size": 2, "parallel__dp_shard_size": 32}, (2, 32, 1, 1, 1)),
+        (4, {"strategy": "ddp"}, (4, 1, 1, 1, 1)),
+        (4, {"strategy": "deepspeed", "parallel__dp_shard_size": 4}, (1, 4, 1, 1, 1)),
     ],
 )
 def test_a_size_that_is_not_given_takes_the_rest(world_size: int, options: dict[str, Any], sizes: tuple[int, ...]):

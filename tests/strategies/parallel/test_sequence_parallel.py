@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from accel_trainer.config.resolve import resolve
 from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.parallel.sequence_parallel import find_language_model, shard_sequences
+from tests.attention_kernels import register_attention_kernels
 from tests.conformance.models import MLP, build_model
 from tests.mesh_loops import adamw, start, train_open_window, updates
 from tests.ranks import preload, run_ranks
@@ -79,7 +80,11 @@ def train_families() -> dict[str, Any]:
         found[kind] = (expected, trained, (logits[0] - logits[1]).abs().max().item(), texts[0].equal(texts[1]))
         accelerator.free_memory()
     # Each length and each kind of mask would be compiled anew.
-    found["compiled"] = both(start(sizes={"sp_size": 2}, dynamo_backend="eager"), tiny_model("llama"), 1)[:2]
+    kernels = register_attention_kernels()
+    for axis in ("sp", "cp"):
+        accelerator = start(sizes={f"{axis}_size": 2}, dynamo_backend="eager")
+        found[f"compiled, {axis}"] = both(accelerator, tiny_model("llama"), 1)[:2]
+    del kernels
     return found
 
 
@@ -97,9 +102,10 @@ def test_a_family_of_transformers_trains_and_generates_as_on_one_process(kind: s
         assert is_same_text
 
 
-def test_compiled_blocks_compute_the_same(families: list[dict[str, Any]]):
+@pytest.mark.parametrize("axis", ["sp", "cp"])
+def test_compiled_blocks_compute_the_same(axis: str, families: list[dict[str, Any]]):
     for found in families:
-        expected, trained = found["compiled"]
+        expected, trained = found[f"compiled, {axis}"]
         assert trained == pytest.approx(expected, abs=2e-6, rel=2e-6)
 
 
@@ -209,7 +215,10 @@ def changed(kind: str, **values: Any) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (MLP(), "^sp_size=3: MLP is not a causal language model of transformers.*set sp_size to 1, and shard with"),
+        (
+            MLP(),
+            "^sp_size=3: MLP is not a causal language model of transformers.*set sp_size and cp_size to 1, and shard",
+        ),
         (build_model("bert"), "BertForMaskedLM is not a causal language model"),
         (nn.ModuleList([tiny_model("llama"), MLP()]), "ModuleList is not a causal language model"),
         (tiny_model("llama"), "LlamaForCausalLM has num_attention_heads=4, which sp_size=3 does not divide; use s"),
