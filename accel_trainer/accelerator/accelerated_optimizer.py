@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from accel_trainer.accelerator.accumulation import PreparedUnit
 from accel_trainer.accelerator.replica_check import UPDATES_PER_CHECK, ReplicaCheck
 from accel_trainer.errors import ConfigError
-from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.tensor_trees import send_to_device
@@ -43,6 +42,9 @@ class AcceleratedOptimizer(Optimizer):
     Inside `accumulate()` they act on the last micro-batch of the window only. State, groups and hooks are those of the
     wrapped optimizer, found under `.optimizer`. It may hold parameters of several models, whose windows are one then.
     On one process it may also hold those of no prepared model, and then steps whenever it is asked to.
+
+    Attributes:
+        step_was_skipped: the last step left the parameters as they were, because its gradients were no numbers.
     """
 
     _is_accelerate_prepared = True
@@ -57,7 +59,7 @@ class AcceleratedOptimizer(Optimizer):
         # Optimizer.__init__ is not called: the wrapped optimizer holds the groups and the state.
         self.optimizer = optimizer
         self.prepared = tuple(prepared)
-        self._step_was_skipped = False
+        self.step_was_skipped = False
         self._has_updated = updates_in_backward(optimizer)
         self._guard = guard
         self._replica_check = replica_check
@@ -92,11 +94,6 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.defaults = defaults
 
     @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step left the parameters as they were, because its gradients were no numbers."""
-        return self._step_was_skipped
-
-    @property
     def ends_window(self) -> bool:
         """Whether `step` acts now: the current micro-batch is the last of its accumulation window."""
         for prepared in self.prepared:  # noqa: SIM110 - a generator costs more, and every step asks several times
@@ -113,24 +110,24 @@ class AcceleratedOptimizer(Optimizer):
         Raises:
             ConfigError: it holds parameters of several models, and only some of their windows end.
         """
-        if not self.ends_window:
-            self._require_one_window()
-            return None
-        fault_point("train.opt")
+        for prepared in self.prepared:  # as `ends_window`
+            if not prepared.window.is_last:
+                self._require_one_window()
+                return None
         PROGRESS.updates += 1
         if self._has_updated:
             return None
         if not self.prepared:
             return self.optimizer.step(closure)
         for prepared in self.prepared:
-            prepared.finish_window()
+            if prepared.tokens is not None or prepared.window.held != prepared.window.divisor:
+                prepared.finish_window()
         if self._replica_check is not None and PROGRESS.updates % UPDATES_PER_CHECK == 0:
             self._replica_check.note_update(self)
         # One step, whichever of the units it is asked of.
         unit = self.prepared[0].unit
         if closure is None:
-            self._step_was_skipped = self._is_left_out(unit) or not self._step_unit(unit)
-            return None
+            return self._step_unit(unit)
         returned: list[Any] = []
 
         def recorded() -> Any:
@@ -139,13 +136,23 @@ class AcceleratedOptimizer(Optimizer):
 
         if self._guard is not None:
             self._guard.drop()
-        self._step_was_skipped = not unit.step(recorded, optimizer=self.optimizer).applied
+        self.step_was_skipped = not unit.step(recorded, optimizer=self.optimizer).applied
         return returned[0] if returned else None
 
-    def _is_left_out(self, unit: TrainUnit) -> bool:
+    def _step_unit(self, unit: TrainUnit) -> None:
         guard = self._guard
-        if guard is None or guard.is_late:
-            return False
+        is_late = guard is not None and guard.is_late
+        if guard is not None and not is_late and self._is_left_out(guard, unit):
+            self.step_was_skipped = True
+            return
+        outcome = unit.step(optimizer=self.optimizer)
+        self.step_was_skipped = not outcome.applied
+        if guard is not None and is_late:
+            guard.norm = outcome.grad_norm if outcome.applied else float("inf")
+            guard.skips()
+
+    def _is_left_out(self, guard: NonFiniteGuard, unit: TrainUnit) -> bool:
+        """Return whether an update is left out because its gradients are no numbers."""
         if unit.local_replicas is not None and unit.local_replicas.is_apart:
             guard.drop()  # ranks have norms of their own: one alone would call the others, who do not come
             return False
@@ -167,14 +174,6 @@ class AcceleratedOptimizer(Optimizer):
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _step_unit(self, unit: TrainUnit) -> bool:
-        """Step, and return whether that changed anything."""
-        outcome, guard = unit.step(optimizer=self.optimizer), self._guard
-        if guard is not None and guard.is_late:
-            guard.norm = outcome.grad_norm if outcome.applied else float("inf")
-            guard.skips()
-        return outcome.applied
-
     def _require_one_window(self) -> None:
         if any(prepared.window.is_last for prepared in self.prepared):
             raise ConfigError(
@@ -186,14 +185,15 @@ class AcceleratedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients before a window's first backward or after its last; keep them in between."""
         for prepared in self.prepared:
-            if not prepared.may_drop_gradients:
+            if prepared.window.num_steps > 1 and not prepared.may_drop_gradients:
                 return
         if not self.prepared:
             return self.optimizer.zero_grad(set_to_none)
         if self._guard is not None:
             self._guard.drop()
         for prepared in self.prepared:
-            prepared.drop_tokens()
+            if prepared.tokens is not None:
+                prepared.drop_tokens()
         self.prepared[0].unit.zero_grad(set_to_none, optimizer=self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -233,5 +233,7 @@ class AcceleratedOptimizer(Optimizer):
         return dict(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A pickle of 0.1 has none of them.
-        self.__dict__.update({"_has_updated": False, "_guard": None, "_samples": None, "_replica_check": None, **state})
+        # A pickle of 0.1 has none of them, and its last under a name of its own.
+        added = {"_has_updated": False, "_guard": None, "_samples": None, "_replica_check": None}
+        self.__dict__.update(added, step_was_skipped=state.pop("_step_was_skipped", False))
+        self.__dict__.update(state)

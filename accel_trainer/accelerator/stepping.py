@@ -21,7 +21,6 @@ from accel_trainer.accelerator.token_mean import TokenWindow
 from accel_trainer.data.sampler import ShardedBatchSampler
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.kwargs import AutocastKwargs
-from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.rank_watch import raise_if_theirs
 from accel_trainer.strategies.api import TrainUnit
 
@@ -46,7 +45,8 @@ class _Accumulate:
         for prepared in units:
             window = prepared.window
             if window.num_steps == 1:
-                window.advance(None, False)  # however many batches the loader still has
+                if window.held != 1 or window.divisor != 1 or not window.is_last:  # others have no call to make
+                    window.advance(None, False)  # however many batches the loader still has
             else:
                 loader = state.active_dataloader
                 ends_data = loader is not None and loader.end_of_dataloader
@@ -228,19 +228,23 @@ class AcceleratorStepping(AcceleratorSettings):
             return self._backward_alone(loss, **kwargs)
         leading, in_window = units[0], bool(self._prepared.current)
         if leading.tokens is None or not leading.tokens.is_weighed:
-            loss = self._weigh(loss, leading.window.divisor if in_window else leading.window.num_steps)
-        if self.nonfinite_guard is not None:
-            self.nonfinite_guard.add_loss(loss)
-            if self.nonfinite_guard.spreads:
-                self.nonfinite_guard.spread(loss, kwargs)
-        fault_point("train.backward")
+            divisor = leading.window.divisor if in_window else leading.window.num_steps
+            if divisor != 1 or self.readers.world_size > 1:
+                loss = self._weigh(loss, divisor)
+        guard = self.nonfinite_guard
+        if guard is not None:
+            guard.add_loss(loss)
+            if guard.spreads:
+                guard.spread(loss, kwargs)
         try:
             leading.unit.backward(loss, **kwargs)
         except RuntimeError as error:
             raise_if_theirs(error)
             raise
         for prepared in units:
-            prepared.take_backward(in_window)
+            prepared.took_backward |= in_window
+            if prepared.tokens is not None:
+                prepared.tokens.take_backward()
 
     def _weigh(self, loss: Tensor, divisor: int) -> Tensor:
         """Return the loss by the samples that this rank holds of the step, over the micro-batches of a window."""
@@ -385,7 +389,8 @@ class AcceleratorStepping(AcceleratorSettings):
         if len(units) > 1 or self.strategy.capabilities.shards_parameters:
             units = self._units_holding(parameters)
         for prepared in units:
-            prepared.finish_window()
+            if prepared.tokens is not None or prepared.window.held != prepared.window.divisor:
+                prepared.finish_window()
         return units[0].unit
 
     def _units_holding(self, parameters: list[Tensor]) -> list[PreparedUnit]:

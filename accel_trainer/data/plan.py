@@ -183,12 +183,17 @@ def full_rounds(
     """Yield one shard's batches of the rounds that are full and not the last, from round `start` on.
 
     They are those of `plan_rounds`, at a cost that does not grow with the number of shards: the indices of the others
-    are not looked at.
+    are not looked at. One shard reads its own some thousand at once.
     """
     assert rule.batch_size is not None
     length = rule.batch_size // rule.shards if rule.split else rule.batch_size
     width = length * rule.shards
     rows = BatchRows((length,) * rule.shards, (length,) * rule.shards)
+    if rule.shards == 1:
+        for indices in index_lists(order[start * width : max(0, len(order) // width - 1) * width], width):
+            for begin in range(0, len(indices), width):
+                yield indices[begin : begin + width], rows
+        return
     for begin in range(start * width + shard * length, (len(order) // width - 1) * width, width):
         piece = order[begin : begin + length]
         yield piece.tolist() if isinstance(piece, torch.Tensor) else list(piece), rows

@@ -222,7 +222,7 @@ class ShardedBatchSampler(Sampler[Any]):
     def _shard(self, planned: deque[BatchRows]) -> Iterator[Any]:
         rule, shard, start = self.rule, self.process_index, self.start
         first, rest, order = self._batches(rule.batches_per_round)
-        if order is not None and shard is not None and rule.shards > 1:
+        if order is not None and shard is not None:
             for mine, rows in full_rounds(order, rule, shard, start):
                 start += 1
                 planned.append(rows)

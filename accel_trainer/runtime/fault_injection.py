@@ -13,8 +13,9 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from accel_trainer.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["KINDS", "POINTS", "fault_point", "hook_forward_faults", "install_faults", "with_fault_point"]
+__all__ = ["KINDS", "POINTS", "fault_point", "hook_faults", "install_faults", "with_fault_point"]
 
 FAULT_VARIABLE = "ACCEL_TRAINER_FAULT"
 TEST_MODE_VARIABLE = "ACCEL_TRAINER_TEST_MODE"
@@ -121,19 +122,36 @@ def _pass_before(point: str, items: Iterator[Any]) -> Iterator[Any]:
         fault_point(point)
 
 
-def hook_forward_faults(model: nn.Module, module: nn.Module) -> None:
-    """Pass, in each forward of a model, `train.forward`, or `eval.batch` in evaluation mode.
+def hook_faults(unit: Any) -> None:
+    """Pass `train.backward` and `train.opt` before each of these calls of a prepared unit, and the points of a forward.
 
-    A hook, which is there only where a fault waits for one of the two.
+    Those are `train.forward`, or `eval.batch` in evaluation mode. The hooks are there only where a fault waits for
+    them: a training step has none otherwise.
 
     Args:
-        module: the user's own, around which the model is; it has the mode, which an engine does not take over.
+        unit: with the methods `backward` and `step`, the `model` that the loop calls, and the user's own `module` in
+            it, which has the mode: an engine does not take that over.
     """
+    for point, name in _CALL_POINTS.items():
+        if point in _faults:
+            setattr(unit, name, _passing_before(point, getattr(unit, name)))
+    model: nn.Module = unit.model
+    module: nn.Module = unit.module
     if not hasattr(model, _HOOKED) and not _faults.keys().isdisjoint(_FORWARD_POINTS.values()):
         setattr(model, _HOOKED, True)
         model.register_forward_pre_hook(lambda model, args: fault_point(_FORWARD_POINTS[module.training]))
 
 
+def _passing_before(point: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        fault_point(point)
+        return method(*args, **kwargs)
+
+    return call
+
+
+_CALL_POINTS = {"train.backward": "backward", "train.opt": "step"}
 _FORWARD_POINTS = {True: "train.forward", False: "eval.batch"}
 
 

@@ -128,7 +128,7 @@ class NonFiniteGuard:
             norm = loss
         if norm is None:
             return False
-        if isinstance(norm, Tensor) and norm.device.type != "cpu" and self._action != "skip_step":
+        if isinstance(norm, Tensor) and not norm.is_cpu and self._action != "skip_step":
             if self.look():
                 return True  # this update's gradients are those of weights that are no more
             flags = torch.stack((norm.detach(), norm.detach() if loss is None else loss)).isfinite()

@@ -99,7 +99,9 @@ class NativeUnit(TrainUnit):
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Bound the global gradient norm; return it as it was before. See `gradients.clip_grad_norm`."""
-        return gradients.clip_grad_norm(self._unscaled(parameters), max_norm, norm_type)
+        if self._scale is not None:
+            parameters = self._unscaled(parameters)
+        return gradients.clip_grad_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element."""

@@ -37,7 +37,6 @@ from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.data.loader import PreparedDataLoader, keeping_epoch
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime import collectives
-from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.memory import clear_device_cache, is_out_of_memory
 from accel_trainer.runtime.model_wrappers import move_module
 from accel_trainer.runtime.preemption import StopSignals
@@ -448,7 +447,6 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         if args.torch_empty_cache_steps is not None and self.state.global_step % args.torch_empty_cache_steps == 0:
             clear_device_cache()
         loss = self._weigh(loss, num_items_in_batch is not None)
-        fault_point("train.backward")
         # Not accelerator.backward(): it weighs by the batch that the loader gave last, and a window is read ahead.
         guard, options = self.accelerator.nonfinite_guard, dict[str, Any]()
         if guard is not None and guard.spreads:
