@@ -42,9 +42,6 @@ class AcceleratedOptimizer(Optimizer):
     Inside `accumulate()` they act on the last micro-batch of the window only. State, groups and hooks are those of the
     wrapped optimizer, found under `.optimizer`. It may hold parameters of several models, whose windows are one then.
     On one process it may also hold those of no prepared model, and then steps whenever it is asked to.
-
-    Attributes:
-        step_was_skipped: the last step left the parameters as they were, because its gradients were no numbers.
     """
 
     _is_accelerate_prepared = True
@@ -59,7 +56,7 @@ class AcceleratedOptimizer(Optimizer):
         # Optimizer.__init__ is not called: the wrapped optimizer holds the groups and the state.
         self.optimizer = optimizer
         self.prepared = tuple(prepared)
-        self.step_was_skipped = False
+        self._step_was_skipped = False
         self._has_updated = updates_in_backward(optimizer)
         self._guard = guard
         self._replica_check = replica_check
@@ -94,6 +91,11 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.defaults = defaults
 
     @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step left the parameters as they were, because its gradients were no numbers."""
+        return self._step_was_skipped
+
+    @property
     def ends_window(self) -> bool:
         """Whether `step` acts now: the current micro-batch is the last of its accumulation window."""
         for prepared in self.prepared:  # noqa: SIM110 - a generator costs more, and every step asks several times
@@ -110,10 +112,9 @@ class AcceleratedOptimizer(Optimizer):
         Raises:
             ConfigError: it holds parameters of several models, and only some of their windows end.
         """
-        for prepared in self.prepared:  # as `ends_window`
-            if not prepared.window.is_last:
-                self._require_one_window()
-                return None
+        if not self.ends_window:
+            self._require_one_window()
+            return None
         PROGRESS.updates += 1
         if self._has_updated:
             return None
@@ -136,17 +137,17 @@ class AcceleratedOptimizer(Optimizer):
 
         if self._guard is not None:
             self._guard.drop()
-        self.step_was_skipped = not unit.step(recorded, optimizer=self.optimizer).applied
+        self._step_was_skipped = not unit.step(recorded, optimizer=self.optimizer).applied
         return returned[0] if returned else None
 
     def _step_unit(self, unit: TrainUnit) -> None:
         guard = self._guard
         is_late = guard is not None and guard.is_late
         if guard is not None and not is_late and self._is_left_out(guard, unit):
-            self.step_was_skipped = True
+            self._step_was_skipped = True
             return
         outcome = unit.step(optimizer=self.optimizer)
-        self.step_was_skipped = not outcome.applied
+        self._step_was_skipped = not outcome.applied
         if guard is not None and is_late:
             guard.norm = outcome.grad_norm if outcome.applied else float("inf")
             guard.skips()
@@ -233,7 +234,5 @@ class AcceleratedOptimizer(Optimizer):
         return dict(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A pickle of 0.1 has none of them, and its last under a name of its own.
-        added = {"_has_updated": False, "_guard": None, "_samples": None, "_replica_check": None}
-        self.__dict__.update(added, step_was_skipped=state.pop("_step_was_skipped", False))
-        self.__dict__.update(state)
+        # A pickle of 0.1 has none of them.
+        self.__dict__.update({"_has_updated": False, "_guard": None, "_samples": None, "_replica_check": None, **state})

@@ -96,6 +96,12 @@ class PreparedUnit:
             return True
         return window.is_last if self.took_backward else window.held == 1
 
+    def take_backward(self, in_window: bool) -> None:
+        """Note a backward of the current micro-batch."""
+        self.took_backward |= in_window
+        if self.tokens is not None:
+            self.tokens.take_backward()
+
     def drop_tokens(self) -> None:
         """Forget the tokens of gradients that one of the optimizers is about to drop.
 

@@ -228,23 +228,16 @@ class AcceleratorStepping(AcceleratorSettings):
             return self._backward_alone(loss, **kwargs)
         leading, in_window = units[0], bool(self._prepared.current)
         if leading.tokens is None or not leading.tokens.is_weighed:
-            divisor = leading.window.divisor if in_window else leading.window.num_steps
-            if divisor != 1 or self.readers.world_size > 1:
-                loss = self._weigh(loss, divisor)
-        guard = self.nonfinite_guard
-        if guard is not None:
-            guard.add_loss(loss)
-            if guard.spreads:
-                guard.spread(loss, kwargs)
+            loss = self._weigh(loss, leading.window.divisor if in_window else leading.window.num_steps)
+        if self.nonfinite_guard is not None:
+            self.nonfinite_guard.add_loss(loss, kwargs)
         try:
             leading.unit.backward(loss, **kwargs)
         except RuntimeError as error:
             raise_if_theirs(error)
             raise
         for prepared in units:
-            prepared.took_backward |= in_window
-            if prepared.tokens is not None:
-                prepared.tokens.take_backward()
+            prepared.take_backward(in_window)
 
     def _weigh(self, loss: Tensor, divisor: int) -> Tensor:
         """Return the loss by the samples that this rank holds of the step, over the micro-batches of a window."""

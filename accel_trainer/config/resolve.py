@@ -137,8 +137,7 @@ def resolve(
     launch_file, launch_flags, spelled = read_launch_variable(environ, problems)
     spelled |= flags_spelled or {}
     layers = [
-        *([] if file is None else [_launch_options(_file_layer(launch_file))]),
-        _file_layer(file if file is not None else launch_file),
+        *_file_layers(file, launch_file),
         *([] if surroundings is None else [surroundings]),
         *read_environment_layers(environ),
         _named_layer(
@@ -202,10 +201,16 @@ def _file_layer(file: ConfigSource | FileConfig | None) -> Layer:
     return Layer(SourceKind.FILE, settings=dict(content.settings), notes=list(content.notes))
 
 
-def _launch_options(layer: Layer) -> Layer:
-    """Return the options of the launch alone; the launcher has said what else is wrong with its file."""
-    options = {path: setting for path, setting in layer.settings.items() if path.startswith("launch.")}
-    return Layer(layer.kind, settings=options)
+def _file_layers(file: ConfigSource | FileConfig | None, launch_file: ConfigSource | FileConfig | None) -> list[Layer]:
+    """Return the options of a file of the script's, above those of the launch in the launcher's; or all of the latter.
+
+    The launcher has told the other faults of its file.
+    """
+    launched = _file_layer(launch_file)
+    if file is None:
+        return [launched]
+    options = {path: setting for path, setting in launched.settings.items() if path.startswith("launch.")}
+    return [Layer(launched.kind, settings=options), _file_layer(file)]
 
 
 def flag_name(path: str) -> str:

@@ -364,8 +364,7 @@ def unused_notes(config: RunConfig, given: Collection[str], describe: Callable[[
         if asked := _changed_options(config, given, section):
             notes.append(f"{', '.join(map(describe, asked))}: not used with {describe(path)}")
     unused = {"deepspeed": "strategy"} if "deepspeed" in decisive else {}
-    unused |= _unused_for_local_steps(config)
-    unused |= {"parallel.tp_plan": "parallel.tp_size"} if config.parallel.tp_size == 1 else {}
+    unused |= _unused_for_local_steps(config) | _unused_for_one_part(config)
     if "fsdp" not in decisive:
         unused |= dict.fromkeys(_options_of_other_policies(config), "fsdp.wrap_policy")
     return notes + [f"{describe(path)} is not used: {describe(by)}" for path, by in unused.items() if path in given]
@@ -378,6 +377,11 @@ def _unused_for_local_steps(config: RunConfig) -> dict[str, str]:
     if config.outer_optimizer.lr is None:
         return dict.fromkeys(("outer_optimizer.momentum", "outer_optimizer.nesterov"), "outer_optimizer.lr")
     return {}
+
+
+def _unused_for_one_part(config: RunConfig) -> dict[str, str]:
+    """Return the plan for layers that no ranks share, with the size that decides so."""
+    return {"parallel.tp_plan": "parallel.tp_size"} if config.parallel.tp_size == 1 else {}
 
 
 def _options_of_other_policies(config: RunConfig) -> list[str]:

@@ -105,9 +105,11 @@ class NonFiniteGuard:
         """Take the sum of this rank's gradients of a few parameters for the norm."""
         self.norm, self._is_sample = total, True
 
-    def add_loss(self, loss: Tensor) -> None:
-        """Take the loss of a micro-batch, if it is one number."""
+    def add_loss(self, loss: Tensor, options: dict[str, Any] | None = None) -> None:
+        """Take the loss of a micro-batch, if it is one number; before its backward with `options`, `spread` it."""
         if loss.ndim == 0:
+            if self.spreads and options is not None:
+                self.spread(loss, options)
             loss = loss.detach()
             self.loss = loss if self.loss is None else self.loss + loss
 

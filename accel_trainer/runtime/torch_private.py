@@ -442,7 +442,7 @@ class RingAttention(NamedTuple):
         return cls(group, comm_strategy, _FLASH if flash else _EFFICIENT, scale)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return attention, the logarithms of its sums, and what else `backward` takes."""
+        """Return attention, the logarithms of its sums, and the other arguments of `backward`."""
         groups = query.shape[1] // key.shape[1]
         operation = getattr(torch.ops.aten, self.kernel.name).default
 
@@ -484,7 +484,7 @@ class RingAttention(NamedTuple):
 
     @contextmanager
     def _options(self) -> Iterator[None]:
-        """Set what torch keeps for the whole process, and put it back."""
+        """Set options that torch keeps for the whole process, and put them back."""
         options, methods = _ring("_cp_options"), _ring("_RotateMethod")
         before = options.rotate_method, options.enable_load_balance
         options.rotate_method = methods.ALL_GATHER if self.comm_strategy == "allgather" else methods.ALL_TO_ALL

@@ -1,4 +1,4 @@
-"""Plans: which layers ranks share, and in what style, as a model or its user declares it; and what must hold for that.
+"""Plans, of a model or its user, by which ranks share layers: each layer with its style; and the checks of a plan.
 
 Of tensor and of expert parallelism. Adapters of PEFT follow the layers whose place they have taken. Changes nothing.
 """

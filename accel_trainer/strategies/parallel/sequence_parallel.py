@@ -74,7 +74,7 @@ class _Slices(NamedTuple):
         return torch.cat((parts[rank], parts[-1 - rank]), dim=1)
 
     def join(self, slices: list[Tensor]) -> Tensor:
-        """Return what `cut` was given, filled up, of the slices of all ranks."""
+        """Return the whole tensor, filled up, of the slices of all ranks: the inverse of `cut`."""
         if self.comm_strategy is not None:
             halves = [x.chunk(2, dim=1) for x in slices]
             slices = [head for head, _ in halves] + [tail for _, tail in reversed(halves)]
@@ -153,7 +153,7 @@ def _reason_against(model: Any, size: int, num_parts: int) -> str | None:
 
 
 def _reason_against_ring(config: Any, size: int, device: torch.device) -> str | None:
-    """Return what attention is in a model that torch's ring attention is not, by its configuration and its device."""
+    """Return the reason why ring attention does not fit a configuration or device; None where it does."""
     if not has_attention_kernels(device):
         return (
             f"asks for ring attention on {device.type!r}, and torch has the kernels of that for CUDA; share sequences "
