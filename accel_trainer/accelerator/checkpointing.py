@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -32,7 +32,7 @@ from accel_trainer.checkpoint.train_state import TrainState, files_to_read, load
 from accel_trainer.checkpoint.weights.writing import make_tensors, save_weights
 from accel_trainer.config import NonFiniteAction
 from accel_trainer.data.loader import LoaderCheckpoint
-from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
+from accel_trainer.errors import CheckpointNotFoundError, ConfigError, DesyncError, IncompatibleCheckpointError
 from accel_trainer.runtime.model_wrappers import model_has_dtensor, unwrap_module
 from accel_trainer.runtime.nonfinite import check_weights
 from accel_trainer.runtime.preemption import PREEMPTED_EXIT_CODE, PreemptedExit, StopPoint, StopSignals
@@ -355,18 +355,26 @@ class AcceleratorCheckpointing(AcceleratorSettings):
 
         Raises:
             DesyncError: on every rank.
+            NonFiniteError: on every rank; the difference is that weights of some are NaN or infinite.
         """
         check, scaler = self._prepared.replica_check, self.scaler
-        if check is not None:
+        if check is None:
+            return
+        try:
             check.compare(self._prepared.optimizers, None if scaler is None else scaler.get_scale(), section)
+        except DesyncError:
+            self._check_weights(self._prepared.units, section)
+            raise
 
-    def _check_weights(self, units: Iterable[PreparedUnit], section: str) -> None:
-        """Refuse to save weights that are no numbers. Collective."""
-        if self.nonfinite_guard is not None:
+    def _check_weights(
+        self, units: Iterable[PreparedUnit], section: str, doing: Literal["save", "load"] = "save"
+    ) -> None:
+        """Refuse to save, or to go on from, weights that are no numbers. Collective."""
+        if self.nonfinite_guard is not None and doing == "save":
             self.nonfinite_guard.look()
         named = [item for prepared in units for item in prepared.unit.module.named_parameters()]
         is_forced = self.config.on_nonfinite is NonFiniteAction.WARN
-        check_weights(named, section, self.process, is_forced=is_forced)
+        check_weights(named, section, self.process, is_forced=is_forced, doing=doing)
 
     def _state_bytes(self) -> int:
         """About how many bytes this rank writes of the models and their optimizers."""
@@ -407,6 +415,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             CheckpointNotFoundError: there is none, and `missing_ok` is false.
             CorruptCheckpointError: it was changed after the save, or none of several is good.
             IncompatibleCheckpointError: it does not fit the model, the optimizer or the registered objects.
+            NonFiniteError: weights are NaN or infinite, and `on_nonfinite` is not "warn"; the model has them.
             ProcessGroupError: another rank failed.
         """
         if not strict:
@@ -435,6 +444,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             selection, outcome = self._load_newest(mode, files)
             self.project_configuration.iteration = 1 + int(selection.path.name.removeprefix(PREFIX))
             self._has_own_states = True
+        self._check_weights(self._prepared.units, f"load of {selection.path}", "load")
         self._pass_start.has_loaded_state = True
         first, left = self.config.launch.num_processes, self.process.world_size
         if first not in (None, left) and not self.config.accumulation.keep_global_batch:

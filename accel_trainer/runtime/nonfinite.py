@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -170,15 +170,13 @@ class NonFiniteGuard:
             NonFiniteError: on every rank: there is none, or the run has gone back to it too often.
         """
         if place is None:
-            _end_with_exit_code()
-            raise NonFiniteError(
+            _raise(
                 f"{found}; on_nonfinite='rollback' has no checkpoint of this run to go back to yet. Save one before, "
                 "or look at that batch and the learning rate"
             )
         before = self._rollbacks[1] if self._rollbacks[0] == place else 0
         if before >= self._max_rollbacks:
-            _end_with_exit_code()
-            raise NonFiniteError(
+            _raise(
                 f"{found}; the run has gone back to {place} {before} time(s) already, and has come no further "
                 f"(max_rollbacks={self._max_rollbacks}). Look at the data and the learning rate, and resume from an "
                 "earlier checkpoint"
@@ -199,8 +197,7 @@ class NonFiniteGuard:
         where = f"the loss on rank {', '.join(ranks)} is, too" if ranks else "the loss is a number on all ranks"
         found = f"update {update}: the norm of the gradients is NaN or infinite, and {where}"
         if self._action == "raise":
-            _end_with_exit_code()
-            raise NonFiniteError(
+            _raise(
                 f"{found}; nothing of it was saved. Look at that batch and the learning rate, resume from the last "
                 "checkpoint, or set on_nonfinite='skip_step' to leave such updates out"
             )
@@ -214,15 +211,20 @@ class NonFiniteGuard:
 
 
 def check_weights(
-    named: Iterable[tuple[str, Tensor]], section: str, process: ProcessContext | None, *, is_forced: bool
+    named: Iterable[tuple[str, Tensor]],
+    section: str,
+    process: ProcessContext | None,
+    *,
+    is_forced: bool,
+    doing: Literal["save", "load"] = "save",
 ) -> None:
-    """Refuse to save weights that are NaN or infinite.
+    """Refuse to save weights that are NaN or infinite, or to go on from such that have been loaded.
 
     Args:
         named: this rank's weights, or shards of them.
-        section: what is saved, for the message.
+        section: what is saved or loaded, for the message.
         process: of ranks that hold different shards, which all call this; None where this rank holds all.
-        is_forced: they are saved, with a warning.
+        is_forced: it is a warning.
 
     Raises:
         NonFiniteError: on every rank.
@@ -233,12 +235,14 @@ def check_weights(
     if not every:
         return
     text = f"{section}: {len(every)} of the model's weights hold NaN or infinity, {every[0]!r} for one"
+    done, instead = _DONE[doing]
     if is_forced:
-        logger.warning("%s; they are saved (on_nonfinite='warn')", text)
+        logger.warning("%s; they are %s (on_nonfinite='warn')", text, done)
         return
-    raise NonFiniteError(
-        f"{text}; nothing is saved. Go on from an earlier checkpoint, or save them as they are with on_nonfinite='warn'"
-    )
+    _raise(f"{text}; {instead}. Go on from an earlier checkpoint, or {doing} them as they are with on_nonfinite='warn'")
+
+
+_DONE = {"save": ("saved", "nothing is saved"), "load": ("loaded", "no update would mend them")}
 
 
 def _nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -254,6 +258,11 @@ def _nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     suspects = [(name, value) for name, value, is_number in zip(names, values, flags, strict=True) if not is_number]
     # Large numbers can make a sum infinite, too.
     return [name for name, value in suspects if not value.isfinite().all()]
+
+
+def _raise(text: str) -> NoReturn:
+    _end_with_exit_code()
+    raise NonFiniteError(text)
 
 
 def _end_with_exit_code() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -369,6 +369,7 @@ class CheckpointMethods(_Upstream):
                 upstream_files.load_model(self, own, directory)
             elif not upstream_files.load_as_held(self, own, directory):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._check_weights(own, f"load of {directory}", "load")
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
@@ -447,13 +448,7 @@ class CheckpointMethods(_Upstream):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model so that `from_pretrained` reads it; see upstream. Collective."""
-        # Replicas are the same on every rank, and some scripts save on the main process alone.
-        check_weights(
-            self.model.named_parameters(),
-            f"save_model to {output_dir or self.args.output_dir}",
-            self.accelerator.process if self.is_sharded else None,
-            is_forced=self.args.on_nonfinite == "warn",
-        )
+        self._check_weights(self.model, f"save_model to {output_dir or self.args.output_dir}", "save")
         if self.local_replicas is not None and self.local_replicas.is_apart:
             logger.warning_once(
                 "save_model is called between two exchanges of local_steps: these are rank 0's weights; checkpoints, "
@@ -465,6 +460,14 @@ class CheckpointMethods(_Upstream):
         upstream_files.save_model(self, output_dir or self.args.output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _check_weights(self, model: nn.Module, section: str, doing: Literal["save", "load"]) -> None:
+        """Refuse to save, or to go on from, weights that are no numbers. Collective where ranks hold shards."""
+        # Replicas are the same on every rank, and some scripts save on the main process alone.
+        process = self.accelerator.process if self.is_sharded else None
+        check_weights(
+            model.named_parameters(), section, process, is_forced=self.args.on_nonfinite == "warn", doing=doing
+        )
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         is_for_this_node = self.args.save_on_each_node and self.args.should_save
