@@ -516,6 +516,8 @@ class RankWatch:
         deadline = time.monotonic() + _POLLS_PER_ANSWER * self._poll_seconds
         while not self._store.check(keys) and time.monotonic() < deadline:
             if threading.current_thread() is self._thread:
+                if self._is_over.is_set():
+                    raise RuntimeError("the watch has ended, and its process waits for this thread")
                 self._answer()  # other ranks may call at the same time
             time.sleep(self._poll_seconds / 10)
         answers: list[RankState | None] = []

@@ -31,6 +31,7 @@ _SECTIONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("accel_trainer/trainer/evaluation.py", ("run_evaluation",), "evaluation"),
     ("", ("save_state", "save_model", "_save_checkpoint"), "save"),
     ("", ("load_state", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "roll_back", "_roll_back"), "load"),
+    ("accel_trainer/checkpoint/checkpointer.py", ("select_named", "select_newest"), "load"),
     ("accel_trainer/data/", (), "data loading"),
     ("torch/utils/data/", (), "data loading"),
     ("torch/nn/modules/module.py", ("_call_impl",), "forward"),
