@@ -42,6 +42,8 @@ GPU_ARGS ?=
 DEVICE ?= cuda
 TINY ?=
 SOAK_ARGS ?=
+# Some of the faults, or a busy machine: make test-faults FAULT_ARGS="--only kill9-.*-Trainer --slack 10"
+FAULT_ARGS ?=
 DEMO_RANKS ?= 2
 DEMO_CONFIG ?= fsdp_configs/full_shard.yaml
 DEMO_ARGS ?=
@@ -64,6 +66,10 @@ demo: $(VENV)/.installed ## fine-tune a classifier under FSDP on two processes (
 .PHONY: test
 test: $(VENV)/.installed ## run the tests
 	$(PYTEST) $(TESTS)
+
+.PHONY: test-faults
+test-faults: $(VENV)/.installed ## one rank of two fails, is killed, stopped, ...: 576 cases, about 15 minutes
+	$(BIN)/python -m tests.fault_matrix $(FAULT_ARGS)
 
 .PHONY: soak
 soak: $(VENV)/.installed ## kill 200 runs while they save, load 20,000 changed checkpoints, send runs 20 signals

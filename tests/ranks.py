@@ -95,6 +95,7 @@ def run_ranks(
     *args: Any,
     env: Environment | Callable[[int], Environment] | None = None,
     timeout: float = 60,
+    grace_seconds: float = GRACE_SECONDS,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `function(*args, **kwargs)` on every rank of a job of `world_size` processes and return the results by rank.
@@ -108,6 +109,7 @@ def run_ranks(
         env: variables to set (`None` removes one) on every rank, or a function from the rank to them. Without
             TORCHELASTIC_USE_AGENT_STORE, rank 0 hosts the store, as under a launcher that is not torchrun.
         timeout: seconds until the ranks that still run are killed and reported.
+        grace_seconds: the same, after one has failed.
 
     Raises:
         RankFailure: names every rank that raised, died or hung.
@@ -129,7 +131,7 @@ def run_ranks(
                 stack_path = str(Path(folder, f"{index}.txt"))
                 call = _Call(_locate(function), payload, environ, os.getcwd(), stack_path, timeout + 30)
                 ranks.append(_start(context, index, call))
-            return _collect(ranks, time.monotonic() + timeout, timeout)
+            return _collect(ranks, time.monotonic() + timeout, timeout, grace_seconds)
         finally:
             for rank in ranks:
                 rank.kill()
@@ -273,7 +275,7 @@ def _start(context: Any, index: int, call: _Call) -> _Rank:
     return _Rank(index, process, receiver, call.stack_path)
 
 
-def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> list[Any]:
+def _collect(ranks: list[_Rank], deadline: float, timeout: float, grace_seconds: float) -> list[Any]:
     """Wait for every answer; after the first failure or at the deadline, end what still runs."""
     reason = f"had not finished after {timeout:g} s and was killed; it was here:"
     while running := [rank for rank in ranks if not rank.is_done]:
@@ -284,9 +286,9 @@ def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> list[Any]:
         for rank in running:
             if rank.pipe in ready:
                 rank.read()
-        if any(rank.failure for rank in ranks) and time.monotonic() + GRACE_SECONDS < deadline:
-            deadline = time.monotonic() + GRACE_SECONDS
-            reason = f"was still running {GRACE_SECONDS:g} s after another rank had failed; it was here:"
+        if any(rank.failure for rank in ranks) and time.monotonic() + grace_seconds < deadline:
+            deadline = time.monotonic() + grace_seconds
+            reason = f"was still running {grace_seconds:g} s after another rank had failed; it was here:"
     failures = {rank.index: rank.failure for rank in ranks if rank.failure}
     if failures:
         raise RankFailure(failures, len(ranks))

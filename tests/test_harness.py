@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import ranks
 from tests.conftest import compile_collectives
 from tests.ranks import RankFailure, run_ranks
 
@@ -140,12 +139,9 @@ def test_every_failing_rank_is_reported() -> None:
     assert all("TypeError" in caught.value.failures[rank] for rank in (0, 1))
 
 
-def test_ranks_left_alone_by_a_failing_one_are_ended_soon_and_say_where_they_were(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ranks, "GRACE_SECONDS", 0.5)
+def test_ranks_left_alone_by_a_failing_one_are_ended_soon_and_say_where_they_were() -> None:
     with pytest.raises(RankFailure, match="boom") as caught:
-        run_ranks(wait_for_ever_unless, 2, 0)
+        run_ranks(wait_for_ever_unless, 2, 0, grace_seconds=0.5)
     assert "was still running 0.5 s after another rank had failed" in caught.value.failures[1]
     assert "in wait_for_ever_unless" in caught.value.failures[1]
 

@@ -129,17 +129,16 @@ def hook_faults(unit: Any) -> None:
     them: a training step has none otherwise.
 
     Args:
-        unit: with the methods `backward` and `step`, the `model` that the loop calls, and the user's own `module` in
-            it, which has the mode: an engine does not take that over.
+        unit: with the methods `backward` and `step`, and the user's own `module` within wrappers: a Trainer evaluates
+            it without those, and an engine does not take over its mode.
     """
     for point, name in _CALL_POINTS.items():
         if point in _faults:
             setattr(unit, name, _passing_before(point, getattr(unit, name)))
-    model: nn.Module = unit.model
     module: nn.Module = unit.module
-    if not hasattr(model, _HOOKED) and not _faults.keys().isdisjoint(_FORWARD_POINTS.values()):
-        setattr(model, _HOOKED, True)
-        model.register_forward_pre_hook(lambda model, args: fault_point(_FORWARD_POINTS[module.training]))
+    if not hasattr(module, _HOOKED) and not _faults.keys().isdisjoint(_FORWARD_POINTS.values()):
+        setattr(module, _HOOKED, True)
+        module.register_forward_pre_hook(lambda module, args: fault_point(_FORWARD_POINTS[module.training]))
 
 
 def _passing_before(point: str, method: Callable[..., Any]) -> Callable[..., Any]:

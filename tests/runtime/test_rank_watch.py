@@ -25,6 +25,7 @@ from accel_trainer.errors import DesyncError, ProcessGroupError
 from accel_trainer.runtime import rank_watch
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rank_watch import current_watch
+from tests.fault_matrix import Case, Observed, chosen, find_broken_promise, observe_all
 from tests.ranks import RankFailure, preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -91,47 +92,25 @@ def failures_of(function: Callable[..., Any], *args: Any, text: str = "", world_
     return failed.value.failures
 
 
-@pytest.mark.parametrize(
-    ("strategy", "point", "section"),
-    [
-        ("ddp", "data.next", ""),
-        ("ddp", "train.forward", " in forward"),
-        ("ddp", "train.backward", ""),
-        ("ddp", "train.opt", ""),
-        ("ddp", "eval.gather", ""),
-        ("fsdp2", "data.next", ""),
-        ("fsdp2", "train.backward", ""),
-        ("fsdp2", "eval.batch", " in forward"),
-    ],
+# Of the matrix that `make test-faults` runs: each fault, and each place.
+CASES = chosen(
+    "native",
+    "raise-data-0-ddp raise-forward-1-ddp raise-backward-0-fsdp2 raise-optimizer-1-fsdp2 raise-eval-0-fsdp2 "
+    "raise-gather-1-ddp raise-callback-1-ddp raise-save-1-fsdp2 kill9-load-1-fsdp2 kill9-optimizer-0-ddp "
+    "kill9-save-0-ddp exit0-eval-1-ddp exit0-forward-0-fsdp2 sleep-save-1-ddp stop-gather-0-ddp gil-load-1-fsdp2 "
+    "term-data-1-ddp term-save-0-fsdp2 nan-forward-1-fsdp2 nan-load-1-ddp",
 )
-def test_an_error_of_one_rank_reaches_the_other_in_a_native_loop(tmp_path, strategy: str, point: str, section: str):
-    failures = failures_of(native_script, strategy, str(tmp_path), {}, text=f"raise@{point}:rank=1:step=1")
-
-    assert re.search(
-        rf"RemoteRankError: rank 1 failed{section}.* \(update \d, .*native_loop \(test_rank_watch\.py:\d+\)\): "
-        rf"RuntimeError: fault injected at {point}. Rank 0 stopped with it, in \w+ \(update \d, ",
-        failures[0],
-    ), failures[0]
-    assert "RemoteRankError" not in failures[1]
-    assert f"RuntimeError: fault injected at {point}" in failures[1]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "text"),
-    [
-        ("ddp", "kill9@train.backward:rank=1:step=2"),
-        ("fsdp2", "kill9@data.next:rank=1:step=2"),
-        ("ddp", "exit0@eval.gather:rank=1:step=1"),
-        ("ddp", "kill9@save.mid_shard:rank=1"),
-    ],
-)
-def test_a_rank_that_is_gone_is_named_by_the_other(tmp_path, strategy: str, text: str):
-    failures = failures_of(native_script, strategy, str(tmp_path), {}, text=text)
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Observed]:
+    return observe_all(CASES, tmp_path_factory.mktemp("faults"))
 
-    assert re.search(
-        r"RemoteRankError: rank 1 is gone without a word \(killed, or its machine is\).* Rank 0 stopped with it, in ",
-        failures[0],
-    ), failures[0]
+
+@pytest.mark.timeout(300)  # the first test waits for the jobs of all
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_fault_of_one_rank_ends_a_loop_as_promised(observed: dict[Case, Observed], case: Case):
+    assert find_broken_promise(case, observed[case]) == ""
 
 
 def test_a_rank_that_does_not_come_within_the_timeout_is_named_with_its_place(tmp_path):
@@ -180,6 +159,17 @@ def test_r10_ranks_that_do_not_move_end_the_job_at_the_limit_of_their_section(tm
     for rank, each in zip((0, 3), printed, strict=True):
         assert re.search(rf"rank {rank} is here:\n  File (.*\n)*.*{hung}", each)
         assert f"Rank {rank} ends with exit code 75" in each
+
+
+def compile_long(directory: str) -> None:
+    rank_watch._POLL_SECONDS = POLL_SECONDS
+    native_loop("ddp", directory, hang={"step_seconds": 0.5, "user_seconds": 0.5, "startup_seconds": 60.0})
+
+
+def test_r10_a_first_step_that_takes_longer_than_others_may_is_no_hang(tmp_path):
+    env = fault("sleep@train.forward:rank=1:step=0:seconds=2")
+
+    assert run_ranks(compile_long, 2, str(tmp_path), env=env) == [None, None]
 
 
 def reduce_by_hand() -> None:

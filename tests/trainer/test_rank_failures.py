@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import time
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from transformers import TrainerCallback
 from accel_trainer.errors import RemoteRankError
 from accel_trainer.runtime import rank_watch
 from accel_trainer.runtime.process import find_rank
+from tests.fault_matrix import Case, Observed, chosen, find_broken_promise, observe_all
 from tests.ranks import RankFailure, run_ranks
 from tests.trainer_jobs import build_trainer
 
@@ -27,9 +26,6 @@ class Failing(TrainerCallback):
 
     def __init__(self, event: str) -> None:
         self.event = event
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        fail_at("on_step_end", self.event)
 
     def on_log(self, *args: Any, **kwargs: Any) -> None:
         fail_at("on_log", self.event)
@@ -62,44 +58,32 @@ def train(directory: str, strategy: str, place: str) -> None:
     build(directory, strategy, place).train()
 
 
-def failures_of(directory: Any, strategy: str, place: str, fault: str = "") -> dict[int, str]:
-    env = {"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": fault}
-    with pytest.raises(RankFailure) as failed:
-        run_ranks(train, 2, str(directory), strategy, place, env=env, timeout=60)
-    return failed.value.failures
-
-
-@pytest.mark.parametrize(
-    ("strategy", "point", "step"),
-    [
-        ("ddp", "data.next", 1),
-        ("ddp", "train.forward", 1),
-        ("ddp", "train.backward", 1),
-        ("ddp", "train.opt", 1),
-        ("fsdp", "eval.batch", 0),
-        ("ddp", "eval.gather", 1),
-        ("fsdp", "data.next", 1),
-        ("fsdp", "train.forward", 1),
-        ("fsdp", "train.backward", 1),
-        ("fsdp", "eval.gather", 1),
-    ],
+# Of the matrix that `make test-faults` runs: each fault, and each place.
+CASES = chosen(
+    "Trainer",
+    "raise-data-1-ddp raise-forward-0-fsdp2 raise-backward-1-fsdp2 raise-optimizer-0-ddp raise-eval-1-ddp "
+    "raise-gather-0-fsdp2 raise-load-1-ddp raise-save-0-fsdp2 kill9-backward-0-ddp kill9-data-1-fsdp2 kill9-save-1-ddp "
+    "exit0-gather-1-fsdp2 exit0-callback-0-ddp sleep-callback-1-fsdp2 sleep-load-0-ddp stop-eval-1-fsdp2 "
+    "gil-optimizer-1-ddp term-load-1-fsdp2 term-gather-0-ddp nan-data-1-fsdp2 nan-save-1-ddp nan-load-0-ddp",
 )
-def test_an_error_of_one_rank_reaches_the_other(tmp_path, strategy: str, point: str, step: int):
-    failures = failures_of(tmp_path, strategy, "", f"raise@{point}:rank=1:step={step}")
-
-    assert re.search(
-        rf"RemoteRankError: rank 1 failed.* \(update \d, .*\): RuntimeError: fault injected at {point}\. "
-        r"Rank 0 stopped with it, in \w+ \(update \d, ",
-        failures[0],
-    ), failures[0]
-    assert "RemoteRankError" not in failures[1]
-    assert f"RuntimeError: fault injected at {point}" in failures[1]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("event", ["on_step_end", "on_log", "on_evaluate"])
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Observed]:
+    return observe_all(CASES, tmp_path_factory.mktemp("faults"))
+
+
+@pytest.mark.timeout(300)  # the first test waits for the jobs of all
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_fault_of_one_rank_ends_a_trainer_as_promised(observed: dict[Case, Observed], case: Case):
+    assert find_broken_promise(case, observed[case]) == ""
+
+
+@pytest.mark.parametrize(("strategy", "event"), [("fsdp", "on_log"), ("ddp", "on_evaluate")])
 def test_an_error_of_a_callback_reaches_the_other_rank(tmp_path, strategy: str, event: str):
-    failures = failures_of(tmp_path, strategy, event)
+    with pytest.raises(RankFailure) as failed:
+        run_ranks(train, 2, str(tmp_path), strategy, event, timeout=60)
+    failures = failed.value.failures
 
     section = f".*callback {event}"
     assert re.search(
@@ -107,53 +91,6 @@ def test_an_error_of_a_callback_reaches_the_other_rank(tmp_path, strategy: str, 
         failures[0],
     ), failures[0]
     assert f"ValueError: no {event}" in failures[1]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "fault"),
-    [
-        ("ddp", "kill9@train.backward:rank=1:step=1"),
-        ("fsdp", "kill9@data.next:rank=1:step=1"),
-        ("fsdp", "exit0@eval.gather:rank=1"),
-        ("ddp", "kill9@save.before_vote:rank=1"),
-    ],
-)
-def test_a_rank_that_is_gone_is_named(tmp_path, strategy: str, fault: str):
-    failures = failures_of(tmp_path, strategy, "", fault)
-
-    assert re.search(r"RemoteRankError: rank 1 is gone without a word \(killed, or its machine is\)", failures[0])
-
-
-def hang(directory: str) -> None:
-    """Sleep in a callback on rank 1."""
-    os.dup2(os.open(f"{directory}/{find_rank()}.txt", os.O_WRONLY | os.O_CREAT), 2)
-    trainer = build(directory, "fsdp", "")
-    trainer.add_callback(Sleeping())
-    trainer.train()
-
-
-class Sleeping(TrainerCallback):
-    """Never comes back from the end of update 2 on rank 1."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 2 and find_rank() == 1:
-            time.sleep(60)
-
-
-def test_r10_a_callback_that_never_returns_ends_the_job_at_its_limit(tmp_path):
-    env = {"ACCEL_TRAINER_HANG__STEP_SECONDS": "1", "ACCEL_TRAINER_HANG__USER_SECONDS": "2"}
-
-    with pytest.raises(RankFailure) as failed:
-        run_ranks(hang, 2, str(tmp_path), env=env, timeout=60)
-
-    assert failed.value.failures == {rank: f"rank {rank} died without an answer: exit code 75" for rank in range(2)}
-    printed = "".join((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
-    assert re.search(
-        r"HangError: no progress for \d+ s, the limit there is [\d.]+ s\. rank 0 waits in \w+ \(number \d+ of "
-        r"the group\) for rank 1, which has not arrived there:\n  rank 1 is in callback on_step_end, on_step_end "
-        r"\(.*\): update 2, ",
-        printed,
-    ), printed
 
 
 def fail_and_go_on(directory: str, strategy: str) -> list[tuple[str, str, float]]:
