@@ -61,7 +61,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, st
     [
         (
             "step",
-            r"RemoteRankError: rank 1 failed in optimizer step \(update 1, native_loop \(.*\)\): RuntimeError: fault "
+            r"RemoteRankError: rank 1 failed in optimizer step \(update 2, native_loop \(.*\)\): RuntimeError: fault "
             r"injected at train\.opt\. Rank 0 stopped with it, in \w+ \(update 2, native_loop ",
         ),
         (
