@@ -19,6 +19,8 @@ from tests.ranks import RankFailure, run_ranks
 from tests.scenarios import Scenarios
 from tests.trainer_jobs import build_trainer
 
+pytestmark = pytest.mark.timeout(300)  # the first test waits for the runs that all look at
+
 OPTIONS: dict[str, Any] = {
     "samples": 32, "eval_samples": 12, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
     "gradient_accumulation_steps": 2, "num_train_epochs": 2, "eval_strategy": "steps", "eval_steps": 2,
