@@ -103,6 +103,11 @@ class AcceleratedOptimizer(Optimizer):
                 return False
         return True
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the step of this micro-batch has changed the parameters."""
+        return not self._step_was_skipped and self.ends_window
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters at the end of an accumulation window; do nothing before it. See the unit's `step`.
 

@@ -74,7 +74,7 @@ class AcceleratedScheduler(LRScheduler):
         """Step the schedule if the optimizer has just stepped; always with `step_scheduler_with_optimizer=False`."""
         if self.step_with_optimizer:
             for optimizer in self.optimizers:
-                if optimizer.step_was_skipped or not optimizer.ends_window:
+                if not optimizer.has_stepped:
                     return
         self.scheduler.step(*args, **kwargs)
         if self.steps_per_update > 1 and not (args or kwargs):

@@ -60,6 +60,8 @@ class Background:
 def background(tmp_path: Path) -> Iterator[Background]:
     with ThreadPoolExecutor(1) as thread:
         yield Background(thread, tmp_path)
+    if (tmp_path / "output.txt").exists():
+        print((tmp_path / "output.txt").read_text())  # shown where the test fails
 
 
 def wait_for(*paths: Path, seconds: float = 60) -> None:
@@ -367,8 +369,8 @@ import os, pathlib, time
 folder = pathlib.Path(__file__).parent
 if os.environ.get("RANK", "0") == "0":
     import slow_module
-(folder / "ready1").touch()
 try:
+    (folder / "ready1").touch()
     time.sleep(60)
 except KeyboardInterrupt:
     (folder / "interrupted").touch()
@@ -378,8 +380,8 @@ SLOW_MODULE = """
 import os, pathlib, time
 folder = pathlib.Path(__file__).parent
 (folder / "path.txt").write_text(os.environ["PYTHONPATH"])
-(folder / "ready0").touch()
 try:
+    (folder / "ready0").touch()
     time.sleep(60)
 except BaseException as error:
     raise ImportError("initialization failed") from error

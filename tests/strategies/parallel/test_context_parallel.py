@@ -211,7 +211,7 @@ def test_a_plan_has_the_keys_and_values_that_pass_by():
     with torch.device("meta"):
         model = model_of("llama")
     plan = plan_layout(model, resolved, 64, Workload(batch=2, sequence=1024), Cluster())
-    assert plan.sizes == {"dp_replicate": 2, "dp_shard": 8, "cp": 4, "sp": 1, "tp": 1}
+    assert plan.sizes == {"dp_replicate": 2, "dp_shard": 8, "cp": 4, "sp": 1, "tp": 1, "ep": 1}
     passing = {(each.kind, each.num_bytes) for each in plan.exchanges if each.axis == "cp" and each.num_bytes > 4}
     # B x H x L x D of keys and values, in 2 layers: in bf16 forward and backward, and as many gradients in fp32.
     elements = 2 * 2 * 1024 * 8 * 2 * 2
