@@ -379,7 +379,7 @@ except KeyboardInterrupt:
 SLOW_MODULE = """
 import os, pathlib, time
 folder = pathlib.Path(__file__).parent
-(folder / "path.txt").write_text(os.environ["PYTHONPATH"])
+(folder / "path.txt").write_text(os.environ.get("PYTHONPATH", ""))
 try:
     (folder / "ready0").touch()
     time.sleep(60)
