@@ -110,8 +110,8 @@ class NonFiniteGuard:
         if loss.ndim == 0:
             if self.spreads and options is not None:
                 self.spread(loss, options)
-            # The first as it is: a loop holds it as long, and most updates have one, at which nobody looks.
-            self.loss = loss if self.loss is None else self.loss.detach() + loss.detach()
+            loss = loss.detach()
+            self.loss = loss if self.loss is None else self.loss + loss
 
     def drop(self) -> None:
         """Forget the update under way: its gradients are dropped, or nobody looks at them."""
@@ -126,14 +126,14 @@ class NonFiniteGuard:
         self.update += 1
         norm, loss, self.norm, self.loss = self.norm, self.loss, None, None
         is_local, self._is_sample = self._is_sample and self._is_sharded, False
+        if norm is None and not self._process.is_distributed:
+            norm = loss
         if norm is None:
-            if loss is None or self._process.is_distributed:
-                return False
-            norm = loss.detach()
+            return False
         if isinstance(norm, Tensor) and not norm.is_cpu and self._action != "skip_step":
             if self.look():
                 return True  # this update's gradients are those of weights that are no more
-            flags = torch.stack((norm.detach(), (norm if loss is None else loss).detach())).isfinite()
+            flags = torch.stack((norm.detach(), norm.detach() if loss is None else loss)).isfinite()
             # The copy, to pinned memory, waits for nobody: it is looked at once the device has the next update to do.
             self._pending = self.update, flags.to("cpu", non_blocking=True), is_local
             self._event = torch.Event(norm.device.type)
@@ -141,7 +141,7 @@ class NonFiniteGuard:
             return False
         if isfinite(norm):
             return False
-        self._act(self.update, loss is None or isfinite(loss.detach()), is_local=is_local)
+        self._act(self.update, loss is None or isfinite(loss), is_local=is_local)
         return self._leaves_out
 
     def look(self) -> bool:
