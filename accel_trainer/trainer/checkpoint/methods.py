@@ -369,7 +369,7 @@ class CheckpointMethods(_Upstream):
                 upstream_files.load_model(self, own, directory)
             elif not upstream_files.load_as_held(self, own, directory):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._check_weights(own, f"load of {directory}", "load")
+        _check_weights(self, own, f"load of {directory}", "load")
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
@@ -448,7 +448,7 @@ class CheckpointMethods(_Upstream):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model so that `from_pretrained` reads it; see upstream. Collective."""
-        self._check_weights(self.model, f"save_model to {output_dir or self.args.output_dir}", "save")
+        _check_weights(self, self.model, f"save_model to {output_dir or self.args.output_dir}", "save")
         if self.local_replicas is not None and self.local_replicas.is_apart:
             logger.warning_once(
                 "save_model is called between two exchanges of local_steps: these are rank 0's weights; checkpoints, "
@@ -460,14 +460,6 @@ class CheckpointMethods(_Upstream):
         upstream_files.save_model(self, output_dir or self.args.output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _check_weights(self, model: nn.Module, section: str, doing: Literal["save", "load"]) -> None:
-        """Refuse to save, or to go on from, weights that are no numbers. Collective where ranks hold shards."""
-        # Replicas are the same on every rank, and some scripts save on the main process alone.
-        process = self.accelerator.process if self.is_sharded else None
-        check_weights(
-            model.named_parameters(), section, process, is_forced=self.args.on_nonfinite == "warn", doing=doing
-        )
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         is_for_this_node = self.args.save_on_each_node and self.args.should_save
@@ -637,3 +629,11 @@ def _describe_progress(trainer: CheckpointingTrainer) -> dict[str, Any]:
         # Where a signal ends the run: the evaluation of this update, and a save after it.
         "pending": {"evaluate": True, "save": trainer.control.should_save} if trainer.control.should_evaluate else None,
     }
+
+
+def _check_weights(trainer: CheckpointMethods, model: nn.Module, section: str, doing: Literal["save", "load"]) -> None:
+    """Refuse to save, or to go on from, weights that are no numbers. Collective where ranks hold shards."""
+    # Replicas are the same on every rank, and some scripts save on the main process alone.
+    process = trainer.accelerator.process if trainer.is_sharded else None
+    is_forced = trainer.args.on_nonfinite == "warn"
+    check_weights(model.named_parameters(), section, process, is_forced=is_forced, doing=doing)
