@@ -52,7 +52,7 @@ class Pace:
 
     Attributes:
         idle_seconds: for how long no collective has been begun and no update done.
-        still_seconds: for how long the loop's thread has been at one instruction, with all its callers.
+        still_seconds: for how long the loop's thread has been at one line, with all its callers.
     """
 
     def __init__(self, hang: HangConfig, now: float) -> None:

@@ -1,12 +1,18 @@
 """Where a rank is, in words: the section of the run, the collective it waits in, and the line of the user's code.
 
-Read from frames, when somebody asks: a run does nothing for it.
+Read from frames, when somebody asks: a run does nothing for it. Another thread's frames are only ever read as text: to
+hold one, for however short a time, is to keep its variables beyond its return and to destroy them in the wrong thread;
+torch's guards among them, which then write to the dispatcher's state of a thread that is in the midst of an operation.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import re
 import sys
 import sysconfig
+import tempfile
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +20,7 @@ from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
+from typing import IO, NamedTuple
 
 __all__ = [
     "COMPARISON",
@@ -97,78 +104,112 @@ class RankState:
     """For how long it has not moved at all."""
 
 
+class _Call(NamedTuple):
+    """One line of a stack."""
+
+    path: str
+    name: str
+    line: int
+
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*:\n", re.MULTILINE)
+_ESCAPE = re.compile(r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})")
+_CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+
+
 def position_of(thread_id: int) -> int:
-    """Return a number for the instruction that a thread is at, with all its callers."""
-    frame = sys._current_frames().get(thread_id)
-    frames = () if frame is None else traceback.walk_stack(frame)
-    return hash(tuple((id(each.f_code), each.f_lasti) for each, _ in frames))
+    """Return a number for the line that a thread is at, with all its callers. Callable from another thread."""
+    return hash(tuple(_calls_of(thread_id)))
 
 
 def describe_thread(thread_id: int) -> Whereabouts | None:
     """Return where a thread of this process is; None for one that has ended. Callable from another thread."""
-    frame = sys._current_frames().get(thread_id)
-    if frame is None:
-        return None
-    frames = [(each, line) for each, line in traceback.walk_stack(frame)][::-1]
-    return _describe(frames)
+    calls = _calls_of(thread_id)
+    return _describe(calls) if calls else None
 
 
 def describe_failure(error: BaseException) -> Whereabouts:
     """Return where an error was raised, while it is handled."""
     trace = error.__traceback__
-    callers = [] if trace is None else list(traceback.walk_stack(trace.tb_frame.f_back))[::-1]
-    return _describe([*callers, *traceback.walk_tb(trace)])
+    callers = [] if trace is None else _calls(traceback.walk_stack(trace.tb_frame.f_back))[::-1]
+    return _describe([*callers, *_calls(traceback.walk_tb(trace))])
 
 
 def users_line() -> str:
     """Return the line of the user's code that has led to this call."""
-    return _line([(each, line) for each, line in traceback.walk_stack(sys._getframe(1))][::-1])
+    return _line(_calls(traceback.walk_stack(sys._getframe(1)))[::-1])
 
 
-def _describe(frames: list[tuple[FrameType, int]]) -> Whereabouts:
+def _calls(frames: Iterable[tuple[FrameType, int]]) -> list[_Call]:
+    return [_Call(frame.f_code.co_filename, frame.f_code.co_name, line) for frame, line in frames]
+
+
+def _calls_of(thread_id: int) -> list[_Call]:
+    """Return the calls that a thread is in, outermost first: the innermost 100; empty for one that has ended."""
+    with _open_scratch() as file:
+        # All threads in one breath, with the interpreter's lock held, and no frame is made or kept.
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        # Of a thread's id, threads' names and calls, in ASCII; what a path has beyond that is escaped.
+        _, *parts = _THREAD.split(file.read().decode("ascii", "replace"))
+    threads = dict(zip((int(number, 16) for number in parts[::2]), parts[1::2], strict=True))
+    found = _CALL.findall(threads.get(thread_id, ""))
+    return [_Call(_unescape(path), name, int(line)) for path, line, name in reversed(found)]
+
+
+def _open_scratch() -> IO[bytes]:
+    if sys.platform == "linux":
+        return open(os.memfd_create("stacks"), "w+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
+
+
+def _unescape(text: str) -> str:
+    return _ESCAPE.sub(lambda found: chr(int(found[found.lastindex or 0], 16)), text)
+
+
+def _describe(calls: list[_Call]) -> Whereabouts:
     sections: dict[str, None] = {}
-    for frame, _ in frames:
-        section = _section(frame)
+    for caller, call in zip([None, *calls], calls, strict=False):
+        section = _section(call, caller)
         if section:
             sections[section] = None
-    stack = traceback.StackSummary.extract(iter(frames[-_STACK_LIMIT:]))
-    return Whereabouts(" > ".join(sections), _operation(frames), _line(frames), "".join(stack.format()))
+    stack = traceback.StackSummary.from_list([(path, line, name, None) for path, name, line in calls[-_STACK_LIMIT:]])
+    return Whereabouts(" > ".join(sections), _operation(calls), _line(calls), "".join(stack.format()))
 
 
-def _section(frame: FrameType) -> str:
-    path, name = frame.f_code.co_filename, frame.f_code.co_name
+def _section(call: _Call, caller: _Call | None) -> str:
     for end, names, section in _SECTIONS:
-        if end in path and (not names or name in names) and (end or _PACKAGE in path):
-            return f"callback {frame.f_locals.get('event')}" if section == "callback" else section
+        if end in call.path and (not names or call.name in names) and (end or _PACKAGE in call.path):
+            # transformers has a method per event, by its name, that calls the one for all of them.
+            return f"callback {caller.name}" if section == "callback" and caller else section
     return ""
 
 
-def _operation(frames: list[tuple[FrameType, int]]) -> str:
-    if not frames or not _is_among(frames[-1][0], _WAITS):
+def _operation(calls: list[_Call]) -> str:
+    if not calls or not _is_among(calls[-1], _WAITS):
         return ""
-    waiting = list(takewhile(lambda frame: _is_among(frame, _WAITS), _innermost_first(frames)))
-    names = [frame.f_code.co_name for frame in waiting if _COLLECTIVES in frame.f_code.co_filename]
+    waiting = list(takewhile(lambda call: _is_among(call, _WAITS), _innermost_first(calls)))
+    names = [call.name for call in waiting if _COLLECTIVES in call.path]
     # Decorators around a collective; and all_gather_object() is what was called, not the all_gather within.
-    names = [name for name in names if name not in ("wrapper", "inner")] or [waiting[-1].f_code.co_name]
+    names = [name for name in names if name not in ("wrapper", "inner")] or [waiting[-1].name]
     return _SPOKEN.get(names[-1], names[-1])
 
 
-def _innermost_first(frames: list[tuple[FrameType, int]]) -> Iterator[FrameType]:
+def _innermost_first(calls: list[_Call]) -> Iterator[_Call]:
     # torch/distributed/c10d_logger.py and contextlib stand around each collective.
-    return (frame for frame, _ in reversed(frames) if not frame.f_code.co_filename.endswith("contextlib.py"))
+    return (call for call in reversed(calls) if not call.path.endswith("contextlib.py"))
 
 
-def _is_among(frame: FrameType, places: Iterable[tuple[str, tuple[str, ...]]]) -> bool:
-    path, name = frame.f_code.co_filename, frame.f_code.co_name
-    return any(end in path and (not names or name in names) for end, names in places)
+def _is_among(call: _Call, places: Iterable[tuple[str, tuple[str, ...]]]) -> bool:
+    return any(end in call.path and (not names or call.name in names) for end, names in places)
 
 
-def _line(frames: list[tuple[FrameType, int]]) -> str:
-    if not frames:
+def _line(calls: list[_Call]) -> str:
+    if not calls:
         return "an unknown line"
-    own = [entry for entry in frames if not _is_librarys(entry[0].f_code.co_filename)]
-    frame, line = (own or frames)[-1]
-    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{line})"
+    own = [call for call in calls if not _is_librarys(call.path)]
+    path, name, line = (own or calls)[-1]
+    return f"{name} ({Path(path).name}:{line})"
 
 
 @cache

@@ -1,0 +1,110 @@
+"""Where a thread is, seen from another one, which must leave no trace in it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_trainer.runtime.whereabouts import Whereabouts, describe_thread, position_of
+
+
+class Guard:
+    """Notes in which thread it is destroyed."""
+
+    def __init__(self, destroyed_in: set[int]) -> None:
+        self._destroyed_in = destroyed_in
+
+    def __del__(self) -> None:
+        self._destroyed_in.add(threading.get_ident())
+
+
+@pytest.fixture
+def switching():
+    """Threads take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("look", [position_of, describe_thread])
+def test_a_look_at_a_thread_keeps_none_of_its_variables(look, switching):
+    watched, is_over = threading.get_ident(), threading.Event()
+    destroyed_in: set[int] = set()
+
+    def within(depth: int) -> None:
+        guard = Guard(destroyed_in)  # noqa: F841
+        if depth:
+            within(depth - 1)
+
+    def watch() -> None:
+        while not is_over.is_set():
+            look(watched)
+
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for _ in range(20_000):
+        within(4)
+    for _ in range(2_000):
+        repr(torch.ones(1))  # holds a guard of the dispatcher in a variable
+    is_over.set()
+    watcher.join()
+
+    assert destroyed_in == {watched}
+    assert torch._C._dispatch_tls_local_exclude_set().raw_repr() == excluded.raw_repr()
+
+
+SOURCE = """
+def wait(entered, left):
+    entered.set()
+    left.wait()
+
+def call_event(*events):
+    wait(*events)
+
+def on_save(*events):
+    call_event(*events)
+"""
+
+
+def seen_from_outside(path: Path) -> Whereabouts:
+    """Where a thread is that waits in `SOURCE`."""
+    entered, left = threading.Event(), threading.Event()
+    namespace: dict[str, Any] = {}
+    exec(compile(SOURCE, str(path), "exec"), namespace)
+    thread = threading.Thread(target=namespace["on_save"], args=(entered, left), name="näme")
+    thread.start()
+    try:
+        assert entered.wait(10)
+        where = describe_thread(thread.ident)
+    finally:
+        left.set()
+        thread.join()
+    assert where is not None
+    assert describe_thread(thread.ident) is None
+    return where
+
+
+@pytest.mark.parametrize("name", ["plain.py", "bücher.py", '模型 \\".py', "🙂.py"])
+def test_a_thread_is_described_by_lines_and_names(tmp_path, name):
+    path = tmp_path / name
+    path.write_text(SOURCE)
+    where = seen_from_outside(path)
+    assert where.line == f"wait ({name}:4)"
+    assert f'  File "{path}", line 10, in on_save\n    call_event(*events)\n' in where.stack
+
+
+def test_a_callback_is_named_by_its_event(tmp_path):
+    assert seen_from_outside(tmp_path / "transformers/trainer_callback.py").section == "callback on_save"
+
+
+def test_a_thread_describes_itself_as_another_does():
+    here = describe_thread(threading.get_ident())
+    assert here is not None
+    assert here.line.startswith("test_a_thread_describes_itself_as_another_does (test_whereabouts.py:")
