@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 import tempfile
-import time
 import weakref
 from functools import partial
 from pathlib import Path
@@ -270,16 +269,6 @@ def test_a_part_without_gradients_is_not_updated_with_earlier_ones():
     close(trained, [p.detach() for p in model.parameters()])
 
 
-def still_held(held: list[Any]) -> list[bool]:
-    """Whether something keeps each of the objects for good; the watch's thread has a frame for as long as it looks."""
-    deadline = time.monotonic() + 5
-    gc.collect()
-    while any(kept() is not None for kept in held) and time.monotonic() < deadline:
-        time.sleep(0.02)
-        gc.collect()
-    return [kept() is not None for kept in held]
-
-
 @SCENARIOS.add
 def prepared_again() -> Any:
     def train(stage: int, offload: bool) -> Any:
@@ -290,8 +279,9 @@ def prepared_again() -> Any:
         made.backward(engine(own_rows()))
         held = [weakref.ref(kept) for kept in (engine, engine.optimizer, *flat_partitions(engine.optimizer))]
         engine, prepared = made.free_memory(engine, prepared)
+        gc.collect()
         hooks = model._forward_hooks or model._forward_pre_hooks or model.stem._forward_pre_hooks
-        left = [*still_held(held), bool(hooks)]
+        left = [kept() is not None for kept in held] + [bool(hooks)]
         engine, prepared = made.prepare(model, optimizer)
         for step in range(3):
             made.backward(engine(own_rows(step)))
@@ -299,7 +289,8 @@ def prepared_again() -> Any:
         values = whole(made, engine)
         held = [weakref.ref(kept) for kept in (model, *model.parameters())]
         engine, prepared, model, optimizer = made.clear(engine, prepared, model, optimizer)
-        return values, left + still_held(held)
+        gc.collect()
+        return values, left + [kept() is not None for kept in held]
 
     return for_each_variant(train)
 
