@@ -9,6 +9,7 @@ import logging
 import multiprocessing.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,10 @@ ROOT = Path(__file__).resolve().parents[1]
 if os.access(sys.prefix, os.W_OK):
     # Another environment's DeepSpeed lies elsewhere, and the two would rebuild each other's in the user's cache.
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Shells start what runs in their background so, and all processes of the tests would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Property tests measure no time: the machine may be busy.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

@@ -49,9 +49,9 @@ def test_a_look_at_a_thread_keeps_none_of_its_variables(look, switching):
     excluded = torch._C._dispatch_tls_local_exclude_set()
     watcher = threading.Thread(target=watch)
     watcher.start()
-    for _ in range(20_000):
+    for _ in range(4_000):
         within(4)
-    for _ in range(2_000):
+    for _ in range(500):
         repr(torch.ones(1))  # holds a guard of the dispatcher in a variable
     is_over.set()
     watcher.join()
