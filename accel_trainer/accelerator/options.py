@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_trainer.config import MixedPrecision, Resolved, RunConfig, resolve
+from accel_trainer.config.resolve import ACCELERATOR_KEYWORDS
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin
 from accel_trainer.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -49,6 +50,8 @@ class AcceleratorOptions:
     """Explicit options by dotted path, and the objects that no configuration file can hold."""
 
     explicit: dict[str, Any] = field(default_factory=dict)
+    given_by: dict[str, str] = field(default_factory=dict)
+    """The argument of an object's option, by dotted path."""
     plugin_kwargs: dict[str, Any] = field(default_factory=dict)
     wrap_policy: WrapPolicyFunction | None = None
     ddp_options: dict[str, Any] = field(default_factory=dict)
@@ -98,7 +101,7 @@ class AcceleratorOptions:
 
     def with_plugin(self, plugin: DeepSpeedPlugin | None) -> AcceleratorOptions:
         """Return these options and those of a plugin."""
-        options = replace(self, explicit=dict(self.explicit))
+        options = replace(self, explicit=dict(self.explicit), given_by=dict(self.given_by))
         options._take("deepspeed_plugin", plugin, DeepSpeedPlugin)
         return options
 
@@ -119,6 +122,7 @@ class AcceleratorOptions:
                     f"{name} sets {keyword}={value!r}, and Accelerator({keyword}={self.explicit[path]!r}) was given "
                     "beside it; pass one of them"
                 )
+        self.given_by.update(dict.fromkeys(options.keys() - self.explicit.keys(), name))
         self.explicit.update(options)
         for field_name, value in given.objects().items():
             setattr(self, field_name, value)
@@ -180,7 +184,8 @@ def resolve_options(
         ConfigError: an option is wrong, or explicit options were given beside a resolved configuration.
     """
     if not isinstance(config, Resolved):
-        resolved = resolve(explicit=options.explicit, environ=environ, file=config)
+        keywords = {**options.given_by, **ACCELERATOR_KEYWORDS}
+        resolved = resolve(explicit=options.explicit, environ=environ, file=config, explicit_keywords=keywords)
         _check_compiles(options, resolved)
         return resolved
     if options.explicit:

@@ -22,11 +22,12 @@ from accel_trainer.config.schema import RunConfig, field_specs, get_value, secti
 from accel_trainer.config.validation import cross_problems, show_plain, unused_notes
 from accel_trainer.errors import ConfigError, did_you_mean
 
-__all__ = ["Resolved", "build_config", "flag_name", "resolve"]
+__all__ = ["ACCELERATOR_KEYWORDS", "Resolved", "build_config", "flag_name", "resolve"]
 
 _RENAMED = {"use_cpu": "cpu", "accumulation.num_steps": "gradient_accumulation_steps"}
 _SIZES = {path: path.replace("parallel.", "parallelism_config.") for path in field_specs() if "parallel." in path}
-_ACCELERATOR_KEYWORDS = {**_RENAMED, **_SIZES, "data.split_batches": "split_batches"}
+ACCELERATOR_KEYWORDS = {**_RENAMED, **_SIZES, "data.split_batches": "split_batches"}
+"""Keywords of the Accelerator, by the dotted paths of their options, where they are named otherwise."""
 _FLAGS = {**_RENAMED, "launch.monitor_interval_seconds": "monitor_interval"}
 """Flags whose names do not follow from the path."""
 
@@ -113,7 +114,7 @@ def resolve(
     file: ConfigSource | FileConfig | None = None,
     surroundings: Layer | None = None,
     explicit_name: str = "Accelerator",
-    explicit_keywords: Mapping[str, str] = _ACCELERATOR_KEYWORDS,
+    explicit_keywords: Mapping[str, str] = ACCELERATOR_KEYWORDS,
 ) -> Resolved:
     """Return the configuration that all sources make together.
 

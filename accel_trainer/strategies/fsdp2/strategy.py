@@ -170,7 +170,8 @@ class FSDP2Strategy(BaseStrategy):
         """Return this process among the ranks along the dp axes. Collective: a mesh with other axes is created."""
         if resolved.config.fsdp.replicate_per_node and process.num_nodes == 1:
             logger.warning(
-                "%s: all %d ranks are on one node, which has the only replica: they share all shards, as without it",
+                "%s is hybrid sharding with a replica on each node, and all %d ranks are on one: they share the shards "
+                "of one replica, as without it. Replicas within a node are fsdp.replicate_size",
                 resolved.describe("fsdp.replicate_per_node"),
                 process.world_size,
             )

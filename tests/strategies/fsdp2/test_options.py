@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -16,15 +20,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel_trainer import Accelerator
-from accel_trainer.config import resolve
-from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.strategies.fsdp2.strategy import FSDP2Strategy
+from accel_trainer.plugins import FullyShardedDataParallelPlugin
 from accel_trainer.strategies.loss_scale import LossScale
 from tests.ranks import preload, run_ranks
 from tests.scenarios import Outcome, Scenarios, refused
 from tests.sharded import Net, adamw, batch, build, full, own_rows, prepare, train, train_alone
 
-preload("accel_trainer.accelerator", "tests.scenarios", "tests.sharded")
+preload("accel_trainer.accelerator", "accel_trainer.trainer", "tests.scenarios", "tests.sharded")
 
 SCENARIOS = Scenarios()
 
@@ -341,10 +343,51 @@ def test_hybrid_sharding_gives_the_same_losses(options: dict[str, Any], env: dic
         assert (tuple(shape), placements, rows) == ((2, 2), ["R", "S(0)"], 4)
 
 
-def test_replicas_by_node_say_what_they_are_on_one_node(caplog: pytest.LogCaptureFixture):
-    process = ProcessContext(0, 0, 4, 4, torch.device("cpu"), "gloo")
-    resolved = resolve(explicit={"strategy": "fsdp2", "fsdp.replicate_per_node": True})
-    with caplog.at_level(logging.WARNING):
-        assert FSDP2Strategy().readers(resolved, process) is process
-    assert "fsdp.replicate_per_node=true" in caplog.text
-    assert "all 4 ranks are on one node, which has the only replica: they share all shards" in caplog.text
+HYBRID_YAML = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 1\n  fsdp_sharding_strategy: HYBRID_SHARD\n"
+
+
+@SCENARIOS.add
+def replicas_by_node() -> Any:
+    """What is logged for each way to ask for hybrid sharding."""
+    from accel_trainer import TrainingArguments
+    from accel_trainer.trainer import Trainer
+
+    found = {}
+    with TemporaryDirectory() as directory:
+        file = Path(directory, "hybrid.yaml")
+        file.write_text(HYBRID_YAML)
+        arguments = partial(TrainingArguments, output_dir=directory, use_cpu=True, report_to=[])
+        plugin = FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD")
+        ways: dict[str, Callable[[], Any]] = {
+            "packaged file": lambda: Accelerator(cpu=True, config="hybrid_shard"),
+            "accelerate's file": lambda: Accelerator(cpu=True, config=file),
+            "plugin": lambda: Accelerator(cpu=True, fsdp_plugin=plugin),
+            "arguments": lambda: Trainer(model=build(), args=arguments(fsdp="hybrid_shard")),
+            "file of arguments": lambda: Trainer(model=build(), args=arguments(fsdp=True, fsdp_config=str(file))),
+        }
+        for way, make in ways.items():
+            with logged() as messages:
+                make()
+            found[way] = [message for message in messages if "replica" in message]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("way", "origin"),
+    [
+        ("packaged file", r"fsdp_configs/hybrid_shard\.yaml:\d+"),
+        ("accelerate's file", r"\S+/hybrid\.yaml:4"),
+        ("plugin", r"Accelerator\(fsdp_plugin=\.\.\.\)"),
+        ("arguments", r"TrainingArguments\(fsdp=\.\.\.\)"),
+        ("file of arguments", r"\S+/hybrid\.yaml:4"),
+    ],
+)
+def test_replicas_by_node_say_what_they_are_on_one_node(way: str, origin: str):
+    message, *others = results("replicas_by_node")[0][way]
+    assert re.fullmatch(
+        rf"fsdp\.replicate_per_node=true \(from {origin}\) is hybrid sharding with a replica on each node, and all 2 "
+        r"ranks are on one: they share the shards of one replica, as without it\. Replicas within a node are "
+        r"fsdp\.replicate_size",
+        message,
+    )
+    assert not others
