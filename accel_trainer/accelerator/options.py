@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_trainer.config import MixedPrecision, Resolved, RunConfig, resolve
+from accel_trainer.config.parallel import check_fewest
 from accel_trainer.config.resolve import ACCELERATOR_KEYWORDS
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin
@@ -250,6 +251,7 @@ def build_strategy(resolved: Resolved, process: ProcessContext) -> Strategy:
     strategy: Strategy = load_strategy(name)
     facts = strategy.capabilities
     origin = resolved.describe("strategy")
+    check_fewest(resolved.config, resolved.describe, facts.min_world_size)
     if process.world_size < facts.min_world_size:
         wanted = max(facts.min_world_size, resolved.config.launch.num_processes or 0)
         raise ConfigError(

@@ -9,7 +9,16 @@ from typing import NamedTuple
 from accel_trainer.config.schema import ParallelConfig, RunConfig, get_value
 from accel_trainer.errors import ConfigError
 
-__all__ = ["AXES", "NOT_OFFERED", "AxisSizes", "axis_problems", "axis_sizes", "given_plan", "size_for_shards"]
+__all__ = [
+    "AXES",
+    "NOT_OFFERED",
+    "AxisSizes",
+    "axis_problems",
+    "axis_sizes",
+    "check_fewest",
+    "given_plan",
+    "size_for_shards",
+]
 
 AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 """Every axis, the outermost first: the ranks of the last one are neighbours."""
@@ -66,11 +75,17 @@ def given_plan(config: RunConfig) -> dict[str, str]:
 def axis_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
     """Return the contradictions of the sizes with other options, and with the number of processes where it is given."""
     problems = [*_missing_axes(config, describe), *_other_replicas(config, describe), *_unlike_axes(config, describe)]
-    if config.launch.num_processes is not None and not problems and config.parallel != ParallelConfig():
+    if problems:
+        return problems
+    numbers = {"launch.min_processes": config.launch.min_processes}
+    if config.parallel != ParallelConfig():
+        numbers["launch.num_processes"] = config.launch.num_processes
+    for path, number in numbers.items():
         try:
-            axis_sizes(config, describe, config.launch.num_processes, config.launch.num_machines)
+            if number is not None:
+                axis_sizes(config, describe, number, config.launch.num_machines)
         except ConfigError as error:
-            problems.append(str(error))
+            problems.append(f"{describe(path)}: {error}" if path == "launch.min_processes" else str(error))
     return problems
 
 
@@ -166,6 +181,16 @@ def axis_sizes(config: RunConfig, describe: Callable[[str], str], world_size: in
         )
     _check_experts(config, describe, AxisSizes(**found))
     return AxisSizes(**found)
+
+
+def check_fewest(config: RunConfig, describe: Callable[[str], str], bound: int) -> None:
+    """Refuse workers that are started again with fewer processes than `bound`, which the strategy needs."""
+    launch = config.launch
+    if launch.min_processes is not None and launch.min_processes < bound:
+        raise ConfigError(
+            f"{describe('strategy')} needs at least {bound} processes, and {describe('launch.min_processes')}; write "
+            f"num_processes as {bound}:{launch.num_processes}"
+        )
 
 
 def _check_experts(config: RunConfig, describe: Callable[[str], str], sizes: AxisSizes) -> None:

@@ -287,6 +287,11 @@ def cross_problems(config: RunConfig, describe: Callable[[str], str]) -> list[st
             f"{describe('launch.min_processes')} does not fit {describe('launch.num_processes')}: give both, "
             "as num_processes MIN:MAX"
         )
+    if launch.min_processes is not None and config.strategy == "deepspeed":
+        problems.append(
+            f"{describe('launch.min_processes')} with {describe('strategy')}, whose engine's batch sizes are for one "
+            "number of processes; give num_processes one number, or shard with fsdp2"
+        )
     if config.mixed_precision == MixedPrecision.FP8:
         problems += _fp8_problems(config, describe)
     if config.local_steps is not None:

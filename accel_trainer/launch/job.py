@@ -20,7 +20,7 @@ from typing import Any
 
 from accel_trainer.config import LaunchConfig, Resolved, Source, SourceKind, read_file, resolve
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
-from accel_trainer.config.parallel import axis_sizes
+from accel_trainer.config.parallel import axis_sizes, check_fewest
 from accel_trainer.config.validation import UNUSED_UNDER, show_plain
 from accel_trainer.errors import MISSING_TORCHAO, ConfigError
 from accel_trainer.launch.default_file import find_default_config
@@ -462,19 +462,9 @@ def _check_restarts(resolved: Resolved) -> None:
             f"{fewest} with {describe('launch.num_machines')}, each of which starts as many processes as the others: "
             "a job goes on with fewer on one machine alone; give num_processes one number"
         )
-    if resolved.config.strategy == "deepspeed":
-        raise ConfigError(
-            f"{fewest} with {describe('strategy')}, whose engine's batch sizes are for one number of processes; give "
-            "num_processes one number, or shard with fsdp2"
-        )
     if resolved.config.strategy not in _WITHOUT_GROUP:
         bound, _ = _process_bounds(resolved, launch.min_processes)
-        if launch.min_processes < bound:
-            raise ConfigError(
-                f"{describe('strategy')} needs at least {bound} processes, and {fewest}; write num_processes as "
-                f"{bound}:{launch.num_processes}"
-            )
-    axis_sizes(resolved.config, describe, launch.min_processes, launch.num_machines)
+        check_fewest(resolved.config, describe, bound)
 
 
 def _device_count(resolved: Resolved) -> str:

@@ -120,6 +120,29 @@ def test_a_world_size_that_the_file_states_is_taken(tmp_path: Path):
     assert build_strategy(configured(file=file), processes(2)).name == "ddp"
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"strategy": "fsdp2"},
+            r"strategy=fsdp2 \(from Accelerator\(strategy=\.\.\.\)\) needs at least 2 processes, and "
+            r"launch\.min_processes=1 \(from ACCEL_TRAINER_LAUNCH__NUM_PROCESSES\); write num_processes as 2:4",
+        ),
+        ({"strategy": "deepspeed"}, "batch sizes are for one number of processes; give num_processes one number"),
+        (
+            {"parallel.tp_size": 4},
+            r"launch\.min_processes=1 .*: parallel\.tp_size=4 .* makes 4 process\(es\), and this job has 1",
+        ),
+    ],
+)
+def test_what_fewer_processes_after_a_restart_cannot_do_is_refused_at_the_first_start(
+    options: dict[str, Any], message: str
+):
+    """Given in Python, where the launcher does not see it."""
+    with pytest.raises(ConfigError, match=message):
+        build_strategy(resolve(explicit=options, environ={"ACCEL_TRAINER_LAUNCH__NUM_PROCESSES": "1:4"}), processes(4))
+
+
 def test_an_unknown_strategy_is_refused():
     with pytest.raises(ConfigError, match=r"unknown strategy 'fsdp'; did you mean 'fsdp2'\?"):
         Accelerator(cpu=True, strategy="fsdp")
