@@ -43,7 +43,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     if _imports_for_script(frame):
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
-    signal.default_int_handler(number, frame)
+    raise KeyboardInterrupt
 
 
 def _imports_for_script(frame: FrameType | None) -> bool:
@@ -65,5 +65,7 @@ if __name__ == "sitecustomize":
     _leave_path()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as below nohup
         signal.signal(signal.SIGINT, _interrupt)
+        # asyncio and a run that saves at a signal take ctrl-C over where its handler is this very object.
+        signal.default_int_handler = _interrupt  # type: ignore[assignment]
     sys.excepthook = _print_no_interrupt
     _import_own()
