@@ -18,6 +18,7 @@ __all__ = [
     "BlankTracker",
     "GeneralTracker",
     "get_available_trackers",
+    "is_secret",
     "mask_secrets",
     "on_main_process",
     "redact",
@@ -28,13 +29,20 @@ __all__ = [
 
 MASK = "***"
 
-# The last words of a key, so that `num_tokens` and `pad_token` stay readable.
-_SECRET = re.compile(
-    r"(^|_)(api_?key|access_?key|secret_?key|private_?key|passw(or)?d|secret|credentials?)$"
-    r"|^((hub|hf|auth|access|api|bearer|wandb|refresh)_)?token$",
+_SECRET = re.compile(r"(^|_)(token|secret|passw(or)?d|credentials?|apikey)$|_key$", re.IGNORECASE)
+"""The last words of a name: `num_tokens` and `tokenizer` stay readable."""
+_SPECIAL_TOKEN = re.compile(
+    r"(pad|bos|eos|unk|cls|sep|mask|image|audio|video|start|end|special|think)_token$", re.IGNORECASE
+)
+"""Those of a tokenizer, which are no secrets."""
+_CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+# `--hub_token hf_...`, `hub_token='hf_...'`, `"api_key": "..."`
+_NAMED_VALUE = re.compile(
+    r"""(?P<name>(?<![\w-])-{0,2}[\w-]*(?:token|secret|passw(?:or)?d|credentials?|key))"""
+    r"""(?P<between>["']?\s?=\s?|["']\s?:\s?|\s+(?!-))"""
+    r"""(?P<value>"[^"]*"|'[^']*'|(?!None\b|null\b)[^\s"',;&}\])]+)""",
     re.IGNORECASE,
 )
-_CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 # The package's trackers by class name, imported at first use: their libraries are optional.
@@ -194,31 +202,56 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def is_secret(name: str) -> bool:
+    """Whether a name is that of a secret: `hub_token`, `WANDB_API_KEY`, `--client-secret`, but not `pad_token`."""
+    name = name.lstrip("-").replace("-", "_")
+    return bool(_SECRET.search(name)) and not _SPECIAL_TOKEN.search(name)
+
+
 def mask_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with those of keys such as `api_key`, `hub_token` or `password` replaced by `***`."""
+    """Return the values with those of keys such as `api_key`, `hub_token` or `password` replaced by `***`.
+
+    At any depth of mappings and lists, and in texts; see `redact`.
+    """
     return {
-        key: mask_secrets(value)
-        if isinstance(value, Mapping)
-        else MASK
-        if value is not None and _SECRET.search(str(key))
-        else value
+        key: MASK if value is not None and is_secret(str(key)) and not isinstance(value, Mapping) else _mask(value)
         for key, value in values.items()
     }
+
+
+def _mask(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return mask_secrets(value)
+    if type(value) in (list, tuple):
+        return type(value)(map(_mask, value))
+    return redact(value) if type(value) is str else value
 
 
 def secrets_of(values: Mapping[str, Any]) -> set[str]:
     """Return the texts that `mask_secrets` hides."""
     found: set[str] = set()
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            found |= secrets_of(value)
-        elif isinstance(value, str) and value and _SECRET.search(str(key)):
-            found.add(value)
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(each, Mapping):
+                found |= secrets_of(each)
+            elif isinstance(each, str) and each and is_secret(str(key)):
+                found.add(each)
     return found
 
 
-def redact(text: str, secrets: Collection[str]) -> str:
-    """Return a text, an exception's message for instance, without secrets and credentials in addresses."""
+def redact(text: str, secrets: Collection[str] = ()) -> str:
+    """Return a text, a command or an exception's message, without secrets.
+
+    Those are the given ones, values behind the name of a secret (`--hub_token X`, `api_key='X'`), and credentials in
+    addresses.
+    """
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, MASK)
-    return _CREDENTIALS_IN_URL.sub(f"{MASK}@", text)
+    return _CREDENTIALS_IN_URL.sub(f"{MASK}@", _NAMED_VALUE.sub(_mask_named, text))
+
+
+def _mask_named(found: re.Match[str]) -> str:
+    name, between = found["name"], found["between"]
+    if not is_secret(name) or between.isspace() and not name.startswith("--"):
+        return found[0]
+    return f"{name}{between}{MASK}"

@@ -70,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = getattr(importlib.import_module(f"accel_trainer.launch.{module}"), function)(words[1:])
         return code
     except AccelTrainerError as error:
-        print(f"accel-trainer {name}: {error}", file=sys.stderr)
+        from accel_trainer.tracking import redact
+
+        print(f"accel-trainer {name}: {redact(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"\naccel-trainer {name}: stopped by ctrl-C", file=sys.stderr)

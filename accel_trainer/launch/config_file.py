@@ -23,6 +23,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.launch.default_file import accelerate_config_path, default_config_path, find_default_config
 from accel_trainer.launch.flags import launch_flags
 from accel_trainer.launch.questionnaire import Interview, ask_configuration, run_interview
+from accel_trainer.tracking import mask_secrets
 
 __all__ = [
     "BaseConfig",
@@ -102,13 +103,12 @@ def _show_file(file: str | None, *, is_updated: bool) -> int:
     if name is None:
         raise ConfigError(f"there is no {default_config_path(os.environ)}; make it with `accel-trainer config`")
     content = to_file_dict(resolve(file=str(name)).config)
-    text = _text(content)
     if not is_updated:
-        print(f"# {name}\n{text}", end="")
+        print(f"# {name}\n{_text(mask_secrets(content))}", end="")
         return 0
     path = Path(file).expanduser() if file else default_config_path(os.environ)
     _check_suffix(path)
-    write_config(path, text, is_new=False)
+    write_config(path, _text(content), is_new=False)
     print(f"configuration written to {path}")
     return 0
 

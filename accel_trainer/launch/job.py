@@ -31,7 +31,7 @@ from accel_trainer.launch.outer_job import OuterJob, find_outer_job, job_text, r
 from accel_trainer.launch.tpu import count_tpus, describe_tpu_variables
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.cores import usable_cores
-from accel_trainer.tracking import mask_secrets
+from accel_trainer.tracking import mask_secrets, redact
 
 __all__ = [
     "MIN_PROCESSES",
@@ -281,7 +281,7 @@ def _print_job(job: Job) -> None:
         for path, text, source in option_rows(job.resolved)
         if source.kind is not SourceKind.DEFAULT
     ]
-    print("\n".join(lines))
+    print(redact("\n".join(lines)))
 
 
 def run_job(job: Job) -> int:

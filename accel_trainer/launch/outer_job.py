@@ -14,6 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -27,6 +28,7 @@ from accel_trainer.launch.flags import Options
 from accel_trainer.launch.hosts import HostJob, agent_options
 from accel_trainer.runtime.cores import usable_cores
 from accel_trainer.runtime.launchers import LaunchInfo, find_launch_info
+from accel_trainer.tracking import is_secret
 
 __all__ = ["OuterJob", "find_outer_job", "job_text", "refuse_nesting", "submit"]
 
@@ -256,6 +258,7 @@ def job_text(options: Options, resolved: Resolved) -> str:
             f"deepspeed_hostfile is set ({resolved.source('deepspeed').where}), and with --{kind} the scheduler "
             "chooses the machines; leave it out"
         )
+    _refuse_secrets(options.rest, kind)
     num_local = launch.num_processes // launch.num_machines
     name = re.sub(r"[^a-z0-9]+", "-", Path(options.rest[0]).stem.lower()).strip("-") or "train"
     command = ["accel-trainer", "launch", *options.words, *options.rest]
@@ -263,6 +266,24 @@ def job_text(options: Options, resolved: Resolved) -> str:
     values |= _slurm(resolved, num_local, command) if kind == "slurm" else _kubernetes(options, resolved, command)
     text = Path(__file__).with_name(_TEMPLATES[kind]).read_text(encoding="utf-8")
     return Template(text).substitute(values).rstrip() + "\n"
+
+
+def _refuse_secrets(words: Sequence[str], kind: str) -> None:
+    """Refuse a script's options that would leave a secret in the scheduler's file and accounts."""
+    named = []
+    for word, following in pairwise([*words, ""]):
+        name, _, value = word.partition("=")
+        value = value or following
+        # What ends with _key is often a column's name.
+        is_drawn = not name.endswith("key") or re.fullmatch(r"(?=.*\d)(?=.*[A-Za-z])\S{12,}", value)
+        if is_secret(name) and value and not value.startswith("-") and is_drawn:
+            named.append(name)
+    if named:
+        raise ConfigError(
+            f"{', '.join(named)}: the value would stand in the file of --{kind}, and in what the scheduler keeps of "
+            "the job; leave the option out, and give the script its secrets by variables of the environment, such as "
+            "HF_TOKEN (under Kubernetes from a Secret)"
+        )
 
 
 def _kind(options: Options) -> str:

@@ -64,7 +64,7 @@ def run_env(words: Sequence[str]) -> int:
     file = arguments.config_file
     lines = [f"- {name}: {value}" for name, value in environment_facts(asks_torch=arguments.devices)]
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_REPORTED_PREFIXES)}
-    lines += [f"- {name}: {redact(value, ())}" for name, value in mask_secrets(variables).items()]
+    lines += [f"- {name}: {value}" for name, value in mask_secrets(variables).items()]
     lines.append(_config_lines(file))
     print("\n".join(["Copy this into the bug report:", "", *lines]))
     return 0
@@ -133,6 +133,6 @@ def _config_lines(file: str | None) -> str:
     try:
         content = mask_secrets(read_file(str(path)).content)
     except ConfigError as error:
-        return f"- configuration: {error}"
+        return f"- configuration: {redact(str(error))}"
     head = f"- configuration: {path}" if file else f"- {note}"
-    return "\n".join([head, *(f"    {key}: {redact(str(value), ())}" for key, value in content.items())])
+    return "\n".join([head, *(f"    {key}: {value}" for key, value in content.items())])

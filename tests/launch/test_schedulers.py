@@ -125,6 +125,14 @@ def test_a_job_is_handed_to_the_scheduler(folder: Path, monkeypatch: pytest.Monk
         (["--slurm", "train_it.py"], "--slurm wants a number of processes, .*; set --num_processes, over all machines"),
         (["--slurm", "--kubernetes", *JOB, "train_it.py"], "are two schedulers; give one of them"),
         (["--slurm", *JOB, "--machine_rank", "1", "train_it.py"], "machine_rank=1 .* the scheduler tells each machine"),
+        (
+            ["--slurm", *JOB, "train_it.py", "--sort_key", "length", "--hub_token", "hf_abc"],
+            "accel-trainer launch: --hub_token: the value would stand in the file of --slurm, .* such as HF_TOKEN",
+        ),
+        (
+            ["--kubernetes", *JOB, "--image", "i", "train_it.py", "--license_key=0a1b2c3d4e5f"],
+            "--license_key: the value would stand in the file of --kubernetes",
+        ),
         (["--slurm", *JOB, "missing.py"], "script 'missing.py' does not exist"),
         (["--slurm", *JOB, "--parallel_tp_size", "5", "train_it.py"], r"parallel.tp_size=5 .* makes 5 process\(es\)"),
         (["--kubernetes", *JOB, "train_it.py"], "--kubernetes wants the container's image; give it with --image"),

@@ -6,6 +6,7 @@ reference: models are built sharded as long as the arguments live.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +22,9 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import HfDeepSpeedConfig
 from accel_trainer.registry import load_arguments_adapter
 from accel_trainer.runtime.process import current_process
+from accel_trainer.tracking import mask_secrets
 
-__all__ = ["complete_engine_config", "deepspeed_options", "start_engine", "unsharded_models"]
+__all__ = ["complete_engine_config", "deepspeed_options", "masked_engine_config", "start_engine", "unsharded_models"]
 
 logger = logging.get_logger(__name__)
 
@@ -75,6 +77,15 @@ def start_engine(args: TrainingArguments, resolved: Resolved) -> None:
     args.hf_deepspeed_config = HfDeepSpeedConfig(engine.data)
     if engine.stage < 3 or engine.builds_in_pieces:
         set_hf_deepspeed_config(args.hf_deepspeed_config)
+
+
+def masked_engine_config(args: Any) -> dict[str, Any]:
+    """Return the attributes of the arguments in which the engine's configuration stands, by name, without secrets."""
+    resolved, held = args.resolved, copy.copy(args.hf_deepspeed_config)
+    if held is not None:
+        held.config = mask_secrets(held.config)
+    config = dataclasses.replace(resolved.config, deepspeed=mask_secrets(resolved.config.deepspeed))
+    return {"resolved": dataclasses.replace(resolved, config=config), "hf_deepspeed_config": held}
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from accel_trainer.config.parallel import axis_sizes
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.plugins.parallelism import ParallelismConfig
 from accel_trainer.runtime.process import find_process, hidden_variable, init_process, read_environment
+from accel_trainer.tracking import mask_secrets, redact
 from accel_trainer.trainer.accelerate_states import share_process
 from accel_trainer.trainer.arguments.deepspeed_arguments import deepspeed_options, start_engine, unsharded_models
 from accel_trainer.trainer.arguments.fsdp_arguments import fill_fsdp_fields, resolve_arguments
@@ -378,11 +379,16 @@ class TrainingArguments(transformers.TrainingArguments):
         return unsharded_models()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values, tokens hidden."""
+        """Return the fields as plain values, tokens hidden, those within them too."""
         content = super().to_dict()
         if isinstance(content.get("accelerator_config"), AcceleratorConfig):
             content["accelerator_config"] = content["accelerator_config"].to_dict()
-        return content
+        return {name: mask_secrets(value) if isinstance(value, dict) else value for name, value in content.items()}
+
+    def __str__(self) -> str:
+        return redact(super().__str__())
+
+    __repr__ = __str__
 
 
 @dataclass(repr=False)

@@ -464,7 +464,7 @@ class CheckpointMethods(_Upstream):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         is_for_this_node = self.args.save_on_each_node and self.args.should_save
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False) if is_for_this_node else None
-        with upstream_files.saving_on_this_rank(model), upstream_files.without_token(self.args):
+        with upstream_files.saving_on_this_rank(model), upstream_files.without_secrets(self.args):
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -59,7 +59,8 @@ from accel_trainer.strategies.api import CheckpointIO
 from accel_trainer.strategies.local_replicas import LocalReplicas, OuterOptimizer
 from accel_trainer.strategies.parameter_state.matching import match_model
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
-from accel_trainer.trainer.arguments.deepspeed_arguments import unsharded_models
+from accel_trainer.tracking import is_secret, mask_secrets
+from accel_trainer.trainer.arguments.deepspeed_arguments import masked_engine_config, unsharded_models
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
 from accel_trainer.trainer.checkpoint.resuming import TRAINER_STATE_NAME
 from accel_trainer.trainer.running_trainer import CheckpointingTrainer
@@ -81,7 +82,7 @@ __all__ = [
     "save_optimizer",
     "save_trained_beside",
     "saving_on_this_rank",
-    "without_token",
+    "without_secrets",
 ]
 
 logger = logging.get_logger("transformers.trainer")
@@ -143,13 +144,17 @@ def save_model(trainer: CheckpointingTrainer, output_dir: str) -> None:
 
 
 @contextmanager
-def without_token(args: TrainingArguments) -> Iterator[None]:
-    """Leave the hub's token out of `training_args.bin`, which transformers 5.17 to 5.23 pickle and push with it."""
-    token, args.hub_token = args.hub_token, None
+def without_secrets(args: TrainingArguments) -> Iterator[None]:
+    """Leave secrets out of `training_args.bin`, which transformers 5.17 to 5.23 pickle and push with them."""
+    values = {name: value for name, value in vars(args).items() if isinstance(value, str | dict | list)}
+    masked = {name: None if is_secret(name) else value for name, value in mask_secrets(values).items()}
+    masked |= masked_engine_config(args)
+    before = {name: getattr(args, name) for name in masked}
+    args.__dict__.update(masked)
     try:
         yield
     finally:
-        args.hub_token = token
+        args.__dict__.update(before)
 
 
 @contextmanager
