@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_trainer import logging
 from accel_trainer.accelerator.accumulation import PreparedUnit
+from accel_trainer.accelerator.options import list_changes, set_options
 from accel_trainer.accelerator.settings import AcceleratorSettings
 from accel_trainer.accelerator.single_files import save
 from accel_trainer.accelerator.token_mean import TokenWindow
@@ -23,7 +24,8 @@ from accel_trainer.checkpoint.checkpointer import FilesToRead, SaveJob
 from accel_trainer.checkpoint.commit.retention import PREFIX
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.boxes import Box
-from accel_trainer.checkpoint.format.manifest import Manifest
+from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, Manifest
+from accel_trainer.checkpoint.format.regular_files import as_corrupt
 from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.interop.accelerate_state import is_accelerate_or_dcp_state, load_accelerate_or_dcp_state
 from accel_trainer.checkpoint.reader import Verify, check_verify
@@ -46,6 +48,9 @@ logger = logging.get_logger(__name__)
 
 SAVED_STATES = CheckpointKind(reads_without_manifest=is_accelerate_or_dcp_state)
 """The checkpoints of `save_state`, and the states of other libraries that `load_state` reads."""
+
+_OPTIONS_KEY = "options"
+"""Of a manifest's metadata: the options of the run that saved it."""
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 """Called with the models, their weights, and the directory to write into."""
@@ -284,6 +289,17 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             calls = [partial(hook, models) for hook in hooks.values()]
             state.has_weights = self._left_by_hooks(calls, weights, staged.path, "save_state's hooks")
         save_train_state(staged, state, self.process)
+        if staged.commits:
+            staged.metadata[_OPTIONS_KEY] = self._options_in_words()
+
+    def _options_in_words(self) -> dict[str, str]:
+        """Return the options in force by dotted path, secrets masked, and how many samples an update has."""
+        words = {option.name: option.value for option in set_options(self.resolved)}
+        for index, loader in enumerate(self._prepared.dataloaders):
+            if loader.total_batch_size is not None:
+                samples = loader.total_batch_size * self.config.accumulation.num_steps
+                words[f"samples of an update from loader {index}"] = str(samples)
+        return words
 
     def _left_by_hooks(
         self, hooks: Iterable[Callable[[list[Any], str], None]], entries: Sequence[Any], directory: Path, section: str
@@ -517,7 +533,13 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             state.has_weights = self._left_by_hooks(hooks.values(), models, selection.path, "load_state's hooks")
         if selection.stored is None:
             return load_accelerate_or_dcp_state(selection.path, state, self.process)
-        return load_train_state(selection.stored, state, self.process)
+        manifest = selection.stored.manifest
+        with as_corrupt(selection.path / MANIFEST_NAME):
+            changes = list_changes(manifest, manifest.metadata.get(_OPTIONS_KEY, {}), self._options_in_words())
+        outcome = load_train_state(selection.stored, state, self.process)
+        if changes and not keeps_place:
+            logger.warning("%s is of a run that was set up otherwise: %s", selection.path, ", ".join(changes))
+        return outcome
 
     # --- weights and single objects --------------------------------------------------------------------------------
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from accel_trainer.config import MixedPrecision, Resolved, RunConfig, resolve
+from accel_trainer.checkpoint.format.manifest import Manifest, used_versions
+from accel_trainer.config import MixedPrecision, Resolved, RunConfig, Source, field_specs, resolve
 from accel_trainer.config.parallel import check_fewest
 from accel_trainer.config.resolve import ACCELERATOR_KEYWORDS
+from accel_trainer.config.validation import show_plain
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin
 from accel_trainer.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -32,8 +36,18 @@ from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Capabilities, Strategy, WrapPolicyFunction
 from accel_trainer.strategies.comm_hooks import CommHook
+from accel_trainer.tracking import mask_secrets
 
-__all__ = ["AcceleratorOptions", "build_strategy", "keep_global_batch", "resolve_options"]
+__all__ = [
+    "AcceleratorOptions",
+    "SetOption",
+    "build_strategy",
+    "keep_global_batch",
+    "list_changes",
+    "resolve_options",
+    "set_options",
+    "show_option",
+]
 
 
 _HANDLERS = (
@@ -44,6 +58,23 @@ _HANDLERS = (
     InitProcessGroupKwargs,
     ProfileKwargs,
 )
+
+_IS_OF_PLACE = re.compile(
+    r"(output_dir|run_name|project|trackio|report_|logging_|log_|disable_tqdm|save_|load_best|metric_for|greater_is|eval_|"
+    r"push_to_hub|hub_|resume_from|on_save_error|max_pause_s|preempt|hang\.|verify|launch\.|timeout_seconds|local_rank|"
+    r"dataloader_|include_|debug|do_|use_cpu|enable_jit|accelerator_config)"
+)
+"""Beginnings of the names of options that change nothing of what is learnt."""
+
+
+class SetOption(NamedTuple):
+    """An option, its value for people, and who set it."""
+
+    name: str
+    value: str
+    source: Source
+    is_set: bool
+    """Whether the value is other than the default."""
 
 
 @dataclass
@@ -267,3 +298,36 @@ def build_strategy(resolved: Resolved, process: ProcessContext) -> Strategy:
         )
     check_num_processes(resolved, process.world_size)
     return strategy
+
+
+def set_options(resolved: Resolved) -> list[SetOption]:
+    """Return every option of a configuration, those of the DeepSpeed block last; tokens and keys are masked."""
+    specs = field_specs()
+    options = [
+        SetOption(path, show_option(path, value), source, is_set=value != specs[path].default)
+        for path, value, source in resolved.explain()
+        if not isinstance(value, Mapping)  # an engine's block: it follows, key by key
+    ]
+    with suppress(ConfigError):  # its file is no longer there
+        block = resolved.explain_block()
+        options += [SetOption(path, show_option(path, value), source, is_set=True) for path, value, source in block]
+    return options
+
+
+def show_option(path: str, value: Any) -> str:
+    """Return an option's value in words, masked where its name is that of a secret."""
+    name = path.rpartition(".")[2]
+    return show_plain(mask_secrets({name: value})[name]) or "''"
+
+
+def list_changes(manifest: Manifest, before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return how options and versions differ from those of the run that saved a checkpoint: `name: before -> now`.
+
+    Not those that say where a run writes, when it logs, saves and evaluates, and how its processes are started.
+    """
+    before, now = {**before, **manifest.versions}, {**now, **used_versions()}
+    return [
+        f"{name}: {before[name]} -> {value}"
+        for name, value in now.items()
+        if name in before and before[name] != value and not _IS_OF_PLACE.match(name)
+    ]

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from accel_trainer import logging
+from accel_trainer.accelerator.options import SetOption, list_changes
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME
 from accel_trainer.checkpoint.format.regular_files import as_corrupt
 from accel_trainer.report.charts import format_number
@@ -24,10 +25,8 @@ from accel_trainer.trainer.run_setup import (
     Duplicates,
     RecordedTrainer,
     RunLengths,
-    SetOption,
     describe_options,
     describe_setup,
-    list_changes,
     list_options,
     log_lines,
 )
@@ -76,7 +75,10 @@ class RunRecord:
         resumption = trainer.run_checkpoints.resumption
         if resumption is not None and resumption.manifest is not None:
             with as_corrupt(resumption.path / MANIFEST_NAME):
-                changes = list_changes(resumption.manifest, self._options)
+                record = resumption.manifest.metadata.get(RECORD_KEY, {})
+                before = {name: value for name, value, *_ in record.get("options", ())}
+                now = {option.name: option.value for option in self._options}
+                changes = list_changes(resumption.manifest, before, now)
             if changes:
                 logger.warning("%s is of a run that was set up otherwise: %s", resumption.path, ", ".join(changes))
         self.close()

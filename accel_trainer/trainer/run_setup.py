@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple, Protocol
 
@@ -14,15 +12,10 @@ import torch
 from torch import nn
 from transformers import TrainerState
 
-from accel_trainer import __version__
 from accel_trainer.accelerator.accelerator import Accelerator
-from accel_trainer.checkpoint.format.manifest import Manifest
-from accel_trainer.config import Source, SourceKind, field_specs
-from accel_trainer.config.validation import show_plain
-from accel_trainer.errors import ConfigError
-from accel_trainer.report.recorded_run import RECORD_KEY
+from accel_trainer.accelerator.options import SetOption, set_options, show_option
+from accel_trainer.config import Source, SourceKind
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.tracking import mask_secrets
 from accel_trainer.trainer.arguments.training_arguments import MIRRORED_FIELDS, TrainingArguments
 from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
 
@@ -30,20 +23,12 @@ __all__ = [
     "Duplicates",
     "RecordedTrainer",
     "RunLengths",
-    "SetOption",
     "describe_options",
     "describe_setup",
-    "list_changes",
     "list_options",
     "log_lines",
 ]
 
-_IS_OF_PLACE = re.compile(
-    r"(output_dir|run_name|project|trackio|report_|logging_|log_|disable_tqdm|save_|load_best|metric_for|greater_is|eval_|"
-    r"push_to_hub|hub_|resume_from|on_save_error|max_pause_s|preempt|verify|launch\.|timeout_seconds|local_rank|"
-    r"dataloader_|include_|debug|do_|use_cpu|enable_jit|accelerator_config)"
-)
-"""Beginnings of the names of options that change nothing of what is learnt."""
 _ARGUMENT = Source(SourceKind.PYTHON, "argument")
 _DEFAULT = Source(SourceKind.DEFAULT, "default")
 
@@ -71,16 +56,6 @@ class RunLengths(NamedTuple):
     update_batch: int
     steps_in_epoch: int
     max_steps: int
-
-
-class SetOption(NamedTuple):
-    """An option, its value for people, and who set it."""
-
-    name: str
-    value: str
-    source: Source
-    is_set: bool
-    """Whether the value is other than the default."""
 
 
 class Duplicates(logging.Filter):
@@ -206,48 +181,20 @@ def _describe_resume(trainer: RecordedTrainer) -> str:
 
 def list_options(args: TrainingArguments) -> list[SetOption]:
     """Return every option of the configuration and every argument; tokens and keys are masked."""
-    resolved = args.resolved
-    options = [
-        SetOption(path, _show(path, value), _place(source), is_set=value != field_specs()[path].default)
-        for path, value, source in resolved.explain()
-        if not isinstance(value, Mapping)  # an engine's block: it follows, key by key
-    ]
-    with suppress(ConfigError):  # its file is no longer there
-        block = resolved.explain_block()
-        options += [SetOption(path, _show(path, value), _place(source), is_set=True) for path, value, source in block]
+    options = [option._replace(source=_place(option.source)) for option in set_options(args.resolved)]
     content, given = args.to_dict(), args.given_fields
     for item in fields(args):
         if item.name in MIRRORED_FIELDS or item.name not in content or item.name.startswith("_"):
             continue
         is_set = item.name in given
         source = _ARGUMENT if is_set else _DEFAULT
-        options.append(SetOption(item.name, _show(item.name, content[item.name]), source, is_set))
+        options.append(SetOption(item.name, show_option(item.name, content[item.name]), source, is_set))
     return options
-
-
-def list_changes(manifest: Manifest, options: Iterable[SetOption]) -> list[str]:
-    """Return how options and versions differ from those of the run that saved a checkpoint: `name: before -> now`.
-
-    Not those that say where a run writes, when it logs, saves and evaluates, and how its processes are started.
-    """
-    record = manifest.metadata.get(RECORD_KEY, {})
-    before = {name: value for name, value, *_ in record.get("options", ())} | dict(manifest.versions)
-    now = {option.name: option.value for option in options}
-    now |= {"accel_trainer": __version__, "torch": torch.__version__}
-    return [
-        f"{name}: {before[name]} -> {value}"
-        for name, value in now.items()
-        if name in before and before[name] != value and not _IS_OF_PLACE.match(name)
-    ]
 
 
 def _place(source: Source) -> Source:
     """Return a source by the names that it has here: an argument of Python is a field of the arguments."""
     return _ARGUMENT if source.kind is SourceKind.PYTHON else source
-
-
-def _show(name: str, value: Any) -> str:
-    return show_plain(mask_secrets({name.rpartition(".")[2]: value})[name.rpartition(".")[2]]) or "''"
 
 
 def describe_options(options: Iterable[SetOption]) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from accel_trainer import Accelerator
+from accel_trainer.checkpoint.format.manifest import Manifest
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from tests.checkpoint.crash_job import SavedRun, acknowledged, assert_survived, save_repeatedly
 from tests.ranks import RankFailure, run_ranks
@@ -304,3 +307,25 @@ def test_r18_a_resume_says_what_is_exact_and_what_is_not(tmp_path: Path, caplog:
     assert "; lengths verified; " in lines[2]
     assert all("select" in line and "verify" in line and "load" in line for line in lines)
     assert run.accelerator.save_iteration == 2
+
+
+def test_r16_a_state_holds_options_and_versions_and_a_resume_names_what_differs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    def resume(batch_size: int = 4, **options: Any) -> str:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
+        accelerator.prepare(nn.Linear(2, 1), DataLoader(torch.zeros(8, 2), batch_size))
+        if not (tmp_path / "s").exists():
+            accelerator.save_state(tmp_path / "s")
+        caplog.clear()
+        accelerator.load_state(tmp_path / "s")
+        return caplog.text
+
+    assert "set up otherwise" not in resume(config={"timeout_seconds": 77})
+    manifest = Manifest.read(tmp_path / "s")
+    assert manifest.metadata["options"]["accumulation.num_steps"] == "2"
+    assert manifest.versions | {"torch": torch.__version__, "python": platform.python_version()} == manifest.versions
+    assert "set up otherwise" not in resume()
+    text = resume(2, mixed_precision="bf16")
+    assert "is of a run that was set up otherwise: mixed_precision: no -> bf16, samples of an update from" in text
+    assert "loader 0: 8 -> 4\n" in text

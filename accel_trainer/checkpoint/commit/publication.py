@@ -20,16 +20,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from accel_trainer import __version__
 from accel_trainer.checkpoint.commit.disk import check_space, explain_full_disk, fsync_path, write_durably
 from accel_trainer.checkpoint.commit.lock import DirectoryLock, lock_of
 from accel_trainer.checkpoint.commit.rename import check_target, publish_name, remove_tree, sweep
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
 from accel_trainer.checkpoint.format.checksums import FileEntry
-from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, TensorEntry
+from accel_trainer.checkpoint.format.manifest import (
+    MANIFEST_NAME,
+    MARKER_NAME,
+    Manifest,
+    TensorEntry,
+    used_versions,
+)
 from accel_trainer.checkpoint.format.safetensors_file import StagingMemory
 from accel_trainer.checkpoint.format.verification import list_files
 from accel_trainer.errors import ConfigError, ProcessGroupError
@@ -259,7 +263,7 @@ class Publication:
             files=files,
             tensors=tensors,
             metadata=staged.metadata,
-            versions={"accel_trainer": __version__, "torch": torch.__version__},
+            versions=used_versions(),
         )
         self.num_bytes = manifest.num_bytes
         text = manifest.encode()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -39,6 +41,7 @@ __all__ = [
     "Manifest",
     "TensorEntry",
     "check_name",
+    "used_versions",
 ]
 
 FORMAT_VERSION = 3
@@ -248,6 +251,13 @@ def _read_object(text: bytes, path: Path) -> dict[str, Any]:
             "install the version of accel_trainer that wrote it"
         )
     return data
+
+
+def used_versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that compute a run, as far as they are imported."""
+    names = ("accel_trainer", "torch", "transformers", "deepspeed", "peft", "torchao")
+    found = {name: getattr(sys.modules.get(name), "__version__", None) for name in names}
+    return {"python": platform.python_version(), **{name: str(version) for name, version in found.items() if version}}
 
 
 def check_name(name: str) -> None:
