@@ -113,7 +113,7 @@ def test_a_fault_of_one_rank_ends_a_loop_as_promised(observed: dict[Case, Observ
     assert find_broken_promise(case, observed[case]) == ""
 
 
-def test_a_rank_that_does_not_come_within_the_timeout_is_named_with_its_place(tmp_path):
+def test_r10_a_rank_that_does_not_come_within_the_timeout_is_named_with_its_place(tmp_path):
     options = {"hang": {"step_seconds": 1.0}, "timeout_seconds": 2.5}
 
     failures = failures_of(native_script, "ddp", str(tmp_path), options, text="sleep@data.next:rank=1:step=1:seconds=4")
@@ -279,13 +279,13 @@ def skip_one(kind: str, debug: bool) -> list[str]:
         ("shape", r"do not agree on leaf 0 of gather: rank 0 has float32 \(3,\), rank 1 has float32 \(1,\)"),
     ],
 )
-def test_debug_names_a_collective_that_a_rank_leaves_out_before_data_moves(kind: str, message: str):
+def test_r11_debug_names_a_collective_that_a_rank_leaves_out_before_data_moves(kind: str, message: str):
     for name, text in run_ranks(skip_one, 2, kind, True):
         assert name == ("DistributedOperationException" if kind == "shape" else "DesyncError")
         assert re.search(message, text), text
 
 
-def test_a_collective_left_out_that_gives_wrong_numbers_is_found_without_debug():
+def test_r11_a_collective_left_out_that_gives_wrong_numbers_is_found_without_debug():
     for name, text in run_ranks(skip_one, 2, "same", False):
         assert name == "DesyncError"
         assert re.search(
@@ -310,7 +310,7 @@ def gathering_script() -> None:
     as_script(gather_on_one)
 
 
-def test_debug_names_a_collective_that_meets_one_of_torch():
+def test_r11_debug_names_a_collective_that_meets_one_of_torch():
     failures = failures_of(gathering_script)
 
     assert re.search(
@@ -336,7 +336,7 @@ def save_out_of_step(directory: str) -> str:
     return str(caught.value)
 
 
-def test_a_save_of_ranks_that_are_out_of_step_is_refused(tmp_path):
+def test_r11_a_save_of_ranks_that_are_out_of_step_is_refused(tmp_path):
     for text in run_ranks(save_out_of_step, 2, str(tmp_path / "saved")):
         assert re.search(
             r"call 4 was gather on rank 0, and nothing more on rank 1\. .*nothing of this was saved", text
