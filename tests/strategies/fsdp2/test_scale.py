@@ -1,7 +1,8 @@
-"""Layouts of 64, 512 and 4,096 ranks: hybrid shards x sp x tp, by the real strategy in a fake group."""
+"""Layouts of 64, 512 and 4,096 ranks: hybrid shards x sp x tp, and x sp x ep, by the real strategy in a fake group."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from typing import Any, NamedTuple
@@ -25,26 +26,37 @@ from accel_trainer.strategies.api import TrainJob
 from accel_trainer.strategies.fsdp2 import strategy
 from accel_trainer.strategies.fsdp2.initial_values import Values
 
-TP, SP = 4, 2
-# Replicas, and shards, which ranks of a sequence share, too. Rows divide by neither everywhere: shards are uneven, and
-# some empty.
-LAYOUTS = {64: (2, 8), 512: (8, 16), 4096: (64, 16)}
+
+class Layout(NamedTuple):
+    """Ranks along the axes of a job; those of a sequence share shards, too, as those of experts do."""
+
+    replicas: int
+    shards: int
+    sp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The options that ask for it."""
+        sizes = {"dp_replicate": self.replicas, "dp_shard": self.shards // self.sp}
+        sizes |= {"sp": self.sp, "tp": self.tp, "ep": self.ep}
+        return {f"parallel.{axis}_size": size for axis, size in sizes.items()}
 
 
-class Place(NamedTuple):
-    """A rank in the mesh; neighbours differ in the last."""
+# Rows divide by the number of shards nowhere or not everywhere: shards are uneven, and some empty.
+LAYOUTS = {
+    (64, "sp x tp"): Layout(2, 8, sp=2, tp=4),
+    (512, "sp x tp"): Layout(8, 16, sp=2, tp=4),
+    (4096, "sp x tp"): Layout(64, 16, sp=2, tp=4),
+    (64, "sp x ep"): Layout(2, 32, sp=2, ep=4),
+    (512, "sp x ep"): Layout(8, 64, sp=2, ep=4),
+    (4096, "sp x ep"): Layout(64, 64, sp=2, ep=4),
+}
 
-    replicate: int
-    shard: int
-    tp: int
 
-
-def place_of(rank: int, world_size: int) -> Place:
-    return Place(*map(int, np.unravel_index(rank, (*LAYOUTS[world_size], TP))))
-
-
-def build_llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def build_model(layout: Layout) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     sizes = {
         "hidden_size": 24,
@@ -54,7 +66,28 @@ def build_llama() -> nn.Module:
         "head_dim": 4,
     }
     with torch.device("meta"):
+        if layout.ep > 1:
+            return MixtralForCausalLM(MixtralConfig(**sizes, num_hidden_layers=1, vocab_size=100, num_local_experts=8))
         return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=100))
+
+
+class Placed(NamedTuple):
+    """How a parameter lies on a mesh: replicas, shards, and parts of layers or experts if there are any."""
+
+    shape: tuple[int, ...]
+    mesh: tuple[int, ...]
+    placements: tuple[Any, ...]
+
+    def part(self, rank: int) -> Tensor:
+        """Return the numbers of the elements that a rank holds: its part of the layer, and of that its shard."""
+        place = np.unravel_index(rank, self.mesh)
+        elements = torch.arange(int(np.prod(self.shape))).view(self.shape)
+        inner = getattr(self.placements[-1], "dim", None) if len(self.mesh) == 3 else None
+        if inner is not None:
+            elements = elements.chunk(self.mesh[2], inner)[place[2]]
+        dim = self.placements[1].dim
+        parts = elements.chunk(self.mesh[1], dim)
+        return parts[place[1]] if place[1] < len(parts) else elements.narrow(dim, 0, 0)
 
 
 class Prepared(NamedTuple):
@@ -63,53 +96,49 @@ class Prepared(NamedTuple):
     reader: tuple[int, int]
     readers: tuple[int, ...]
     boxes: dict[str, Any]
-    placements: dict[str, Any]
+    placed: dict[str, Placed]
     shares: list[str]
 
 
-def prepare(rank: int, world_size: int) -> Prepared:
-    replicas, shards = LAYOUTS[world_size]
-    sizes = {"dp_replicate_size": replicas, "dp_shard_size": shards // SP, "sp_size": SP, "tp_size": TP}
-    resolved = resolve(explicit={f"parallel.{name}": size for name, size in sizes.items()}, environ={})
+def prepare(rank: int, world_size: int, layout: Layout) -> Prepared:
+    resolved = resolve(explicit=layout.sizes, environ={})
     with fake_job(world_size, 8, rank) as process:
         fsdp2 = strategy.FSDP2Strategy()
         readers = fsdp2.readers(resolved, process)
-        model = build_llama()
+        model = build_model(layout)
         fsdp2.prepare(TrainJob(model, [], resolved), build_precision("no", process.device), process)
-        named = dict(model.named_parameters())
+        named: dict[str, Any] = dict(model.named_parameters())
         return Prepared(
             (readers.rank, readers.world_size),
             readers.ranks or (),
             {name: (local_box(p).offsets, tuple(local_tensor(p).shape)) for name, p in named.items()},
-            {name: (tuple(p.shape), p.placements) for name, p in named.items()},
+            {name: Placed(tuple(p.shape), tuple(p.device_mesh.shape), p.placements) for name, p in named.items()},
             own_share(named, rank, range(world_size)),
         )
 
 
-def expected_part(shape: tuple[int, ...], tp_dim: int | None, place: Place, num_shards: int) -> Tensor:
-    """Return the numbers of a parameter's elements that a rank holds: its layers' part first, and of that its rows."""
-    elements = torch.arange(int(np.prod(shape))).view(shape)
-    if tp_dim is not None:
-        elements = elements.chunk(TP, tp_dim)[place.tp]
-    parts = elements.chunk(num_shards)
-    return parts[place.shard] if place.shard < len(parts) else elements[:0]
-
-
-def tp_dim_of(placements: Any) -> int | None:
-    return getattr(placements[-1], "dim", None)
+@functools.cache
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    """Return a mesh without groups, for `share_of` to see as each rank does: making thousands would take the time."""
+    ranks = torch.arange(int(np.prod(shape))).view(shape)
+    names = ("replicate", "shard", "part")[: len(shape)]
+    return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
 
 
 def share_of(rank: int, world_size: int, prepared: Prepared) -> tuple[list[str], dict[str, Tensor]]:
     """Return what a rank writes of a checkpoint, and its shards, laid out as the strategy has laid out another's."""
-    replicas, shards = LAYOUTS[world_size]
-    ranks = torch.arange(world_size).view(replicas, shards, TP)
-    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp_replicate", "dp_shard", "tp"), _init_backend=False, _rank=rank)
+    for shape in {placed.mesh for placed in prepared.placed.values()}:
+        mesh_of(shape)._coordinate_on_dim = tuple(map(int, np.unravel_index(rank, shape)))
     held: dict[str, Tensor] = {}
-    for name, (shape, placements) in prepared.placements.items():
-        part = expected_part(shape, tp_dim_of(placements), place_of(rank, world_size), shards)
-        strides = torch.empty(shape, device="meta").stride()
+    for name, placed in prepared.placed.items():
+        strides = torch.empty(placed.shape, device="meta").stride()
         held[name] = DTensor.from_local(
-            part.to("meta"), mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
+            placed.part(rank).to("meta"),
+            mesh_of(placed.mesh),
+            placed.placements,
+            run_check=False,
+            shape=torch.Size(placed.shape),
+            stride=strides,
         )
     return own_share(held, rank, range(world_size)), held
 
@@ -117,28 +146,34 @@ def share_of(rank: int, world_size: int, prepared: Prepared) -> tuple[list[str],
 @pytest.fixture(autouse=True)
 def rank_0_has_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of a fake group tells nobody of its model; it is the same one."""
-    empty = [name for name, _ in (*build_llama().named_parameters(), *build_llama().named_buffers())]
-    monkeypatch.setattr(strategy, "compare_values", lambda *args, **options: Values([], [], empty))
+
+    def all_empty(model: nn.Module, *args: Any, **options: Any) -> Values:
+        return Values([], [], [name for name, _ in (*model.named_parameters(), *model.named_buffers())])
+
+    monkeypatch.setattr(strategy, "compare_values", all_empty)
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
-def test_every_element_is_held_and_written_once_and_every_sample_read_once(world_size: int):
-    replicas, shards = LAYOUTS[world_size]
-    num_readers, num_alike = replicas * shards // SP, TP * SP
+@pytest.mark.parametrize(("world_size", "name"), LAYOUTS)
+def test_every_element_is_held_and_written_once_and_every_sample_read_once(world_size: int, name: str):
+    layout = LAYOUTS[world_size, name]
+    num_readers, num_alike = layout.replicas * layout.shards // layout.sp, layout.tp * layout.sp
     for rank in (0, world_size // 2 + 5, world_size - 1):
-        prepared, place = prepare(rank, world_size), place_of(rank, world_size)
+        prepared = prepare(rank, world_size, layout)
         assert prepared.reader == (rank // num_alike, num_readers)
         assert prepared.readers == tuple(range(rank % num_alike, world_size, num_alike))  # one of each reader's
-        for name, (shape, placements) in prepared.placements.items():
-            part = expected_part(shape, tp_dim_of(placements), place, shards)
-            offsets, sizes = prepared.boxes[name]
+        for parameter, placed in prepared.placed.items():
+            offsets, sizes = prepared.boxes[parameter]
             index = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
-            assert torch.arange(int(np.prod(shape))).view(shape)[index].equal(part), name
+            elements = torch.arange(int(np.prod(placed.shape))).view(placed.shape)
+            assert elements[index].equal(placed.part(rank)), parameter
         assert prepared.shares == share_of(rank, world_size, prepared)[0]
+    has_parts = {parameter: placed for parameter, placed in prepared.placed.items() if len(placed.mesh) == 3}
+    assert all(placed.mesh[2] == max(layout.tp, layout.ep) for placed in has_parts.values())
+    assert len(has_parts) == (2 if layout.ep > 1 else len(prepared.placed))
     # Of each layout one parameter, on every rank.
-    by_layout = {placements: name for name, (_, placements) in prepared.placements.items()}
-    prepared = prepared._replace(placements={name: prepared.placements[name] for name in by_layout.values()})
-    writers = {name: np.zeros(shape, dtype=int) for name, (shape, _) in prepared.placements.items()}
+    by_layout = {(placed.mesh, placed.placements): name for name, placed in prepared.placed.items()}
+    prepared = prepared._replace(placed={name: prepared.placed[name] for name in by_layout.values()})
+    writers = {name: np.zeros(placed.shape, dtype=int) for name, placed in prepared.placed.items()}
     for rank in range(world_size):
         names, held = share_of(rank, world_size, prepared)
         for name in names:
