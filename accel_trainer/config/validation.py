@@ -266,12 +266,22 @@ def _mapping(value: Any, lenient: bool) -> FrozenDict:
 def cross_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
     """Return the contradictions between options; `describe` gives `path=value (from where)` for a dotted path."""
     problems = axis_problems(config, describe)
-    launch = config.launch
     if config.fsdp.replicate_per_node and config.fsdp.replicate_size > 1:
         problems.append(
             f"{describe('fsdp.replicate_per_node')} contradicts {describe('fsdp.replicate_size')}: "
             "give the number of replicas, or one per node, not both"
         )
+    problems += _launch_problems(config, describe)
+    if config.mixed_precision == MixedPrecision.FP8:
+        problems += _fp8_problems(config, describe)
+    if config.local_steps is not None:
+        problems += _local_step_problems(config, describe)
+    return problems
+
+
+def _launch_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
+    """Return the contradictions of the numbers of machines and processes with each other, and with the strategy."""
+    problems, launch = [], config.launch
     if launch.machine_rank >= launch.num_machines:
         problems.append(
             f"{describe('launch.machine_rank')} does not fit {describe('launch.num_machines')}: "
@@ -292,10 +302,6 @@ def cross_problems(config: RunConfig, describe: Callable[[str], str]) -> list[st
             f"{describe('launch.min_processes')} with {describe('strategy')}, whose engine's batch sizes are for one "
             "number of processes; give num_processes one number, or shard with fsdp2"
         )
-    if config.mixed_precision == MixedPrecision.FP8:
-        problems += _fp8_problems(config, describe)
-    if config.local_steps is not None:
-        problems += _local_step_problems(config, describe)
     return problems
 
 
