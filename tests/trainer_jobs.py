@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import Dataset
 
 from tests.ranks import preload, run_ranks
@@ -31,6 +32,7 @@ preload(
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.t5.modeling_t5",
+    "transformers.models.t5gemma.modeling_t5gemma",
 )
 
 VOCABULARY = 64
@@ -97,7 +99,7 @@ class TokenDataset(Dataset):
 
 
 def build_model(kind: str = "llama", seed: int = 0, dropout: float = 0.0) -> torch.nn.Module:
-    """Return a tiny model of transformers with fresh weights: llama, mixtral, gpt2 (tied), bert (classifier) or t5."""
+    """Return a tiny model with fresh weights: llama, mixtral, gpt2 (tied), bert (classifier), t5 or t5gemma."""
     import transformers
 
     torch.manual_seed(seed)
@@ -124,6 +126,16 @@ def build_model(kind: str = "llama", seed: int = 0, dropout: float = 0.0) -> tor
             attention_probs_dropout_prob=dropout, **layers,
         )  # fmt: skip
         return transformers.BertForSequenceClassification(config)
+    if kind == "t5gemma":  # an encoder with a decoder that declares a plan for tensor parallelism
+        stack = {
+            "vocab_size": VOCABULARY, "num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8,
+            "initializer_range": 0.3, **layers, "num_hidden_layers": 1,
+        }  # fmt: skip
+        gemma = transformers.T5GemmaForConditionalGeneration(
+            transformers.T5GemmaConfig(encoder=stack, decoder=stack, vocab_size=VOCABULARY)
+        )
+        nn.init.constant_(gemma.model.decoder.layers[0].post_cross_attn_layernorm.weight, 8.0)  # as of t5 below
+        return gemma
     config = transformers.T5Config(
         vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=dropout,
         decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,

@@ -20,11 +20,13 @@ def generated(prediction: Any) -> dict[str, int]:
     return {"rows": len(prediction.predictions), "width": prediction.predictions.shape[1]}
 
 
-def generate(output_dir: str, strategy: str = "single", train: bool = True) -> dict[str, Any]:
+def generate(
+    output_dir: str, strategy: str = "single", train: bool = True, model: str = "t5", sizes: Any = None
+) -> dict[str, Any]:
     trainer = build_trainer(
-        output_dir, strategy=strategy, model="t5", eval_samples=SAMPLES, samples=8, uneven=True, learning_rate=0.0,
+        output_dir, strategy=strategy, model=model, eval_samples=SAMPLES, samples=8, uneven=True, learning_rate=0.0,
         predict_with_generate=True, generation_max_length=MAX_LENGTH, per_device_eval_batch_size=2,
-        options={"compute_metrics": generated},
+        parallelism_config=sizes, options={"compute_metrics": generated},
     )  # fmt: skip
     if train:
         trainer.train()
@@ -34,8 +36,8 @@ def generate(output_dir: str, strategy: str = "single", train: bool = True) -> d
 
 
 @functools.cache
-def expected_tokens() -> np.ndarray:
-    network, rows = build_model("t5").eval(), TokenDataset(SAMPLES, seed=1).rows
+def expected_tokens(model: str) -> np.ndarray:
+    network, rows = build_model(model).eval(), TokenDataset(SAMPLES, seed=1).rows
     tokens = torch.full((SAMPLES, MAX_LENGTH), 0)
     for index, row in enumerate(rows):
         out = network.generate(input_ids=row["input_ids"][None], max_length=MAX_LENGTH)[0]
@@ -44,8 +46,8 @@ def expected_tokens() -> np.ndarray:
 
 
 @functools.cache
-def expected_loss() -> float:
-    network, rows = build_model("t5").eval(), TokenDataset(SAMPLES, seed=1, uneven=True).rows
+def expected_loss(model: str) -> float:
+    network, rows = build_model(model).eval(), TokenDataset(SAMPLES, seed=1, uneven=True).rows
     total, count = 0.0, 0
     for row in rows:
         tokens = int((row["labels"] != -100).sum())
@@ -55,13 +57,13 @@ def expected_loss() -> float:
     return total / count
 
 
-def check(result: dict[str, Any]) -> None:
+def check(result: dict[str, Any], model: str = "t5") -> None:
     # Upstream pads to the length of the model's own generation config.
-    np.testing.assert_array_equal(result["predictions"][:, :MAX_LENGTH], expected_tokens())
+    np.testing.assert_array_equal(result["predictions"][:, :MAX_LENGTH], expected_tokens(model))
     assert len({tuple(row) for row in result["predictions"]}) > 1
     assert not result["predictions"][:, MAX_LENGTH:].any()
     assert result["metrics"]["eval_rows"] == SAMPLES
-    assert result["metrics"]["eval_loss"] == pytest.approx(expected_loss(), rel=1e-5)
+    assert result["metrics"]["eval_loss"] == pytest.approx(expected_loss(model), rel=1e-5)
     assert result["labels"].shape[0] == SAMPLES
 
 
@@ -78,6 +80,24 @@ def test_two_ranks_generate_the_same_tokens_in_order_trained_and_untrained(tmp_p
     for results in run_ranks(generate_on_two, 2, str(tmp_path)):
         for result in results:
             check(result)
+
+
+MESHES: dict[int, list[dict[str, int]]] = {
+    2: [{"tp_size": 2}],
+    4: [{"tp_size": 2, "dp_shard_size": 2}, {"dp_replicate_size": 2, "dp_shard_size": 2}],
+}
+
+
+def generate_on_meshes(folder: str, meshes: list[dict[str, int]]) -> list[dict[str, Any]]:
+    return [generate(folder, train="tp_size" in sizes, model="t5gemma", sizes=sizes) for sizes in meshes]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("world_size", MESHES)
+def test_ranks_of_a_mesh_generate_what_one_process_does(world_size: int, tmp_path):
+    for results in run_ranks(generate_on_meshes, world_size, str(tmp_path), MESHES[world_size]):
+        for result in results:
+            check(result, "t5gemma")
 
 
 def test_the_generation_length_falls_back_to_the_arguments(tmp_path):
