@@ -217,7 +217,7 @@ def check_weights(
     *,
     is_forced: bool,
     doing: Literal["save", "load"] = "save",
-) -> None:
+) -> bool:
     """Refuse to save weights that are NaN or infinite, or to go on from such that have been loaded.
 
     Args:
@@ -226,6 +226,9 @@ def check_weights(
         process: of ranks that hold different shards, which all call this; None where this rank holds all.
         is_forced: it is a warning.
 
+    Returns:
+        Whether all of them are numbers, on all ranks.
+
     Raises:
         NonFiniteError: on every rank.
     """
@@ -233,12 +236,12 @@ def check_weights(
     found = [bad] if process is None else gather_or_raise(process, section, None, bad)
     every = sorted({name for rank in found for name in rank})
     if not every:
-        return
+        return True
     text = f"{section}: {len(every)} of the model's weights hold NaN or infinity, {every[0]!r} for one"
     done, instead = _DONE[doing]
     if is_forced:
         logger.warning("%s; they are %s (on_nonfinite='warn')", text, done)
-        return
+        return False
     _raise(f"{text}; {instead}. Go on from an earlier checkpoint, or {doing} them as they are with on_nonfinite='warn'")
 
 

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from accel_trainer import Accelerator, ProjectConfiguration
+from accel_trainer.accelerator import checkpointing
 from accel_trainer.errors import ConfigError, NonFiniteError
+from accel_trainer.runtime.nonfinite import check_weights
 from tests.ranks import preload, run_ranks
 from tests.stand_in import ALONE, build, install
 
@@ -135,6 +137,38 @@ def test_r14_weights_that_are_none_are_not_saved_unless_asked_to(ranks: list[dic
 @pytest.mark.parametrize("clips", [True, False])
 def test_r14_one_process_acts_as_several(clips: bool) -> None:
     check({action: train(action, clips=clips) for action in ("raise", "skip_step", "warn")}, is_main=True, bad_rank=0)
+
+
+def test_r14_a_load_looks_at_weights_that_the_save_has_not_seen_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+
+    def look(named: Any, section: str, *args: Any, **kwargs: Any) -> bool:
+        looks.append(section)
+        return check_weights(named, section, *args, **kwargs)
+
+    def prepare(dtype: torch.dtype = torch.float32, action: str = "raise") -> tuple[Accelerator, nn.Module]:
+        accelerator = Accelerator(cpu=True, config={"on_nonfinite": action})
+        model = nn.Linear(3, 4)
+        model.weight.data[1, 2] = 1e6
+        return accelerator, accelerator.prepare(model.to(dtype))
+
+    monkeypatch.setattr(checkpointing, "check_weights", look)
+    accelerator, model = prepare()
+    accelerator.save_state(tmp_path / "good")
+    accelerator.load_state(tmp_path / "good")
+    assert looks == [f"save to {tmp_path / 'good'}"]
+    accelerator.load_state(tmp_path / "good", verify="size")
+    with pytest.raises(NonFiniteError, match=f"load of {tmp_path / 'good'}: 1 of the model's weights"):
+        prepare(torch.float16)[0].load_state(tmp_path / "good")
+
+    accelerator, model = prepare(action="warn")
+    model.weight.data[0, 0] = float("nan")
+    accelerator.save_state(tmp_path / "bad")
+    with pytest.raises(NonFiniteError, match=f"load of {tmp_path / 'bad'}: 1 of the model's weights"):
+        prepare()[0].load_state(tmp_path / "bad")
+    assert len(looks) == 5
 
 
 def test_weights_whose_sum_is_too_large_for_fp32_are_saved(tmp_path: Path) -> None:
