@@ -81,8 +81,11 @@ class PreparedUnit:
     """Whether the current micro-batch has had its backward."""
     tokens: TokenWindow | None = None
     """Tokens that the window's losses were summed over; None before a loss has been weighed by tokens."""
-    corrected: bool = False
-    """Whether this window's gradients are scaled to the mean over its micro-batches already."""
+    is_finished: bool = False
+    """Whether the gradients are the mean over the window's micro-batches as they are, and nothing is left to scale.
+
+    A field that whoever changes the window sets, and no property: every update asks for it.
+    """
 
     @property
     def may_drop_gradients(self) -> bool:
@@ -101,6 +104,7 @@ class PreparedUnit:
         self.took_backward |= in_window
         if self.tokens is not None:
             self.tokens.take_backward()
+            self.is_finished &= not self.tokens.is_open
 
     def drop_tokens(self) -> None:
         """Forget the tokens of gradients that one of the optimizers is about to drop.
@@ -119,9 +123,9 @@ class PreparedUnit:
         """
         if self.tokens is not None and self.tokens.is_open:
             self.unit.scale_gradients(self.tokens.close())
-            self.corrected = True
-        if not self.corrected and self.window.held != self.window.divisor:
+            self.is_finished = True
+        elif not self.is_finished:
             factor = self.window.correction
             if factor != 1.0:
                 self.unit.scale_gradients(factor)
-                self.corrected = True
+                self.is_finished = True

@@ -749,7 +749,7 @@ def _open(prepared: PreparedUnit, states: Sequence[Mapping[str, Any]]) -> None:
     window.held = round(saved["held"] * ratio)
     window.divisor = max(1, round(saved["divisor"] * ratio))
     window.is_last = False
-    prepared.took_backward, prepared.corrected = True, False
+    prepared.took_backward, prepared.is_finished = True, False
     # Losses are divided by the divisor, those that are weighed by tokens are not.
     factor = saved["divisor"] * ratio / window.divisor if saved["tokens"] is None else 1.0
     # A mean is that of all ranks: each has saved the place of its shard, and the state of one of them is enough.

@@ -52,7 +52,8 @@ class _Accumulate:
                 ends_data = loader is not None and loader.end_of_dataloader
                 window.advance(None if loader is None else loader.remaining, ends_data)
                 prepared.unit.set_gradient_sync(window.exchanges_gradients)
-            prepared.corrected = prepared.took_backward = False
+            prepared.took_backward = False
+            prepared.is_finished = prepared.tokens is None and window.held == window.divisor
             if prepared.tokens is not None and window.held == 1:
                 prepared.tokens.begin()
         self._outer, self._prepared.current = self._prepared.current, units
@@ -382,7 +383,7 @@ class AcceleratorStepping(AcceleratorSettings):
         if len(units) > 1 or self.strategy.capabilities.shards_parameters:
             units = self._units_holding(parameters)
         for prepared in units:
-            if prepared.tokens is not None or prepared.window.held != prepared.window.divisor:
+            if not prepared.is_finished:
                 prepared.finish_window()
         return units[0].unit
 
