@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,8 +61,6 @@ class AcceleratedOptimizer(Optimizer):
         self._has_updated = updates_in_backward(optimizer)
         self._guard = guard
         self._replica_check = replica_check
-        self._samples: list[Tensor] | None = None
-        """Parameters at whose gradients the guard looks, chosen at the first step."""
 
     @property
     def state(self) -> Any:
@@ -89,6 +88,13 @@ class AcceleratedOptimizer(Optimizer):
     @defaults.setter
     def defaults(self, defaults: dict[str, Any]) -> None:
         self.optimizer.defaults = defaults
+
+    @cached_property  # whose value an update reads without a call
+    def samples(self) -> dict[Tensor, str]:
+        """A few of the parameters, the same on all ranks, with their names in the models; one of no model has none."""
+        models = [prepared.unit.module for prepared in self.prepared]
+        names = {id(value): name for model in models for name, value in model.named_parameters()}
+        return {value: names.get(id(value), "") for value in choose_samples(self._parameters())}
 
     @property
     def step_was_skipped(self) -> bool:
@@ -168,12 +174,9 @@ class AcceleratedOptimizer(Optimizer):
 
     def _take_norm(self, guard: NonFiniteGuard, unit: TrainUnit) -> None:
         """Compute the guard's sum of a few gradients, or their norm, where the loop has computed no norm."""
-        if guard.wants_sample:
-            if self._samples is None:
-                self._samples = choose_samples(self._parameters())
-            if self._samples:
-                guard.take_sample(sample_sum(self._samples))
-                return
+        if guard.wants_sample and self.samples:
+            guard.take_sample(sample_sum(self.samples))
+            return
         if guard.wants_norm:
             guard.norm = unit.clip_grad_norm(self._parameters(), float("inf"))
 
@@ -240,4 +243,4 @@ class AcceleratedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A pickle of 0.1 has none of them.
-        self.__dict__.update({"_has_updated": False, "_guard": None, "_samples": None, "_replica_check": None, **state})
+        self.__dict__.update({"_has_updated": False, "_guard": None, "_replica_check": None, **state})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -18,8 +17,6 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rank_watch import current_watch
 from accel_trainer.runtime.shared_errors import gather_or_raise
-from accel_trainer.strategies.api import TrainUnit
-from accel_trainer.strategies.gradients import choose_samples
 
 __all__ = ["UPDATES_PER_CHECK", "ReplicaCheck"]
 
@@ -37,6 +34,11 @@ class _SteppingOptimizer(Protocol):
         """The wrapped optimizer's groups."""
         ...
 
+    @property
+    def samples(self) -> dict[Tensor, str]:
+        """A few of the parameters, with their names in the models."""
+        ...
+
 
 class ReplicaCheck:
     """The comparison of an Accelerator's ranks: at saves, and every 64 updates without a wait for anybody."""
@@ -49,20 +51,12 @@ class ReplicaCheck:
         """
         self._process = process
         self._has_replicas = has_replicas
-        self._samples: WeakKeyDictionary[_SteppingOptimizer, list[tuple[str, Tensor]]] = WeakKeyDictionary()
         self._pending: tuple[int, dict[str, str], list[str], Tensor] | None = None
 
     @classmethod
     def of(cls, process: ProcessContext, *, has_replicas: bool) -> ReplicaCheck | None:
         """Return the comparison of a job's ranks; None for one process, whose steps it would cost something."""
         return cls(process, has_replicas=has_replicas) if process.is_distributed else None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Weak references cannot be pickled; the samples are chosen again.
-        return {**self.__dict__, "_samples": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _samples=WeakKeyDictionary())
 
     def compare(self, optimizers: Iterable[_SteppingOptimizer], loss_scale: float | None, section: str) -> None:
         """Raise unless all ranks have the same. Collective; waits for the device.
@@ -107,21 +101,11 @@ class ReplicaCheck:
         units = [prepared.unit for prepared in optimizer.prepared]
         if not self._has_replicas or any(unit.local_replicas and unit.local_replicas.is_apart for unit in units):
             return [], None
-        if optimizer not in self._samples:
-            self._samples[optimizer] = _choose(optimizer, units)
-        samples = self._samples[optimizer]
+        samples = {name: value for value, name in optimizer.samples.items() if name and not isinstance(value, DTensor)}
         if not samples:
             return [], None
-        sums = [value.detach().sum(dtype=torch.float64) for _, value in samples]
-        return [name for name, _ in samples], torch.stack([each.to(sums[0].device) for each in sums])
-
-
-def _choose(optimizer: _SteppingOptimizer, units: Sequence[TrainUnit]) -> list[tuple[str, Tensor]]:
-    """Return a few of the weights that an optimizer steps, with their names."""
-    names = {id(value): name for unit in units for name, value in unit.module.named_parameters()}
-    trained = [each for group in optimizer.param_groups for each in group["params"] if id(each) in names]
-    chosen = choose_samples([each for each in trained if not isinstance(each, DTensor)])
-    return [(names[id(each)], each) for each in chosen]
+        sums = [value.detach().sum(dtype=torch.float64) for value in samples.values()]
+        return list(samples), torch.stack([each.to(sums[0].device) for each in sums])
 
 
 def _rates(optimizer: _SteppingOptimizer, number: int = 1) -> dict[str, str]:
