@@ -19,6 +19,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,23 @@ _NUMBERS = {
 _VALUE, _NO_VALUE = "value.pt", "value.error"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Workers:
+    """The processes of this machine.
+
+    Attributes:
+        folder: for the value that the function returns, and for tracebacks.
+        prefix: template for what is put before each line that they write; None for nothing.
+    """
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    num_processes: int
+    launch: LaunchConfig
+    folder: Path
+    prefix: str | None
 
 
 def notebook_launcher(
@@ -138,8 +156,16 @@ def notebook_launcher(
     with worker_variables(environment), tempfile.TemporaryDirectory(prefix="accel_trainer_") as folder:
         if not resolved.config.use_cpu:
             set_tpu_variables(num_nodes, num_processes)
-        _run(function, args, num_processes, launch, log_line_prefix_template, Path(folder))
-        return _returned_value(Path(folder))
+        workers = _Workers(
+            function=function,
+            args=args,
+            num_processes=num_processes,
+            launch=launch,
+            folder=Path(folder),
+            prefix=log_line_prefix_template,
+        )
+        _run(workers)
+        return _returned_value(workers.folder)
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> Any:
@@ -262,23 +288,16 @@ def _contained_agent() -> Iterator[list[logging.LogRecord]]:
                 signal.signal(number, handler)
 
 
-def _run(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    num_processes: int,
-    launch: LaunchConfig,
-    prefix: str | None,
-    folder: Path,
-) -> None:
-    """Start the workers and wait; raise the traceback that the first failed one has written to `folder`."""
-    result, causes = _run_agent(function, args, num_processes, launch, prefix, folder)
+def _run(workers: _Workers) -> None:
+    """Start the workers and wait; raise the traceback that the first failed one has written to their folder."""
+    result, causes = _run_agent(workers)
     if not result.is_failed():
         return
     # torch leaves the agent of failed workers in a reference cycle, and with it the job's store, whose thread a fork of
     # this process lacks: a loader's worker that collected it would be aborted.
     gc.collect()
-    world_size = num_processes * launch.num_machines
-    reports = sorted(folder.glob("*.txt"), key=lambda path: path.stat().st_mtime_ns)
+    world_size = workers.num_processes * workers.launch.num_machines
+    reports = sorted(workers.folder.glob("*.txt"), key=lambda path: path.stat().st_mtime_ns)
     if reports:
         first = reports[0]
         raise ProcessGroupError(
@@ -293,26 +312,20 @@ def _run(
     )
 
 
-def _run_agent(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    num_processes: int,
-    launch: LaunchConfig,
-    prefix: str | None,
-    folder: Path,
-) -> tuple[RunResult, list[str]]:
+def _run_agent(workers: _Workers) -> tuple[RunResult, list[str]]:
     """Start the workers and wait; return how they ended, and the errors of those that never called the function."""
+    launch = workers.launch
     with _contained_agent() as logged, log_destination(launch) as logs:
         spec = WorkerSpec(
             role=launch.role,
-            local_world_size=num_processes,
+            local_world_size=workers.num_processes,
             rdzv_handler=build_rendezvous(launch),
             entrypoint=_work,
-            args=(function, args, folder),
+            args=(workers,),
             max_restarts=launch.max_restarts,
             monitor_interval=launch.monitor_interval_seconds,
         )
-        agent = LocalElasticAgent(spec, logs, start_method="fork", log_line_prefix_template=prefix)
+        agent = LocalElasticAgent(spec, logs, start_method="fork", log_line_prefix_template=workers.prefix)
         try:
             result = agent.run()
         except SignalException as caught:
@@ -329,26 +342,26 @@ def _how(code: int) -> str:
     return f"by {signal.Signals(-code).name}{killed}"
 
 
-def _work(function: Callable[..., Any], args: Sequence[Any], folder: Path) -> None:
-    """Call the function in a worker, leave the job, and write the traceback of an error to `folder`."""
+def _work(workers: _Workers) -> None:
+    """Call the function in a worker, leave the job, and write the traceback of an error to their folder."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # a kernel that is killed leaves no workers
     with _whole_lines():
-        _call(function, args, folder)
+        _call(workers)
 
 
-def _call(function: Callable[..., Any], args: Sequence[Any], folder: Path) -> None:
+def _call(workers: _Workers) -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     # The OpenMP pool is a copy without its threads, and libgomp would wait for them forever
     # (https://gcc.gnu.org/bugzilla/show_bug.cgi?id=60035).
     torch.set_num_threads(1)
-    report = folder / f"{os.environ['RANK']}.txt"
+    report = workers.folder / f"{os.environ['RANK']}.txt"
     report.unlink(missing_ok=True)  # of the attempt before a restart
     try:
-        value = function(*args)
+        value = workers.function(*workers.args)
         if os.environ["RANK"] == "0":
-            _keep_value(value, folder)
+            _keep_value(value, workers.folder)
         destroy_process_group()
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
