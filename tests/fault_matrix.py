@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
@@ -30,7 +31,7 @@ from accel_trainer.runtime.process import find_rank
 from accel_trainer.runtime.progress import PROGRESS
 from tests.ranks import RankFailure, map_jobs, preload, run_ranks
 
-__all__ = ["Case", "cases", "chosen", "find_broken_promise", "observe", "observe_all"]
+__all__ = ["Case", "build_tests", "cases", "find_broken_promise", "observe", "observe_all"]
 
 preload("accel_trainer.trainer", "accel_trainer.accelerator", "transformers")
 
@@ -76,12 +77,6 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         return "-".join(map(str, (PROMISES.get(self.kind, "R0"), *self)))
-
-
-def chosen(front: str, names: str) -> list[Case]:
-    """Return cases of one front by words such as `raise-data-1-ddp`."""
-    parts = (name.split("-") for name in names.split())
-    return [Case(kind, place, int(rank), front, strategy) for kind, place, rank, strategy in parts]
 
 
 def cases(kinds: Iterable[str] = KINDS) -> Iterator[Case]:
@@ -450,6 +445,28 @@ def find_broken_promise(case: Case, observed: Observed, slack_seconds: float = 8
         if len(ends) > 1 or not observed.is_saved:
             broken.append(f"the ranks {ends}, saved: {observed.is_saved}")
     return "; ".join(broken)
+
+
+def build_tests(front: str, names: str) -> tuple[Any, Any]:
+    """Return a fixture, to be called `observed`, that runs cases of one front, and the test of each.
+
+    Args:
+        names: of the cases, as `raise-data-1-ddp`.
+    """
+    parts = (name.split("-") for name in names.split())
+    wanted = [Case(kind, place, int(rank), front, strategy) for kind, place, rank, strategy in parts]
+
+    @pytest.fixture(scope="module")
+    def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Observed]:
+        return observe_all(wanted, tmp_path_factory.mktemp("faults"))
+
+    @pytest.mark.timeout(300)  # the first test waits for the jobs of all
+    @pytest.mark.parametrize("case", wanted, ids=str)
+    def test(observed: dict[Case, Observed], case: Case) -> None:
+        broken = find_broken_promise(case, observed[case])
+        assert not broken, broken
+
+    return observed, test
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from accel_trainer.errors import DesyncError, ProcessGroupError
 from accel_trainer.runtime import rank_watch
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rank_watch import current_watch
-from tests.fault_matrix import Case, Observed, chosen, find_broken_promise, observe_all
+from tests.fault_matrix import build_tests
 from tests.ranks import RankFailure, preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -93,24 +93,13 @@ def failures_of(function: Callable[..., Any], *args: Any, text: str = "", world_
 
 
 # Of the matrix that `make test-faults` runs: each fault, and each place.
-CASES = chosen(
+observed, test_a_fault_of_one_rank_ends_a_loop_as_promised = build_tests(
     "native",
     "raise-data-0-ddp raise-forward-1-ddp raise-backward-0-fsdp2 raise-optimizer-1-fsdp2 raise-eval-0-fsdp2 "
     "raise-gather-1-ddp raise-callback-1-ddp raise-save-1-fsdp2 kill9-load-1-fsdp2 kill9-optimizer-0-ddp "
     "kill9-save-0-ddp exit0-eval-1-ddp exit0-forward-0-fsdp2 sleep-save-1-ddp stop-gather-0-ddp gil-load-1-fsdp2 "
     "term-data-1-ddp term-save-0-fsdp2 nan-forward-1-fsdp2 nan-load-1-ddp",
 )
-
-
-@pytest.fixture(scope="module")
-def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Observed]:
-    return observe_all(CASES, tmp_path_factory.mktemp("faults"))
-
-
-@pytest.mark.timeout(300)  # the first test waits for the jobs of all
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_fault_of_one_rank_ends_a_loop_as_promised(observed: dict[Case, Observed], case: Case):
-    assert find_broken_promise(case, observed[case]) == ""
 
 
 def test_r10_a_rank_that_does_not_come_within_the_timeout_is_named_with_its_place(tmp_path):

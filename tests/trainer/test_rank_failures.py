@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from accel_trainer.errors import RemoteRankError
 from accel_trainer.runtime import rank_watch
 from accel_trainer.runtime.process import find_rank
-from tests.fault_matrix import Case, Observed, chosen, find_broken_promise, observe_all
+from tests.fault_matrix import build_tests
 from tests.ranks import RankFailure, run_ranks
 from tests.trainer_jobs import build_trainer
 
@@ -59,24 +59,13 @@ def train(directory: str, strategy: str, place: str) -> None:
 
 
 # Of the matrix that `make test-faults` runs: each fault, and each place.
-CASES = chosen(
+observed, test_a_fault_of_one_rank_ends_a_trainer_as_promised = build_tests(
     "Trainer",
     "raise-data-1-ddp raise-forward-0-fsdp2 raise-backward-1-fsdp2 raise-optimizer-0-ddp raise-eval-1-ddp "
     "raise-gather-0-fsdp2 raise-load-1-ddp raise-save-0-fsdp2 kill9-backward-0-ddp kill9-data-1-fsdp2 kill9-save-1-ddp "
     "exit0-gather-1-fsdp2 exit0-callback-0-ddp sleep-callback-1-fsdp2 sleep-load-0-ddp stop-eval-1-fsdp2 "
     "gil-optimizer-1-ddp term-load-1-fsdp2 term-gather-0-ddp nan-data-1-fsdp2 nan-save-1-ddp nan-load-0-ddp",
 )
-
-
-@pytest.fixture(scope="module")
-def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Observed]:
-    return observe_all(CASES, tmp_path_factory.mktemp("faults"))
-
-
-@pytest.mark.timeout(300)  # the first test waits for the jobs of all
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_fault_of_one_rank_ends_a_trainer_as_promised(observed: dict[Case, Observed], case: Case):
-    assert find_broken_promise(case, observed[case]) == ""
 
 
 @pytest.mark.parametrize(("strategy", "event"), [("fsdp", "on_log"), ("ddp", "on_evaluate")])
