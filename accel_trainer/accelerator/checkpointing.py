@@ -15,16 +15,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from accel_trainer import logging
-from accel_trainer.accelerator.accumulation import PreparedUnit
+from accel_trainer.accelerator.accumulation import OpenWindows, PreparedUnit
 from accel_trainer.accelerator.options import list_changes, set_options
 from accel_trainer.accelerator.settings import AcceleratorSettings
 from accel_trainer.accelerator.single_files import save
-from accel_trainer.accelerator.token_mean import TokenWindow
 from accel_trainer.big_models.offloaded_state import is_offloaded, lazy_state_dict
 from accel_trainer.checkpoint.checkpointer import FilesToRead, SaveJob
 from accel_trainer.checkpoint.commit.retention import PREFIX
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
-from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from accel_trainer.checkpoint.format.regular_files import as_corrupt
 from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
@@ -35,15 +33,15 @@ from accel_trainer.checkpoint.train_state import TrainState, files_to_read, load
 from accel_trainer.checkpoint.weights.writing import make_tensors, save_weights
 from accel_trainer.config import NonFiniteAction
 from accel_trainer.data.loader import LoaderCheckpoint
-from accel_trainer.errors import CheckpointNotFoundError, ConfigError, DesyncError, IncompatibleCheckpointError
+from accel_trainer.errors import CheckpointNotFoundError, ConfigError, DesyncError
 from accel_trainer.runtime.model_wrappers import model_has_dtensor, unwrap_module
 from accel_trainer.runtime.nonfinite import check_weights
-from accel_trainer.runtime.preemption import PREEMPTED_EXIT_CODE, PreemptedExit, StopPoint, StopSignals
-from accel_trainer.runtime.process import ProcessContext, find_attempt, read_environment
+from accel_trainer.runtime.preemption import StopPoint, run_until_stop, warn_of_new_beginning
+from accel_trainer.runtime.process import find_attempt, read_environment
 from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 from accel_trainer.strategies.parameter_state.matching import uncompiled_name
 
-__all__ = ["SAVED_STATES", "AcceleratorCheckpointing", "OpenWindows", "RegisteredState"]
+__all__ = ["SAVED_STATES", "AcceleratorCheckpointing", "RegisteredState"]
 
 logger = logging.get_logger(__name__)
 
@@ -242,7 +240,8 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         section = f"save to {output_dir or configuration.project_dir}"
         if self._has_no_time(section):
             return None
-        self._warn_of_new_beginning()
+        if not self._has_looked_for_states:
+            warn_of_new_beginning()
         are_finite = self._check_weights(self._prepared.units, section)
         self.check_replicas(section)
         saved = self._checkpointer.save(
@@ -269,19 +268,10 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         if self._stop_point is None or not self._stop_point.has_stopped:
             return False
         self.wait_for_checkpoint()  # its time passes anyway
-        last = self._checkpointer.metrics.values.get("ckpt/duration_s", 0.0)
-        no_time = self._stop_point.find_no_time(self.config.preemption.grace_seconds, last)
+        no_time = self._stop_point.find_no_time(self._checkpointer.metrics.save_seconds)
         if no_time:
             logger.warning("%s is left out: %s. The next run goes on from the last state", section, no_time)
         return bool(no_time)
-
-    def _warn_of_new_beginning(self) -> None:
-        """Warn where the launcher has started the workers again, and the loop has not looked for a saved state."""
-        if not self._has_looked_for_states and find_attempt(read_environment())[0]:
-            logger.warning_once(
-                "the workers were started again, and this loop has begun anew without the states that were saved "
-                "before: call load_state(missing_ok=True) after prepare(), and it goes on from the newest"
-            )
 
     def _write_state(self, staged: StagedDirectory, *, are_finite: bool) -> None:
         """Run the user's hooks and write the state. Collective."""
@@ -357,19 +347,11 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         Raises:
             PreemptedExit: a SystemExit, at the end of the block.
         """
-        with StopSignals(self.config.preemption.signals) as signals:
-            point, is_failed = StopPoint(signals, self.process), True
-            self._stop_point = point
+        with run_until_stop(self.config.preemption, self.process, self.wait_for_checkpoint) as self._stop_point:
             try:
                 yield
-                is_failed = False
             finally:
                 self._stop_point = None
-                point.close(is_failed=is_failed)
-            if point.has_stopped:
-                self.wait_for_checkpoint()
-                logger.warning("%s came: the process ends with exit code %d", signals.name, PREEMPTED_EXIT_CODE)
-                raise PreemptedExit
 
     @property
     def should_stop(self) -> bool:
@@ -643,139 +625,3 @@ def _number_in(name: str) -> int | None:
     """Return the number that a checkpoint's name ends with."""
     digits = name.rpartition("_")[2].rpartition("-")[2]
     return int(digits) if digits.isdecimal() else None
-
-
-Stored = Tensor | Callable[[Box], Tensor]
-"""A gradient in a file: a rank's own, unsharded, or the boxes of one of which every rank has written its shard."""
-
-
-class OpenWindows:
-    """The accumulation windows of the prepared models, for `save_state` and `load_state`."""
-
-    def __init__(
-        self,
-        prepared: Sequence[PreparedUnit],
-        process: ProcessContext,
-        readers: ProcessContext,
-        *,
-        is_sharded: bool,
-    ) -> None:
-        self._prepared = prepared
-        self._process = process
-        self._readers = readers
-        self._is_sharded = is_sharded
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return this rank's gradients of the windows that are open; None where all are closed.
-
-        Collective where parameters are sharded.
-        """
-        if not any(prepared.window.is_open for prepared in self._prepared):
-            return None
-        return {"units": [_save(prepared) for prepared in self._prepared], "reader": self._readers.rank}
-
-    def plan_load(self, read: Callable[[int], Mapping[str, Any]] | None, num_ranks: int) -> Callable[[], None]:
-        """Check that saved windows fit, and return a function that opens them; one that closes all without a reader.
-
-        Ranks do not communicate.
-
-        Args:
-            read: returns the saved state of a rank.
-            num_ranks: how many ranks there were.
-
-        Raises:
-            IncompatibleCheckpointError: windows have another size in this run, and none of its micro-batches ends
-                where the state was saved.
-        """
-        if read is not None:
-            for prepared, saved in zip(self._prepared, read(0)["units"], strict=True):
-                if saved is not None:
-                    _check_size(prepared, saved)
-        return partial(self._load, read, num_ranks)
-
-    def _load(self, read: Callable[[int], Mapping[str, Any]] | None, num_ranks: int) -> None:
-        # Ranks that hold gradients of their own go on with them bit by bit; shards belong to the mean of all ranks.
-        is_own = num_ranks == self._process.world_size and not self._is_sharded
-        units = [None] * len(self._prepared) if read is None else read(0)["units"]
-        for index, (prepared, saved) in enumerate(zip(self._prepared, units, strict=True)):
-            if read is None or saved is None:
-                _close(prepared)
-                continue
-            ranks = [self._process.rank] if is_own and not saved["is_mean"] else range(num_ranks)
-            _open(prepared, [read(rank)["units"][index] for rank in ranks])
-            if saved["tokens"] is not None:
-                # Ranks that read the same have counted the same tokens.
-                counted = {read(rank).get("reader", rank): read(rank)["units"][index]["tokens"] for rank in ranks}
-                prepared.tokens = prepared.tokens or TokenWindow(self._readers)
-                prepared.tokens.load_state_dicts(list(counted.values()), is_own=len(ranks) < num_ranks)
-
-
-def _save(prepared: PreparedUnit) -> dict[str, Any] | None:
-    window = prepared.window
-    if not window.is_open:
-        return None
-    held = prepared.unit.held_gradients()
-    if held is None:
-        logger.warning(
-            "the state is saved after %d of %d micro-batches of an update, and the engine of %s keeps their gradients "
-            "to itself: a run that goes on from it begins an update with its first batch. Save where sync_gradients is "
-            "true",
-            window.held, window.num_steps, type(prepared.unit.module).__name__,
-        )  # fmt: skip
-        return None
-    return {
-        "held": window.held,
-        "divisor": window.divisor,
-        "num_steps": window.num_steps,
-        "is_mean": held.is_mean,
-        "gradients": held.by_name,
-        "tokens": None if prepared.tokens is None else prepared.tokens.state_dict(),
-    }
-
-
-def _check_size(prepared: PreparedUnit, saved: Mapping[str, Any]) -> None:
-    if saved["held"] * prepared.window.num_steps % saved["num_steps"]:
-        raise IncompatibleCheckpointError(
-            f"the state was saved after {saved['held']} of {saved['num_steps']} micro-batches of an update, and this "
-            f"run takes {prepared.window.num_steps} for one: none of them ends there. Use "
-            f"gradient_accumulation_steps={saved['num_steps']}, or save where sync_gradients is true"
-        )
-
-
-def _open(prepared: PreparedUnit, states: Sequence[Mapping[str, Any]]) -> None:
-    """Fill a window with the mean over the ranks that saved, as the all_reduce at its end would have made it."""
-    window, saved = prepared.window, states[0]
-    ratio = window.num_steps / saved["num_steps"]
-    window.held = round(saved["held"] * ratio)
-    window.divisor = max(1, round(saved["divisor"] * ratio))
-    window.is_last = False
-    prepared.took_backward, prepared.is_finished = True, False
-    # Losses are divided by the divisor, those that are weighed by tokens are not.
-    factor = saved["divisor"] * ratio / window.divisor if saved["tokens"] is None else 1.0
-    # A mean is that of all ranks: each has saved the place of its shard, and the state of one of them is enough.
-    states = states[:1] if saved["is_mean"] else states
-    held: dict[str, list[Stored]] = {}
-    for state in states:
-        for name, gradient in state["gradients"].items():
-            held.setdefault(name, []).append(gradient)
-    weight = factor / len(states)
-    prepared.unit.put_gradients({name: partial(_sum, stored, weight) for name, stored in held.items()})
-
-
-def _sum(stored: Sequence[Stored], weight: float, box: Box) -> Tensor:
-    """Return the weighed sum of the gradients in a box."""
-    total: Tensor | None = None
-    for each in stored:
-        values = each[box.within(Box.full(each.shape))] if isinstance(each, Tensor) else each(box)
-        values = values if weight == 1.0 else values * weight
-        total = values if total is None else total + values
-    assert total is not None
-    return total
-
-
-def _close(prepared: PreparedUnit) -> None:
-    """Drop the gradients of this run's window: they belong to another state."""
-    if prepared.window.is_open:
-        prepared.window.is_last = True
-        prepared.unit.zero_grad()
-        prepared.drop_tokens()

@@ -43,6 +43,11 @@ class CheckpointMetrics:
         self.stalled_seconds = 0.0
         """In which the run waited for saves and for its resume, in all."""
 
+    @property
+    def save_seconds(self) -> float:
+        """Duration of the last save, until its commit; 0 before the first."""
+        return self.values.get("ckpt/duration_s", 0.0)
+
     def record(self, name: str, value: float) -> None:
         """Set a metric."""
         self.values[name] = value

@@ -1,7 +1,7 @@
 """Signals that ask a run to save and end: noted when they come, acted on where all ranks can.
 
 A handler only sets a flag. A loop looks at it where it could stop, and the ranks agree on one such place by a
-`Meeting`: no update costs a collective.
+`Meeting`: no update costs a collective. A run that was ended is started again, and goes on from what it has saved.
 """
 
 from __future__ import annotations
@@ -13,18 +13,27 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
 from accel_trainer import logging
+from accel_trainer.config.schema import PreemptionConfig
 from accel_trainer.runtime.meeting import Meeting
-from accel_trainer.runtime.process import ProcessContext, find_rank
+from accel_trainer.runtime.process import ProcessContext, find_attempt, find_rank, read_environment
 from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.runtime.torch_private import is_worker_done
 
-__all__ = ["PREEMPTED_EXIT_CODE", "PreemptedExit", "StopPoint", "StopSignals", "outlive_signals"]
+__all__ = [
+    "PREEMPTED_EXIT_CODE",
+    "PreemptedExit",
+    "StopPoint",
+    "StopSignals",
+    "outlive_signals",
+    "run_until_stop",
+    "warn_of_new_beginning",
+]
 
 logger = logging.get_logger(__name__)
 
@@ -150,9 +159,9 @@ class StopSignals:
 class StopPoint:
     """The place of a loop at which all ranks stop, once a signal has come to any of them."""
 
-    def __init__(self, signals: StopSignals, process: ProcessContext) -> None:
+    def __init__(self, signals: StopSignals, process: ProcessContext, grace_seconds: float | None) -> None:
         """Begin to look. Every rank makes one, as the same one of its process."""
-        self._signals, self._process = signals, process
+        self._signals, self._process, self._grace_seconds = signals, process, grace_seconds
         self._meeting = Meeting(process) if process.is_distributed else None
         self._position = 0
         self.has_stopped = False
@@ -176,14 +185,50 @@ class StopPoint:
         meeting.passed = self._position
         return self.has_stopped
 
-    def find_no_time(self, grace_seconds: float | None, save_seconds: float) -> str:
+    def find_no_time(self, save_seconds: float) -> str:
         """Return why a save at the stop comes too late; empty before it. See `StopSignals`; collective after it."""
-        return self._signals.find_no_time(grace_seconds, save_seconds, self._process) if self.has_stopped else ""
+        if not self.has_stopped:
+            return ""
+        return self._signals.find_no_time(self._grace_seconds, save_seconds, self._process)
 
     def close(self, *, is_failed: bool) -> None:
         """Look no more; `is_failed` when an error ends the loop."""
         if self._meeting is not None:
             self._meeting.close(is_failed=is_failed)
+
+
+@contextmanager
+def run_until_stop(
+    config: PreemptionConfig, process: ProcessContext, finish: Callable[[], None]
+) -> Iterator[StopPoint]:
+    """Context of a loop that a signal may end, with the place where it looks; every rank enters it.
+
+    Args:
+        finish: called after a loop that has stopped, before the process ends.
+
+    Raises:
+        PreemptedExit: at the end of a block that has stopped.
+    """
+    with StopSignals(config.signals) as signals:
+        point, is_failed = StopPoint(signals, process, config.grace_seconds), True
+        try:
+            yield point
+            is_failed = False
+        finally:
+            point.close(is_failed=is_failed)
+        if point.has_stopped:
+            finish()
+            logger.warning("%s came: the process ends with exit code %d", signals.name, PREEMPTED_EXIT_CODE)
+            raise PreemptedExit
+
+
+def warn_of_new_beginning() -> None:
+    """Warn a loop that has not looked for a saved state, where the launcher has started the workers again."""
+    if find_attempt(read_environment())[0]:
+        logger.warning_once(
+            "the workers were started again, and this loop has begun anew without the states that were saved before: "
+            "call load_state(missing_ok=True) after prepare(), and it goes on from the newest"
+        )
 
 
 def outlive_signals() -> None:

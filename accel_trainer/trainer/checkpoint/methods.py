@@ -175,7 +175,7 @@ class CheckpointMethods(_Upstream):
         """
         step, signals = self.state.global_step, self.stop_signals
         grace = self.args.resolved.config.preemption.grace_seconds
-        last = self.run_checkpoints.metrics.values.get("ckpt/duration_s", 0.0)
+        last = self.run_checkpoints.metrics.save_seconds
         if no_time := signals.find_no_time(grace, last, self.accelerator.process):
             done = f"no checkpoint is saved: {no_time}"
         elif self.run_checkpoints.last_saved == step:
