@@ -17,6 +17,7 @@ from accel_trainer.checkpoint.commit.retention import numbered_checkpoints
 from accel_trainer.checkpoint.format.manifest import Manifest
 from accel_trainer.checkpoint.format.verification import check_files, refuse_extra_files
 from accel_trainer.errors import CheckpointNotFoundError
+from accel_trainer.runtime import rank_watch
 from tests.ranks import RankFailure, preload, run_ranks
 
 __all__ = ["SavedRun", "acknowledged", "assert_survived", "kill_at_random", "random_kill", "save_repeatedly"]
@@ -83,6 +84,7 @@ def save_repeatedly(
         explicit: to one directory, over and over, instead of numbered ones of which the last is kept.
         kill: seconds after which a rank kills itself, None for never, by rank.
     """
+    rank_watch._POLL_SECONDS = 0.1  # who is gone is known after five of them
     run = SavedRun(directory)
     rank = run.accelerator.process_index
     if kill and kill[rank] is not None:
