@@ -12,7 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 from tests.launches import launch, read_samples
-from tests.ranks import run_ranks
+from tests.ranks import RankFailure, run_ranks
 from tests.trainer_jobs import build_trainer
 
 
@@ -39,33 +39,14 @@ def train(folder: str, dies_after: int = -1) -> dict[str, Any]:
     return {"losses": losses, "weights": trainer.model.state_dict(), "begun_at": begun_at}
 
 
-SCRIPT = f"""
-import os, sys
-import torch
-sys.path.insert(0, {str(Path(__file__).parents[3])!r})
-from tests.trainer.checkpoint.test_restarts import train
-
-seen = train(sys.argv[1], 5)
-if os.environ["RANK"] == "0":
-    torch.save(seen, sys.argv[2])
-"""
-
-
-@pytest.mark.timeout(300)
 def test_a_killed_worker_costs_what_came_after_the_newest_checkpoint_of_this_job(tmp_path: Path) -> None:
-    runs = str(tmp_path / "runs")
-    whole, _ = run_ranks(train, 2, runs)
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+    """Without a launcher, whose part is in the tests of fewer ranks and of tests/launch."""
+    # In the folder of another job, whose checkpoint-8 is not taken for one of this job.
+    whole, _ = run_ranks(train_twice, 2, str(tmp_path))
+    with pytest.raises(RankFailure, match=r"rank 1 died without an answer: killed by signal 9"):
+        run_ranks(train, 2, str(tmp_path), 5, env={"TORCHELASTIC_RESTART_COUNT": "0"})
+    restarted, _ = run_ranks(train, 2, str(tmp_path), 5, env={"TORCHELASTIC_RESTART_COUNT": "1"})
 
-    # In the folder of the other run, whose checkpoint-8 is not taken for one of this job.
-    words = ["--num_processes", "2", "--cpu", "--max_restarts", "1", str(script), runs, str(tmp_path / "seen")]
-    code, output = launch(tmp_path, *words, timeout=280)
-
-    assert code == 0, output
-    assert "was ended by SIGKILL" in output
-    assert "the workers were started again, 1 time(s): training goes on from the newest checkpoint" in output
-    restarted = torch.load(tmp_path / "seen")
     assert restarted["begun_at"] == 3
     assert restarted["losses"] == whole["losses"]
     for name, value in whole["weights"].items():
@@ -116,9 +97,16 @@ def train_elastic(folder: str, num_steps: int, dies_after: int = -1) -> dict[str
     return {"weights": trainer.model.state_dict(), "begun_at": trainer.run_checkpoints.metrics.begun_at, "given": given}
 
 
-ELASTIC_SCRIPT = SCRIPT.replace("train(sys.argv[1], 5)", "train_elastic(sys.argv[1], 1, 5)").replace(
-    "import train\n", "import train_elastic\n"
-)
+SCRIPT = f"""
+import os, sys
+import torch
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from tests.trainer.checkpoint.test_restarts import train_elastic
+
+seen = train_elastic(sys.argv[1], 1, 5)
+if os.environ["RANK"] == "0":
+    torch.save(seen, sys.argv[2])
+"""
 
 
 @pytest.mark.timeout(300)
@@ -128,7 +116,7 @@ def test_with_fewer_ranks_a_job_goes_on_as_it_would_have_with_all(tmp_path: Path
     two.mkdir()
     [reference] = run_ranks(train_elastic, 1, str(one), 2)
     script, config = tmp_path / "train.py", tmp_path / "train.yaml"
-    script.write_text(ELASTIC_SCRIPT)
+    script.write_text(SCRIPT)
     config.write_text("use_cpu: true\nlaunch:\n  num_processes: 1:2\n  max_restarts: 1\n")
 
     words = ["--config_file", str(config), str(script), str(two), str(tmp_path / "seen")]
@@ -136,6 +124,7 @@ def test_with_fewer_ranks_a_job_goes_on_as_it_would_have_with_all(tmp_path: Path
 
     assert code == 0, output
     assert "was ended by SIGKILL, exit code 137; starting the workers again on 1 rank(s) instead of 2" in output
+    assert "the workers were started again, 1 time(s): training goes on from the newest checkpoint" in output
     assert (
         "1 of 2 processes are left: an update has 4 samples as before = 2 x 2 x 1, instead of 2 x 1 x 2 (micro-batch x "
         "accumulation x ranks) on 2 processes" in output
