@@ -132,7 +132,7 @@ class AcceleratedOptimizer(Optimizer):
         if not self.prepared:
             return self.optimizer.step(closure)
         for prepared in self.prepared:
-            if not prepared.is_finished:
+            if not prepared.corrected:
                 prepared.finish_window()
         if self._replica_check is not None and PROGRESS.updates % UPDATES_PER_CHECK == 0:
             self._replica_check.note_update(self)

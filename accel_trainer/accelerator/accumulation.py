@@ -91,10 +91,10 @@ class PreparedUnit:
     """Whether the current micro-batch has had its backward."""
     tokens: TokenWindow | None = None
     """Tokens that the window's losses were summed over; None before a loss has been weighed by tokens."""
-    is_finished: bool = False
-    """Whether the gradients are the mean over the window's micro-batches as they are, and nothing is left to scale.
+    corrected: bool = False
+    """Whether the gradients are the mean over the window's micro-batches, and nothing is left to scale.
 
-    A field that whoever changes the window sets, and no property: every update asks for it.
+    A field that is set where a window changes, and no property: every update asks for it.
     """
 
     @property
@@ -114,7 +114,7 @@ class PreparedUnit:
         self.took_backward |= in_window
         if self.tokens is not None:
             self.tokens.take_backward()
-            self.is_finished &= not self.tokens.is_open
+            self.corrected &= not self.tokens.is_open
 
     def drop_tokens(self) -> None:
         """Forget the tokens of gradients that one of the optimizers is about to drop.
@@ -133,12 +133,12 @@ class PreparedUnit:
         """
         if self.tokens is not None and self.tokens.is_open:
             self.unit.scale_gradients(self.tokens.close())
-            self.is_finished = True
-        elif not self.is_finished:
+            self.corrected = True
+        elif not self.corrected:
             factor = self.window.correction
             if factor != 1.0:
                 self.unit.scale_gradients(factor)
-                self.is_finished = True
+                self.corrected = True
 
 
 Stored = Tensor | Callable[[Box], Tensor]
@@ -245,7 +245,7 @@ def _open(prepared: PreparedUnit, states: Sequence[Mapping[str, Any]]) -> None:
     window.held = round(saved["held"] * ratio)
     window.divisor = max(1, round(saved["divisor"] * ratio))
     window.is_last = False
-    prepared.took_backward, prepared.is_finished = True, False
+    prepared.took_backward, prepared.corrected = True, False
     # Losses are divided by the divisor, those that are weighed by tokens are not.
     factor = saved["divisor"] * ratio / window.divisor if saved["tokens"] is None else 1.0
     # A mean is that of all ranks: each has saved the place of its shard, and the state of one of them is enough.

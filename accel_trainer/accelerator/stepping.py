@@ -53,7 +53,7 @@ class _Accumulate:
                 window.advance(None if loader is None else loader.remaining, ends_data)
                 prepared.unit.set_gradient_sync(window.exchanges_gradients)
             prepared.took_backward = False
-            prepared.is_finished = prepared.tokens is None and window.held == window.divisor
+            prepared.corrected = prepared.tokens is None and window.held == window.divisor
             if prepared.tokens is not None and window.held == 1:
                 prepared.tokens.begin()
         self._outer, self._prepared.current = self._prepared.current, units
@@ -383,7 +383,7 @@ class AcceleratorStepping(AcceleratorSettings):
         if len(units) > 1 or self.strategy.capabilities.shards_parameters:
             units = self._units_holding(parameters)
         for prepared in units:
-            if not prepared.is_finished:
+            if not prepared.corrected:
                 prepared.finish_window()
         return units[0].unit
 
