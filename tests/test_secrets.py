@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
 
 from accel_trainer import Accelerator
+from accel_trainer.config import resolve
 from accel_trainer.launch.cli import main
+from accel_trainer.plugins.deepspeed_plugin import HfDeepSpeedConfig
+from accel_trainer.trainer.arguments.deepspeed_arguments import masked_engine_config
 from tests.accelerator.test_trackers import Notes
 from tests.trainer_jobs import build_trainer
 
@@ -56,6 +61,17 @@ def test_r17_a_trainer_writes_and_logs_no_token(folder: Path, caplog: pytest.Log
     assert CANARY not in caplog.text + repr(trainer.args) + trainer.args.to_json_string()
     # Nothing of the run itself is changed.
     assert (trainer.args.hub_token, trainer.args.gradient_checkpointing_kwargs) == (CANARY, SECRETS)
+
+
+def test_r17_the_engines_configuration_is_pickled_with_the_arguments_without_its_keys() -> None:
+    args = SimpleNamespace(
+        resolved=resolve(flags={"strategy": "deepspeed", "deepspeed": BLOCK}, environ={}),
+        hf_deepspeed_config=HfDeepSpeedConfig(BLOCK),
+    )
+    masked = pickle.dumps(masked_engine_config(args))
+    assert CANARY.encode() not in masked
+    assert b"shown" in masked
+    assert args.hf_deepspeed_config.get_value("comet.api_key") == CANARY
 
 
 def test_r17_a_state_and_a_tracker_have_no_token(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
