@@ -75,6 +75,7 @@ __all__ = [
     "tensor_registry",
     "tree_leaves",
     "unflatten_mesh",
+    "version_of",
 ]
 
 SEEN_IN = ("2.11.0", "2.13.0")
@@ -379,6 +380,11 @@ def fake_tensors() -> AbstractContextManager[Any]:
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has no values, as those that operations give within `fake_tensors`."""
     return isinstance(tensor, getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ()))
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor's values have been changed in place."""
+    return tensor._version
 
 
 class _AttentionKernel(NamedTuple):

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.rng import OwnDraws
-from accel_trainer.runtime.torch_private import is_fake, own_parameters
+from accel_trainer.runtime.torch_private import is_fake, own_parameters, version_of
 from accel_trainer.strategies.parallel.plans import STYLES, Plan, Style, planned_model
 
 __all__ = ["check_loss", "draw_apart", "shard_layers", "shard_loss"]
@@ -42,7 +42,7 @@ def shard_layers(model: nn.Module, plan: Plan, mesh: DeviceMesh, unsharded: Coll
         mesh: one axis.
         unsharded: parameters that stay plain tensors.
     """
-    dims = _sharded_dims(model, plan)
+    dims, shared = _sharded_dims(model, plan), _share_inputs(model, plan)
     made: dict[int, nn.Parameter] = {}
     kept = set(map(id, unsharded))
     for where, module in model.named_modules():
@@ -54,7 +54,7 @@ def shard_layers(model: nn.Module, plan: Plan, mesh: DeviceMesh, unsharded: Coll
                 registry[name] = made[id(parameter)]
         held = [p for owner in _owners(module) for p in own_parameters(owner).values()]
         if any(p is not None and id(p) not in kept for p in held) and not isinstance(module, _CONTAINERS):
-            module.forward = _ShardedForward(module, plan.get(where, Style()), mesh)
+            module.forward = _ShardedForward(module, plan.get(where, Style()), mesh, shared.get(where))
 
 
 def draw_apart(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -123,6 +123,51 @@ def _drops_out(module: nn.Module) -> bool:
     return any("drop" in name and isinstance(value, (int, float)) and value > 0 for name, value in known.items())
 
 
+class _SharedInputs:
+    """Inputs that a module gives to several sharded layers, as attention does to those of queries, keys and values.
+
+    Each is copied once: backwards, the layers' gradients are added up before those of the ranks are, in one collective.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.copies: list[tuple[Tensor, int, Tensor]] | None = None
+        """Each input, the version that it had, and its copy; None outside of the module's forward."""
+        module.register_forward_pre_hook(self._open)
+        module.register_forward_hook(self._close, always_call=True)
+
+    def _open(self, *_: Any) -> None:
+        self.copies = []
+
+    def _close(self, *_: Any) -> None:
+        self.copies = None
+
+    def copy(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return the copy of an input that another layer has taken, or a new one."""
+        if self.copies is None or not (x.requires_grad and torch.is_grad_enabled()):
+            return _Copy.apply(x, group)
+        for known, version, copied in self.copies:
+            if known is x and version == version_of(x):
+                return copied
+        copied = _Copy.apply(x, group)
+        self.copies.append((x, version_of(x), copied))
+        return copied
+
+
+def _share_inputs(model: nn.Module, plan: Plan) -> dict[str, _SharedInputs]:
+    """Return by name where layers find the inputs of those beside them; an adapter's are beside others as its layer."""
+    layers = _layers(model, plan)
+    beside: dict[str, list[str]] = {}
+    for where, style in plan.items():
+        if style.takes == "copy":
+            layer = next(name for name in (where, *_above(where)) if name in layers)
+            beside.setdefault(layer.rpartition(".")[0], []).append(where)
+    shared = {}
+    for parent, names in beside.items():
+        if len(names) > 1:
+            shared.update(dict.fromkeys(names, _SharedInputs(model.get_submodule(parent))))
+    return shared
+
+
 def _owners(module: nn.Module) -> list[nn.Module]:
     """Return the module and those of its children that only hold parameters, for its forward to read."""
     return [module, *(child for child in module.children() if isinstance(child, _CONTAINERS))]
@@ -152,8 +197,8 @@ def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Par
 class _ShardedForward:
     """A module's forward on this rank's shards of its parameters. Lives in the module's `forward` attribute."""
 
-    def __init__(self, module: nn.Module, style: Style, mesh: DeviceMesh) -> None:
-        self.module, self.style, self.owners = module, style, _owners(module)
+    def __init__(self, module: nn.Module, style: Style, mesh: DeviceMesh, shared: _SharedInputs | None = None) -> None:
+        self.module, self.style, self.owners, self.shared = module, style, _owners(module), shared
         self.group, self.rank = mesh.get_group(), mesh.get_local_rank()
         self.joins = True
         """Whether shards of the output are joined, if the style says so."""
@@ -166,8 +211,7 @@ class _ShardedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         style, bias = self.style, None
         if style.takes in ("copy", "split"):
-            function: Any = _Copy if style.takes == "copy" else _Split
-            args = (function.apply(args[0], self.group), *args[1:])
+            args = (self._take(args[0]), *args[1:])
         calls: dict[str, Callable[..., Any]] = {
             "ids": self._look_up,
             "experts": self._ask_experts,
@@ -192,6 +236,12 @@ class _ShardedForward:
         elif style.gives == "join" and self.joins:
             output = _Join.apply(output, self.group)
         return output if bias is None else output + bias
+
+    def _take(self, x: Tensor) -> Tensor:
+        """Return the input with which the layer computes: its shard of it, or all of it."""
+        if self.style.takes == "split":
+            return _Split.apply(x, self.group)
+        return _Copy.apply(x, self.group) if self.shared is None else self.shared.copy(x, self.group)
 
     def _take_shards(self, registry: dict[str, Any]) -> None:
         for name, parameter in registry.items():

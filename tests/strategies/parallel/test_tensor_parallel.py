@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.parallel.plans import plan_layers
@@ -189,8 +190,41 @@ def load_empty(sizes: dict[str, int], folder: str) -> dict[str, Any]:
     return {"read": read, "held": held, "report": report, "logits": (logits[0] - logits[1]).abs().max().item()}
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpointed": {"config": {"fsdp": {"activation_checkpointing": True}}},
+    "compiled": {"dynamo_backend": "eager"},
+}
+
+
+def count_sums(way: str) -> dict[str, Any]:
+    """Return the sums over ranks in the forward and in the backward of a second micro-batch, and gradients of both."""
+    accelerator = start(sizes={"tp_size": 2}, gradient_accumulation_steps=2, **WAYS[way])
+    plain = tiny_model("qwen3")
+    model = accelerator.prepare(copy.deepcopy(plain))
+    for batch in same_batches(2):
+        (plain(**batch).loss / 2).backward()
+        with accelerator.accumulate(model):
+            with profile(activities=[ProfilerActivity.CPU]) as forward:
+                loss = model(**batch).loss
+            with profile(activities=[ProfilerActivity.CPU]) as backward:
+                accelerator.backward(loss)
+    events = (profiled.profiler.kineto_results.events() for profiled in (forward, backward))
+    calls = [sum(event.name() == "c10d::allreduce_" for event in each) for each in events]
+    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    difference = max((p.grad - gradients[name]).abs().max().item() for name, p in plain.named_parameters())
+    held = [module.copies for module in shared_inputs(model)]
+    return {"calls": calls, "gradients": difference, "held": held}
+
+
+def shared_inputs(model: nn.Module) -> list[Any]:
+    forwards = (module.__dict__.get("forward") for module in model.modules())
+    return [found for found in (getattr(forward, "shared", None) for forward in forwards) if found is not None]
+
+
 def on_two_ranks(folder: str) -> dict[str, Any]:
     found = {"loaded": load_empty({"tp_size": 2}, folder), "dropout": drop_out()}
+    found["sums"] = {way: count_sums(way) for way in WAYS}
     return train_families() | found | {"sharded losses": make_sharded_losses()}
 
 
@@ -214,6 +248,16 @@ def test_a_family_of_transformers_trains_and_generates_as_on_one_process(kind: s
         assert difference < 1e-3  # after updates of 1e-2 that follow the sign of a gradient
         assert is_same_text
         assert share < 0.6
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_input_that_layers_share_has_its_gradient_summed_once(way: str, families: list[dict[str, Any]]):
+    for found in (of_rank["sums"][way] for of_rank in families):
+        # Forward: the embedding, and the outputs of attention and MLP. Backward: the inputs of head, attention and MLP,
+        # and the weights of two norms of heads; what is computed again adds up the output of attention, too.
+        assert found["calls"] == [3, 5 + (way == "checkpointed")]
+        assert found["gradients"] < 2e-6
+        assert found["held"] == [None] * 5  # queries, keys, values; gate, up: nothing outlives the forward
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "phi", "mixtral"])
