@@ -362,6 +362,8 @@ EXCHANGED: dict[str, list[tuple[str, str]]] = {
         ("llama", "tp_shards"),
         ("mixtral", "ep"),
         ("llama", "sp_shards"),
+        ("llama", "sp_tp"),
+        ("mixtral", "sp_ep"),
     ],
     "single": [
         *((kind, saved) for kind in ("mlp", "gpt2") for saved in ("fsdp2", "zero3")),
@@ -375,8 +377,11 @@ EXCHANGED: dict[str, list[tuple[str, str]]] = {
     "zero3": [("mlp", "single"), ("gpt2", "single")],
     "hsdp": [("mlp", "tp")],
     "tp": [("mlp", "hsdp"), ("mlp", "tp_replicas"), ("llama", "fsdp2")],
-    "tp_shards": [("llama", "single"), ("llama", "tp")],
-    "sp": [("llama", "fsdp2")],
+    "tp_shards": [("llama", "single"), ("llama", "tp"), ("llama", "sp_tp")],
+    "sp": [("llama", "fsdp2"), ("llama", "sp_tp")],
+    "sp_tp": [("llama", "single"), ("llama", "tp_shards"), ("llama", "sp_shards")],
+    "ep": [("mixtral", "sp_ep")],
+    "sp_ep": [("mixtral", "single"), ("mixtral", "ep"), ("mixtral", "fsdp2")],
 }
 
 
