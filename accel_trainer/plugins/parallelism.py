@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -122,7 +122,7 @@ class ParallelismConfig(OptionObject):
     loss_parallel: bool = False
     """Whether training gathers no logits along `tp`; not accelerate's, either."""
     tp_plan: Mapping[str, str] = field(default_factory=dict)
-    """Styles of modules by their names, beside those of the model's own plan; not accelerate's, either."""
+    """Styles of modules by their names, or NAME=STYLE, beside the model's own plan; not accelerate's, either."""
     device_mesh: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -145,6 +145,8 @@ class ParallelismConfig(OptionObject):
                 setattr(self, f"{axis}_handler", build())
             elif handler is not None and not isinstance(handler, build):  # type: ignore[arg-type]
                 raise ConfigError(f"{axis}_handler is a {type(handler).__name__}; expected {build.__name__}")
+        if not isinstance(self.tp_plan, Mapping):
+            self.tp_plan = _styles_by_name(self.tp_plan)
         self._check_axes()
 
     def _check_axes(self) -> None:
@@ -325,6 +327,17 @@ class ParallelismConfig(OptionObject):
                 f"{', '.join(names)}"
             )
         return cls(**sizes, cp_handler=_handler_of(given))
+
+
+def _styles_by_name(given: Sequence[str]) -> dict[str, str]:
+    """Return the style of each module of a plan that is written as in a file."""
+    pairs = [(name, style) for name, is_given, style in (str(each).partition("=") for each in given) if is_given]
+    if isinstance(given, str) or len(pairs) < len(given):
+        raise ConfigError(
+            f"tp_plan is {given!r}; expected styles by the names of modules, or a list of NAME=STYLE: write "
+            "{'layers.*.up': 'colwise'}, for one"
+        )
+    return dict(pairs)
 
 
 def _handler_of(given: Any) -> TorchContextParallelConfig | None:

@@ -71,6 +71,7 @@ def test_sizes_that_are_not_given_come_from_the_environment():
         ({"cp_size": 2, "sp_size": 2}, "mutually exclusive: cp_size=2 and sp_size=2; set one of them to 1"),
         ({"cp_size": 2, "dp_replicate_size": 2}, "cp_size=2 does not go with replicas alone"),
         ({"cp_handler": 3}, "cp_handler is a int; expected TorchContextParallelConfig"),
+        ({"tp_plan": ["up"]}, r"tp_plan is \['up'\]; expected styles by .*a list of NAME=STYLE: write"),
     ],
 )
 def test_sizes_that_make_no_mesh_are_refused(options: dict[str, Any], message: str):
@@ -171,5 +172,8 @@ def test_what_is_no_factor_of_the_ranks_is_told_by_its_path():
     assert ParallelismConfig(tp_size=2, loss_parallel=True).explicit()["parallel.loss_parallel"] is True
     planned = ParallelismConfig.of({"tp_size": 2, "tp_plan": {"up": "colwise"}})
     assert planned.explicit()["parallel.tp_plan"] == ["up=colwise"]
+    written = ParallelismConfig.of(ParallelConfig(tp_size=2, tp_plan=("up=colwise",)))
+    assert written.explicit()["parallel.tp_plan"] == ["up=colwise"]
+    assert "parallel.tp_plan" not in ParallelismConfig.of(ParallelConfig()).explicit()
     experts = ParallelismConfig.of({"dp_shard_size": 4, "ep_size": 2})
     assert (experts.total_size, experts.explicit()["parallel.ep_size"]) == (4, 2)
