@@ -35,6 +35,8 @@ NEEDS_5.20.0 :=
 TESTS ?=
 MATRIX_TESTS ?= tests/trainer tests/test_imports.py
 PYTEST_ARGS ?=
+# Processes that share the files of the whole suite: ranks and launchers wait for each other half of their time.
+WORKERS ?= 2
 BENCH_ARGS ?=
 # What to measure on a GPU, and with what: make gpu GPU_PYTHON=python3 GPU_ARGS="speed saving"; to try it: DEVICE=cpu TINY=1
 GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) python3)
@@ -65,7 +67,7 @@ demo: $(VENV)/.installed ## fine-tune a classifier under FSDP on two processes (
 
 .PHONY: test
 test: $(VENV)/.installed ## run the tests
-	$(PYTEST) $(TESTS)
+	$(PYTEST) $(or $(TESTS),--numprocesses $(WORKERS) --dist loadfile)
 
 .PHONY: test-faults
 test-faults: $(VENV)/.installed ## one rank of two fails, is killed, stopped, ...: 576 cases, about 15 minutes

@@ -114,13 +114,19 @@ def early_fork_server(own_temporary_files: None) -> None:
         sys.modules["tests.ranks"].start_fork_server()
 
 
+def _is_early(request: pytest.FixtureRequest, path: str) -> bool:
+    """Whether what tests of a path wait for is to begin before them: in one process; one of several may wait."""
+    is_one_of_several = hasattr(request.config, "workerinput")
+    return not is_one_of_several and any(path in item.nodeid for item in request.session.items)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def early_type_check(
     own_temporary_files: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
     """Let mypy read a user's script, and with it transformers, while other tests run: half a minute the first time."""
     with contextlib.ExitStack() as stack:
-        if any("test_user_types" in item.nodeid for item in request.session.items):
+        if _is_early(request, "test_user_types"):
             stack.enter_context(sys.modules["tests.test_user_types"].checking(tmp_path_factory.mktemp("user")))
         yield
 
@@ -129,7 +135,7 @@ def early_type_check(
 def early_stand_in(own_temporary_files: None, request: pytest.FixtureRequest) -> Iterator[None]:
     """Compile the stand-in for an accelerator while other tests run: ten seconds, once for a release of torch."""
     with contextlib.ExitStack() as stack:
-        if any("tests/gpu" in item.nodeid for item in request.session.items):
+        if _is_early(request, "tests/gpu"):
             command = ["nice", sys.executable, "-c", "from tests import stand_in; stand_in.build()"]
             stack.callback(stack.enter_context(subprocess.Popen(command, cwd=ROOT)).kill)
         yield
