@@ -46,6 +46,8 @@ TINY ?=
 SOAK_ARGS ?=
 # Some of the faults, or a busy machine: make test-faults FAULT_ARGS="--only kill9-.*-Trainer --slack 10"
 FAULT_ARGS ?=
+# Some of the families: make test-families FAMILY_ARGS="--only qwen.*"
+FAMILY_ARGS ?=
 DEMO_RANKS ?= 2
 DEMO_CONFIG ?= fsdp_configs/full_shard.yaml
 DEMO_ARGS ?=
@@ -72,6 +74,10 @@ test: $(VENV)/.installed ## run the tests
 .PHONY: test-faults
 test-faults: $(VENV)/.installed ## one rank of two fails, is killed, stopped, ...: 576 cases, about 15 minutes
 	$(BIN)/python -m tests.fault_matrix $(FAULT_ARGS)
+
+.PHONY: test-families
+test-families: $(VENV)/.installed ## every family of transformers with a plan for tensor parallelism: two ranks beside one process
+	$(BIN)/python -m tests.family_matrix $(FAMILY_ARGS)
 
 .PHONY: soak
 soak: $(VENV)/.installed ## kill 200 runs while they save, load 20,000 changed checkpoints, send runs 20 signals

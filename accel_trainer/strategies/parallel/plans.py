@@ -25,11 +25,16 @@ class Style(NamedTuple):
     dim: int | None = None
     """The dimension of its weight that is sharded; of a bias, the first one, and none where that is the inputs'."""
     takes: str = "shard"
-    """Its input: this rank's "shard" as the module before left it, or a "copy" of what all ranks have, or "split"."""
+    """Its input: this rank's "shard" as the module before left it, a "copy" of what all ranks have, "copies" of several
+    such inputs, or "split"."""
     gives: str = "shard"
     """Its output: this rank's "shard", the "sum" over ranks, or all shards of the last dimension in a "join"."""
     sums_gradients: bool = False
     """Its parameters are on every rank, which uses them for its shard of the activations."""
+    own: Mapping[str, int] = MappingProxyType({})
+    """Of a module that computes with parameters of its own, no layer's: the dimension along which each is sharded."""
+    num_shared: int | None = None
+    """How many of its last outputs all ranks have, and each uses for its shard of the activations."""
 
 
 STYLES = {
@@ -43,13 +48,20 @@ STYLES = {
     "embedding_colwise": Style(1, "shard", "join"),
     "moe_tp_experts": Style(0, "experts", "sum"),
     "replicated_with_grad_allreduce": Style(sums_gradients=True),
+    "mla_kv_a_proj": Style(),
+    "local_params": Style(),
+    "all_reduce": Style(None, "copies", "sum"),
     "replicate": Style(),
 }
 """Names of transformers 5. Of a mixture's experts each rank has some in full, and not a part of each."""
 _EXPERTS = Style(0, "exchange")
 """Of expert parallelism: tokens go to their experts, and come back."""
 _EXPERT_STYLES = ("ep_dispatch_experts", "moe_tp_experts")
+_WITH_OWN_PARAMETERS = ("local_params", "all_reduce")
+"""Of modules whose own parameters have styles by their names."""
 _PER_HEAD = ("k_proj", "qkv_proj", "query_key_value")
+_LATENT = ("q_a_proj", "q_a_layernorm", "kv_a_layernorm", "indexer")
+"""Beside a 'mla_kv_a_proj': what all ranks compute alike, and give to heads through the layers that the plan names."""
 _EXPERT_EXAMPLE = "model._ep_plan = {'layers.*.experts': 'ep_dispatch_experts'}"
 _EXAMPLE = (
     "model._tp_plan = {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'} before prepare(), or in a file "
@@ -81,24 +93,26 @@ def plan_layers(
     modules = dict(model.named_modules())
     _check_adapters(modules, origin)
     prefix, inner = planned_model(model)
-    declared = {prefix + where: STYLES[style] for where, style in _declared_styles(inner, origin, given).items()}
+    declared = {prefix + where: style for where, style in _declared_styles(inner, origin, given).items()}
     plan = {where: style for name, own in declared.items() for where, style in _spread(name, modules[name], own)}
     _follow_tied(modules, plan)
     left_out = {id(inner) for module in ignored for inner in module.modules()}
     for where, style in plan.items():
         _check_module(where, modules[where], style, size, id(modules[where]) in left_out, origin)
     _check_neighbours(type(inner).__name__, modules, declared, plan, origin)
+    _check_sparsity(inner, declared, origin)
     if any(where.rpartition(".")[2] in _PER_HEAD and style.gives == "shard" for where, style in declared.items()):
         _check_heads(inner, size, origin)
     return plan
 
 
-def _declared_styles(model: nn.Module, origin: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the known styles of modules that a plan names; refuse others, and those of bare parameters."""
+def _declared_styles(model: nn.Module, origin: str, given: Mapping[str, str]) -> dict[str, Style]:
+    """Return the styles of modules that a plan names; refuse those that are not known."""
     name, modules = type(model).__name__, [where for where, _ in model.named_modules()]
+    parameters = [where for where, _ in model.named_parameters(remove_duplicate=False)]
     declared: dict[str, str] = {**(getattr(model, "_tp_plan", None) or {}), **given}
     found = _match(declared, modules)
-    if unmatched := [key for key in given if not _match({key: ""}, modules)]:
+    if unmatched := [key for key in given if not _match({key: ""}, [*modules, *parameters])]:
         raise ConfigError(
             f"{origin}: tp_plan has {', '.join(map(repr, unmatched))}, and {name} has no such modules; name them as "
             "named_modules() does, with * for a number"
@@ -108,17 +122,45 @@ def _declared_styles(model: nn.Module, origin: str, given: Mapping[str, str]) ->
             f"{origin}: {name} declares no plan for tensor parallelism that names its modules (its _tp_plan is "
             f"{declared}); set tp_size to 1 and shard with dp_shard_size, or give it one: {_EXAMPLE}"
         )
-    _check_styles(model, declared, found, origin)
-    return found
-
-
-def _check_styles(model: nn.Module, declared: Mapping[str, str], found: Mapping[str, str], origin: str) -> None:
-    """Refuse styles that are not known, and those of bare parameters."""
-    name = type(model).__name__
     experts = tuple(f"{where}." for where, style in found.items() if style == "moe_tp_experts")
-    names = (n for n, _ in model.named_parameters(remove_duplicate=False) if not n.startswith(experts))
+    names = (where for where in parameters if not where.startswith(experts))
     bare = _match(declared, names)
-    unknown = sorted({*found.values(), *bare.values()} - STYLES.keys()) or list(bare)
+    _check_styles(name, found, bare, origin)
+    return {where: _style_of(model, where, style, bare, origin) for where, style in found.items()}
+
+
+def _style_of(model: nn.Module, where: str, name: str, bare: Mapping[str, str], origin: str) -> Style:
+    """Return the style of a module, with what follows from its parameters and its sizes."""
+    style, module, parent = STYLES[name], model.get_submodule(where), model.get_submodule(where.rpartition(".")[0])
+    problem = ""
+    if name in _WITH_OWN_PARAMETERS:
+        own = {key: parameter for key, parameter in own_parameters(module).items() if parameter is not None}
+        given = {key: bare.get(f"{where}.{key}") for key in own}
+        dims = {key: max(p.ndim - (1 if given[key] == "rowwise" else 2), 0) for key, p in own.items()}
+        sharded = {key: dim for key, dim in dims.items() if given[key] != "replicate"}
+        style = style._replace(own=MappingProxyType(sharded))
+        unnamed = [f"{where}.{key}" for key in own if given[key] is None]
+        problem = f"no style for {', '.join(unnamed)}, with which it computes" if unnamed else ""
+    elif name == "mla_kv_a_proj":
+        style = style._replace(num_shared=getattr(parent, "qk_rope_head_dim", None))
+        if style.num_shared is None:
+            problem = f"no qk_rope_head_dim in a {type(parent).__name__}, which says what heads share"
+    if problem:
+        raise ConfigError(
+            f"{origin}: the plan of {type(model).__name__} has {name!r} for {where}, and {problem}; give it, or set "
+            "tp_size to 1 and shard with dp_shard_size"
+        )
+    return style
+
+
+def _check_styles(name: str, found: Mapping[str, str], bare: Mapping[str, str], origin: str) -> None:
+    """Refuse styles that are not known, and those of bare parameters but of modules that compute with them."""
+    owners = {where for where, style in found.items() if style in _WITH_OWN_PARAMETERS}
+    unknown = sorted({*found.values(), *bare.values()} - STYLES.keys()) or [
+        where
+        for where, style in bare.items()
+        if style != "replicate" and (where.rpartition(".")[0] not in owners or style not in ("colwise", "rowwise"))
+    ]
     if "sequence_parallel" in unknown:
         raise ConfigError(
             f"{origin}: the plan of {name} has 'sequence_parallel', whose modules take shards of the sequence, and no "
@@ -247,13 +289,30 @@ def _follow_tied(modules: Mapping[str, nn.Module], plan: dict[str, Style]) -> No
     for where, module in modules.items():
         if isinstance(module, nn.Embedding) and where not in plan and id(module.weight) in sharded:
             plan[where] = STYLES["embedding_rowwise"]
+    for where in [where for where, style in plan.items() if style.takes == "ids"]:
+        for inner, _ in modules[where].named_modules(prefix=where):  # a norm behind it sees this rank's rows
+            plan.setdefault(inner, STYLES["replicated_with_grad_allreduce"])
 
 
 def _check_module(where: str, module: nn.Module, style: Style, size: int, is_ignored: bool, origin: str) -> None:
+    for name, dim in style.own.items():
+        shape = tuple(own_parameters(module)[name].shape)
+        if shape[dim] % size or is_ignored:
+            kind = "is left out by fsdp.ignored_modules" if is_ignored else f"is {shape}, which {size} does not divide"
+            raise ConfigError(
+                f"{origin}: the plan shards dimension {dim} of {where}.{name}, and it {kind}; use another size"
+            )
     if style.dim is None:
         return
     if style.takes == "experts":
         return _check_experts(where, module, size, origin)
+    if style.takes == "ids" and (
+        others := [name for name, p in own_parameters(module).items() if name != "weight" and p is not None]
+    ):
+        raise ConfigError(
+            f"{origin}: the plan shards the rows of {where}, a {type(module).__name__} with {', '.join(others)} beside "
+            "its weight, which it may choose by ids of all rows; give it 'replicate' in tp_plan"
+        )
     weight = own_parameters(module).get("weight")
     if weight is None or weight.ndim != 2 or is_ignored:
         kind = "is left out by fsdp.ignored_modules" if is_ignored else f"is a {type(module).__name__} without a matrix"
@@ -289,9 +348,13 @@ def _check_neighbours(
     On a shard of the activations, each rank's gradient of them is that of its shard: replicas would drift apart.
     """
     parents = {where.rpartition(".")[0] for where, style in declared.items() if style == STYLES["colwise"]}
+    latent = {where.rpartition(".")[0] for where, style in declared.items() if style.num_shared is not None}
     for parent in sorted(parents):
+        shared = tuple(f"{parent}.{name}" for name in _LATENT) if parent in latent else ()
         for where, module in modules[parent].named_modules(prefix=parent):
-            if where not in plan and any(p is not None and p.requires_grad for p in own_parameters(module).values()):
+            if where in plan or where.startswith(shared):
+                continue
+            if any(p is not None and p.requires_grad for p in own_parameters(module).values()):
                 raise ConfigError(
                     f"{origin}: the plan of {model_name} shards layers of {parent or 'the model'}, and does not name "
                     f"{where or 'the model'}, which has parameters beside them; add it as "
@@ -301,10 +364,28 @@ def _check_neighbours(
 
 
 def _check_heads(model: nn.Module, size: int, origin: str) -> None:
+    config = _text_config(model)
+    # Where layers differ, each has a configuration of its own.
+    for each in config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]:
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            heads = getattr(each, key, None)
+            if isinstance(heads, int) and heads % size:
+                name = type(model).__name__
+                raise ConfigError(f"{origin} does not divide {key}={heads} of {name}; use a size that does")
+
+
+def _check_sparsity(model: nn.Module, declared: Plan, origin: str) -> None:
+    """Refuse shards of activations of which a model keeps the largest: Gemma 3n's plan has them nevertheless."""
+    pattern = getattr(_text_config(model), "activation_sparsity_pattern", None) or ()
+    shards = [where for where, style in declared.items() if where.endswith("mlp.gate_proj") and style.gives == "shard"]
+    if any(pattern) and shards:
+        raise ConfigError(
+            f"{origin}: {type(model).__name__} keeps the largest activations of each layer "
+            f"(activation_sparsity_pattern={pattern}), and its plan gives {shards[0]} shards of them; give "
+            "mlp.gate_proj and mlp.up_proj 'colwise_gather_output', and mlp.down_proj 'rowwise_split_input', in tp_plan"
+        )
+
+
+def _text_config(model: nn.Module) -> Any:
     config: Any = getattr(model, "config", None)
-    if callable(getattr(config, "get_text_config", None)):
-        config = config.get_text_config()
-    for key in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, key, None)
-        if isinstance(heads, int) and heads % size:
-            raise ConfigError(f"{origin} does not divide {key}={heads} of {type(model).__name__}; use a size that does")
+    return config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config

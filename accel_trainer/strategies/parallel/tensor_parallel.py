@@ -30,7 +30,7 @@ from accel_trainer.strategies.parallel.plans import STYLES, Plan, Style, planned
 
 __all__ = ["check_loss", "draw_apart", "shard_layers", "shard_loss"]
 
-_CONTAINERS = (nn.ParameterDict, nn.ParameterList)
+_MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def shard_layers(model: nn.Module, plan: Plan, mesh: DeviceMesh, unsharded: Collection[nn.Parameter]) -> None:
@@ -52,9 +52,10 @@ def shard_layers(model: nn.Module, plan: Plan, mesh: DeviceMesh, unsharded: Coll
                 if id(parameter) not in made:
                     made[id(parameter)] = _shard(parameter, dims.get(id(parameter)), mesh)
                 registry[name] = made[id(parameter)]
-        held = [p for owner in _owners(module) for p in own_parameters(owner).values()]
-        if any(p is not None and id(p) not in kept for p in held) and not isinstance(module, _CONTAINERS):
-            module.forward = _ShardedForward(module, plan.get(where, Style()), mesh, shared.get(where))
+        owners = [module, *_read(module, where, plan)]
+        held = [p for owner in owners for p in own_parameters(owner).values()]
+        if any(p is not None and id(p) not in kept for p in held) and not _has_no_forward(module):
+            module.forward = _ShardedForward(module, where, plan, mesh, shared.get(where))
 
 
 def draw_apart(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -168,19 +169,51 @@ def _share_inputs(model: nn.Module, plan: Plan) -> dict[str, _SharedInputs]:
     return shared
 
 
-def _owners(module: nn.Module) -> list[nn.Module]:
-    """Return the module and those of its children that only hold parameters, for its forward to read."""
-    return [module, *(child for child in module.children() if isinstance(child, _CONTAINERS))]
+def _read(module: nn.Module, where: str, plan: Plan) -> list[nn.Module]:
+    """Return the modules below a module whose parameters its forward may read without calling them.
+
+    Linear attention and state spaces hand weights of their layers to kernels, and a block may have methods beside its
+    forward (AltUp of Gemma 3n). So matrices, all layers of a block of nothing but layers, such blocks with their
+    layers, and what has no forward (ParameterList). What the plan names is called.
+    """
+    found: list[nn.Module] = []
+    is_block = _is_block(module)
+    for path, child in _unplanned(module, where, plan).items():
+        if _is_block(child) or _has_no_forward(child):
+            found += [child, *filter(_is_layer, _unplanned(child, path, plan).values())]
+        elif _is_layer(child) and (is_block or isinstance(child, _MATRICES)):
+            found.append(child)
+    return found
+
+
+def _unplanned(module: nn.Module, where: str, plan: Plan) -> dict[str, nn.Module]:
+    """Return the children that the plan does not name, by their full names, but no lists of modules."""
+    children = {f"{where}.{name}".lstrip("."): child for name, child in module.named_children()}
+    lists = (nn.ModuleList, nn.ModuleDict)
+    return {path: child for path, child in children.items() if path not in plan and not isinstance(child, lists)}
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return not any(True for _ in module.children())
+
+
+def _is_block(module: nn.Module) -> bool:
+    return not _is_layer(module) and all(map(_is_layer, module.children()))
+
+
+def _has_no_forward(module: nn.Module) -> bool:
+    return type(module).forward is nn.Module.forward
 
 
 def _sharded_dims(model: nn.Module, plan: Plan) -> dict[int, int]:
     """Return the dimension along which each parameter is sharded, by its id; a bias of inputs is not."""
-    return {
-        id(parameter): style.dim
-        for where, style in plan.items()
-        for name, parameter in own_parameters(model.get_submodule(where)).items()
-        if parameter is not None and style.dim is not None and (name != "bias" or style.dim == 0)
-    }
+    dims: dict[int, int] = {}
+    for where, style in plan.items():
+        for name, parameter in own_parameters(model.get_submodule(where)).items():
+            dim = style.own.get(name, style.dim)
+            if parameter is not None and dim is not None and (name != "bias" or dim == 0):
+                dims[id(parameter)] = dim
+    return dims
 
 
 def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
@@ -197,11 +230,16 @@ def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Par
 class _ShardedForward:
     """A module's forward on this rank's shards of its parameters. Lives in the module's `forward` attribute."""
 
-    def __init__(self, module: nn.Module, style: Style, mesh: DeviceMesh, shared: _SharedInputs | None = None) -> None:
-        self.module, self.style, self.owners, self.shared = module, style, _owners(module), shared
-        self.group, self.rank = mesh.get_group(), mesh.get_local_rank()
+    def __init__(
+        self, module: nn.Module, where: str, plan: Plan, mesh: DeviceMesh, shared: _SharedInputs | None = None
+    ) -> None:
+        self.module, self.style, self.read = module, plan.get(where, Style()), _read(module, where, plan)
+        self.mesh, self.group, self.rank, self.shared = mesh, mesh.get_group(), mesh.get_local_rank(), shared
         self.joins = True
         """Whether shards of the output are joined, if the style says so."""
+        self.where = where
+        self.full_width = getattr(module, "in_features", None) if self.style == STYLES["rowwise"] else None
+        """The number of inputs of a layer that takes this rank's shard of them."""
         self.inner: Callable[..., Any] = module.__dict__.get("forward") or partial(type(module).forward, module)
 
     @property
@@ -210,7 +248,15 @@ class _ShardedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         style, bias = self.style, None
-        if style.takes in ("copy", "split"):
+        if self.full_width is not None and args[0].shape[-1] == self.full_width:
+            raise ConfigError(
+                f"the plan for tensor parallelism has {self.where!r} as 'rowwise', for this rank's shard of its "
+                f"{self.full_width} inputs, and it is given all of them: no layer before it is sharded; give it "
+                "'rowwise_split_input' in tp_plan, or set tp_size to 1 and shard with dp_shard_size"
+            )
+        if style.takes == "copies":
+            args, kwargs = tuple(map(self._copy, args)), {name: self._copy(value) for name, value in kwargs.items()}
+        elif style.takes in ("copy", "split"):
             args = (self._take(args[0]), *args[1:])
         calls: dict[str, Callable[..., Any]] = {
             "ids": self._look_up,
@@ -218,7 +264,8 @@ class _ShardedForward:
             "exchange": self._exchange_tokens,
         }
         call = calls.get(style.takes, self.inner)
-        held = [(registry, dict(registry)) for registry in map(own_parameters, self.owners)]
+        read = [module for module in self.read if self._is_gathered(module)]
+        held = [(registry, dict(registry)) for registry in map(own_parameters, (self.module, *read))]
         for registry, _ in held:
             self._take_shards(registry)
         registry = own_parameters(self.module)
@@ -235,6 +282,9 @@ class _ShardedForward:
             output = _Sum.apply(output, self.group)
         elif style.gives == "join" and self.joins:
             output = _Join.apply(output, self.group)
+        elif style.num_shared:
+            kept, shared = output.split([output.shape[-1] - style.num_shared, style.num_shared], dim=-1)
+            output = torch.cat([kept, _Copy.apply(shared, self.group)], dim=-1)
         return output if bias is None else output + bias
 
     def _take(self, x: Tensor) -> Tensor:
@@ -243,20 +293,36 @@ class _ShardedForward:
             return _Split.apply(x, self.group)
         return _Copy.apply(x, self.group) if self.shared is None else self.shared.copy(x, self.group)
 
+    def _is_gathered(self, module: nn.Module) -> bool:
+        """Whether a module's parameters are sharded on this axis alone, and not on another until its own forward."""
+        own = own_parameters(module).values()
+        return all(p.device_mesh == self.mesh for p in own if isinstance(p, DTensor))
+
+    def _copy(self, value: Any) -> Any:
+        return _Copy.apply(value, self.group) if isinstance(value, Tensor) and value.requires_grad else value
+
     def _take_shards(self, registry: dict[str, Any]) -> None:
         for name, parameter in registry.items():
             if isinstance(parameter, DTensor):
                 local: Any = parameter.to_local()
                 registry[name] = _Copy.apply(local, self.group) if self.style.sums_gradients else local
 
-    def _ask_experts(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def _ask_experts(
+        self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
+    ) -> Tensor:
         """Return the weighed outputs of this rank's experts, for the tokens that were given to them.
 
-        The index behind the last expert stands for none, as in transformers' own expert parallelism.
+        The index behind the last expert stands for none, as in transformers' own expert parallelism. Without an index
+        there are as many tokens for each expert, in the order of the experts (Llama 4).
         """
         module: Any = self.module
         number = module.num_experts
         own_number = number // dist.get_world_size(self.group)
+        if top_k_index is None or top_k_weights is None:
+            hidden_states = _Copy.apply(hidden_states, self.group)
+            before, own_rows = (len(hidden_states) // number * own_number * n for n in (self.rank, 1))
+            outputs = self._run_own_experts(own_number, hidden_states.narrow(0, before, own_rows))
+            return nn.functional.pad(outputs, (0, 0, before, len(hidden_states) - before - own_rows))
         own = top_k_index - own_number * self.rank
         is_own = (own >= 0) & (own < own_number)
         hidden_states, weights = (_Copy.apply(x, self.group) for x in (hidden_states, top_k_weights))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,15 +17,20 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.parallel.plans import plan_layers
 from accel_trainer.strategies.parallel.tensor_parallel import check_loss
 from tests.conformance.models import MLP, build_model
+from tests.family_matrix import FAMILIES as ALL_FAMILIES
+from tests.family_matrix import compare, docs_table, find_difference
 from tests.mesh_loops import adamw, start, train_open_window, updates
 from tests.ranks import preload, run_ranks
 
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
 
-# Of each way in which a plan shards something, one family: biases and a tied head, norms of heads, scaled and tied
-# embeddings, fused matrices that are gathered, norms over all heads, fused heads, a head with a bias; experts of
-# a mixture, with the loss that balances their load.
-FAMILIES = ("qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "gpt_neox", "phi", "mixtral", "qwen3_moe")
+# Of each way in which a plan shards something, one family (`make test-families` has all): biases and a tied head,
+# scaled and tied embeddings with norms of heads, fused matrices that are gathered, fused heads, a head with a bias;
+# experts of a mixture, with the loss that balances their load.
+FAMILIES = ("qwen2", "gemma3_text", "phi3", "gpt_neox", "phi", "mixtral", "qwen3_moe")
+# Of which gradients are compared: latent heads, bare parameters, experts with rows of their own, weights that a kernel
+# gets, a norm in an embedding.
+BY_GRADIENT = ("minicpm3", "granite_swa", "llama4_text", "lfm2_moe", "inkling_text")
 
 
 def tiny_model(kind: str) -> nn.Module:
@@ -225,6 +231,7 @@ def shared_inputs(model: nn.Module) -> list[Any]:
 def on_two_ranks(folder: str) -> dict[str, Any]:
     found = {"loaded": load_empty({"tp_size": 2}, folder), "dropout": drop_out()}
     found["sums"] = {way: count_sums(way) for way in WAYS}
+    found |= {"gradients": compare(BY_GRADIENT), "refused": compare(["glm5_next_text"], given=False)}
     return train_families() | found | {"sharded losses": make_sharded_losses()}
 
 
@@ -258,6 +265,25 @@ def test_an_input_that_layers_share_has_its_gradient_summed_once(way: str, famil
         assert found["calls"] == [3, 5 + (way == "checkpointed")]
         assert found["gradients"] < 2e-6
         assert found["held"] == [None] * 5  # queries, keys, values; gate, up: nothing outlives the forward
+
+
+@pytest.mark.parametrize("kind", BY_GRADIENT)
+def test_a_familys_gradients_are_those_of_one_process(kind: str, families: list[dict[str, Any]]):
+    for found in (of_rank["gradients"][kind] for of_rank in families):
+        assert not find_difference(kind, found)
+        assert found.share < 1
+
+
+def test_a_layer_that_is_given_all_inputs_for_its_shard_says_so(families: list[dict[str, Any]]):
+    for found in (of_rank["refused"]["glm5_next_text"].refused for of_rank in families):
+        assert "'layers.0.self_attn.o_proj' as 'rowwise', for this rank's shard of its 32 inputs, and it is" in found
+        assert "give it 'rowwise_split_input' in tp_plan" in found
+
+
+def test_the_page_has_the_families_and_what_the_others_need():
+    page = Path(__file__).parents[3] / "docs" / "parallelism.md"
+    assert docs_table() in page.read_text(), "paste what python -m tests.family_matrix --table prints"
+    assert set(BY_GRADIENT) | set(FAMILIES) <= ALL_FAMILIES.keys()
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "phi", "mixtral"])
@@ -413,6 +439,18 @@ def test_what_is_saved_is_read_by_from_pretrained(meshed: list[dict[str, Any]]):
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
+class Sinks(nn.Module):
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.sinks, self.scale = nn.Parameter(torch.zeros(heads)), nn.Parameter(torch.ones(()))
+
+
+class Marked(nn.Embedding):
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__(rows, width)
+        self.mark = nn.Parameter(torch.zeros(width))
+
+
 def planned(plan: dict[str, str], **changes: Any) -> nn.Module:
     model = MLP()
     model._tp_plan = plan
@@ -429,6 +467,24 @@ def planned(plan: dict[str, str], **changes: Any) -> nn.Module:
         (planned({"first": "sequence_parallel"}), "has 'sequence_parallel', whose modules take .*no style of transfo"),
         (planned({"first": "diagonal"}), "the plan of MLP has 'diagonal', and known are colwise"),
         (planned({"first": "colwise", "first.weight": "packed_colwise"}), "has 'packed_colwise', and known are"),
+        (
+            planned({"first": "local_params", "first.sinks": "colwise"}, first=Sinks()),
+            "'local_params' for first, and no style for first.scale, with which it computes; give it, or",
+        ),
+        (
+            planned({"first": "local_params", "first.sinks": "colwise", "first.scale": "replicate"}, first=Sinks(3)),
+            r"shards dimension 0 of first.sinks, and it is \(3,\), which 2 does not divide; use",
+        ),
+        (planned({"first": "embedding_rowwise"}, first=Marked(8, 2)), "rows of first, a Marked with mark beside its"),
+        (planned({"first": "mla_kv_a_proj"}), "'mla_kv_a_proj' for first, and no qk_rope_head_dim in a MLP"),
+        (
+            planned(
+                {"mlp.gate_proj": "colwise", "second": "replicate"},
+                mlp=nn.ModuleDict({"gate_proj": nn.Linear(8, 16)}),
+                config=SimpleNamespace(activation_sparsity_pattern=[0.5]),
+            ),
+            "keeps the largest activations of each layer .*=.0.5.., and its plan gives mlp.gate_proj shards of",
+        ),
         (planned({"second": "colwise"}), r"does not divide dimension 0 of second.weight, \(1, 16\); use a size that"),
         (planned({"first": "colwise"}), "does not name second, which has parameters beside them; add it as 'repl"),
         (

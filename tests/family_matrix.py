@@ -1,0 +1,708 @@
+"""Every family of transformers that declares a plan for tensor parallelism, tiny, on two ranks beside one process.
+
+`make test-families` compares them all; `make test` has those whose plans shard something in a way of their own.
+What a family's plan cannot do stands here with the words of its refusal, and the plan with which it is exact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tests.mesh_loops import start
+from tests.ranks import RankFailure, preload, run_ranks
+
+__all__ = ["FAMILIES", "build", "compare", "declared_configs", "docs_table", "find_difference"]
+
+preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
+
+TOLERANCE = 2e-6
+"""Of losses and logits, beside the largest value where that is above 1; of gradients, twenty times as much beside each
+parameter's largest: they are sums over tokens and layers in another order."""
+
+_SIZES: Mapping[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "max_position_embeddings": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "first_k_dense_replace": 1,
+    "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "qk_head_dim": 16, "index_topk": 4, "index_head_dim": 16,
+    "index_n_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_head_dim": 8, "linear_num_heads": 4, "image_size": 16, "patch_size": 4,
+    "attention_dropout": 0.0, "hidden_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    "residual_dropout": 0.0, "embedding_dropout": 0.0,
+}  # fmt: skip
+"""Those of them that a configuration has."""
+
+
+class Family(NamedTuple):
+    """A family's tiny sizes beside the usual ones, and what becomes of its plan."""
+
+    sizes: Mapping[str, Any] = {}
+    model: str = ""
+    """The class, where no auto class has one for the configuration."""
+    inputs: str = ""
+    """A name of `_INPUTS`, where they are no tokens."""
+    refused: str = ""
+    """The words with which the plan is refused, where it is; a regular expression."""
+    given: Mapping[str, str] = {}
+    """What `tp_plan` has to give beside the model's own, and all is exact."""
+
+
+def _rope(*sections: int, **options: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections), **options}
+
+
+_FULL: Mapping[str, Any] = {"num_key_value_heads": 4}
+_MIXED = {"layer_types": ["linear_attention", "full_attention"]}
+_SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
+_SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
+_JOIN, _SPLIT, _SUM = "colwise_gather_output", "rowwise_split_input", "replicated_with_grad_allreduce"
+
+
+def _attention(prefix: str, output: str = "o_proj") -> dict[str, str]:
+    """Return a plan that has all heads on each rank."""
+    joined = {f"{prefix}.{name}": _JOIN for name in ("q_proj", "k_proj", "v_proj")}
+    return joined | {f"{prefix}.{output}": _SPLIT}
+
+
+def _norms(prefix: str) -> dict[str, str]:
+    return dict.fromkeys((f"{prefix}.q_norm", f"{prefix}.k_norm"), _SUM)
+
+
+_NO_PLAN = "declares no plan for tensor parallelism that names its modules"
+_UNNAMED = "and does not name .*, which has parameters beside them"
+
+FAMILIES: Mapping[str, Family] = {
+    "afmoe": Family(),
+    "apertus": Family(refused=_UNNAMED, given={"model.layers.*.mlp.act_fn": _SUM}),
+    "arcee": Family(),
+    "aria_text": Family(),
+    "axk1": Family(_FULL),
+    "axk2": Family(_FULL),
+    "bailing_hybrid": Family({**_FULL, **_MIXED, "num_expert_group": 1, "num_experts_per_token": 2}),
+    "beam": Family(),
+    "cohere": Family(),
+    "cohere2": Family(),
+    "cohere2_moe": Family(),
+    "cohere_compass_text": Family(
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            }
+        }
+    ),
+    "cosmos3_edge_text": Family({"rope_parameters": _rope(2, 1, 1)}),
+    "cwm": Family(),
+    "deepseek_ocr2_encoder": Family(model="DeepseekOcr2VisionEncoder", inputs="patches"),
+    "deepseek_ocr2_text": Family({**_FULL, **_SPARSE}, model="DeepseekOcr2TextModel"),
+    "deepseek_v2": Family(_FULL),
+    "deepseek_v3": Family(_FULL),
+    "deepseek_v32": Family(_FULL),
+    "deepseek_v4": Family(),
+    "diffusion_gemma_text": Family(
+        {**_SLIDING, "num_experts": 4, "top_k_experts": 2}, model="DiffusionGemmaEncoderTextModel"
+    ),
+    "doge": Family(
+        refused=_UNNAMED, given=_attention("model.layers.*.self_attn") | {"model.layers.*.self_attn.dt_proj": _SPLIT}
+    ),
+    "dots1": Family({"n_shared_experts": 1}),
+    "dots3_note_text": Family(
+        {
+            **_FULL,
+            **_SPARSE,
+            "layer_types": ["indexed_attention", "sliding_attention"],
+            "head_dim": 16,
+            "index_head_dim": 8,
+        }
+    ),
+    "dots3_note_vision_encoder": Family(
+        {**_SPARSE, "adapter_in_dim": 32, "adapter_out_dim": 32}, "Dots3NoteVisionModel", "grid"
+    ),
+    "embedding_gemma2_text": Family(
+        {
+            **_SLIDING,
+            "hidden_size_per_layer_input": 8,
+            "embedding_dim": 16,
+            "num_global_key_value_heads": 2,
+            "global_head_dim": 8,
+        }
+    ),
+    "ernie4_5": Family(),
+    "ernie4_5_moe": Family(),
+    "ernie4_5_vl_moe_text": Family(
+        {
+            **_SPARSE,
+            "rope_parameters": _rope(1, 1, 2),
+            "moe_intermediate_size": [32, 16],
+            "moe_k": 2,
+            "moe_num_experts": 4,
+        },
+        model="Ernie4_5_VLMoeTextModel",
+    ),
+    "ernie4_5_vl_moe_vision": Family(
+        {"depth": 2, "num_heads": 4}, "Ernie4_5_VLMoeVisionTransformerPretrainedModel", "hidden grid"
+    ),
+    "esmc": Family(_FULL, refused=_UNNAMED, given=_attention("esmc.layers.*.self_attn")),
+    "eurobert": Family(),
+    "exaone4": Family(),
+    "exaone_moe": Family(),
+    "flex_olmo": Family(),
+    "flint": Family(),
+    "gemma": Family(),
+    "gemma2": Family(),
+    "gemma3_text": Family(),
+    "gemma3n_text": Family(
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 2,
+            "intermediate_size": [64, 64, 64, 64],
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+            "vocab_size_per_layer_input": 64,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 8,
+        },
+        refused="keeps the largest activations of each layer",
+        given={
+            "model.layers.*.mlp.gate_proj": _JOIN,
+            "model.layers.*.mlp.up_proj": _JOIN,
+            "model.layers.*.mlp.down_proj": _SPLIT,
+        },
+    ),
+    "gemma4_text": Family(
+        {
+            **_SLIDING,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "enable_moe_block": True,
+            "vocab_size_per_layer_input": 64,
+            "hidden_size_per_layer_input": 8,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+            },
+        }
+    ),
+    "gemma4_unified_text": Family(_SLIDING),
+    "gemma4_vision": Family({**_FULL, "position_embedding_size": 16, "pooling_kernel_size": 2}, inputs="places"),
+    "glm": Family(),
+    "glm4": Family(),
+    "glm4_moe": Family(),
+    "glm4_moe_lite": Family(_FULL),
+    "glm4v_moe_text": Family(
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [1, 1, 0],
+                "partial_rotary_factor": 0.5,
+            }
+        }
+    ),
+    "glm4v_text": Family({"rope_parameters": _rope(2, 1, 1)}),
+    "glm5_next_text": Family(
+        {
+            **_FULL,
+            **_SPARSE,
+            "layer_types": ["linear_attention", "indexed_attention"],
+            "qk_rope_head_dim": 0,
+            "head_dim": 0,
+            "index_topk": 16,
+            "index_head_dim": 8,
+        },
+        refused="as .rowwise., for this rank.s shard of its 32 inputs, and it is given all",
+        given={"layers.0.self_attn.o_proj": _SPLIT},
+    ),
+    "glm_image_text": Family({"rope_parameters": _rope(2, 1, 1)}),
+    "glm_moe_dsa": Family(_FULL),
+    "glm_ocr_text": Family({"rope_parameters": _rope(2, 1, 1)}),
+    "gpt_neox": Family(),
+    "gpt_oss": Family(),
+    "granite": Family(),
+    "granite4_vision_text": Family(model="Granite4VisionTextModel"),
+    "granite_docling_text": Family(),
+    "granite_swa": Family(),
+    "granitemoe": Family(),
+    "granitemoe_swa": Family(),
+    "granitemoehybrid": Family(
+        {
+            **_MIXED,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_n_groups": 1,
+            "shared_intermediate_size": 32,
+            "mamba_d_state": 8,
+        }
+    ),
+    "granitemoeshared": Family(),
+    "helium": Family(),
+    "higgs_audio_v2": Family({"num_codebooks": 2, "codebook_size": 16}),
+    "hrm_text": Family(),
+    "hunyuan_v1_moe": Family(),
+    "hy_v3": Family(),
+    "hy_v4": Family(_FULL),
+    "hyperclovax": Family(),
+    "inkling2_text": Family(),
+    "inkling_text": Family(),
+    "internlm3": Family(),
+    "iquestcoder": Family(),
+    "jais2": Family(),
+    "jamba": Family(
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 8,
+            "use_mamba_kernels": False,
+        }
+    ),
+    "kimi_linear": Family(
+        {**_FULL, **_MIXED, **_SPARSE, "num_expert_group": 1, "num_experts_per_token": 2, "q_lora_rank": ...}
+    ),
+    "kolibri1": Family(),
+    "laguna": Family(),
+    "lfm2_moe": Family({"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
+    "llama": Family(),
+    "llama4": Family(
+        {"text_config": "llama4_text", "vision_config": "llama4_vision_model"}, "Llama4ForConditionalGeneration"
+    ),
+    "llama4_text": Family(),
+    "llama4_vision_model": Family(
+        {"intermediate_size": 128, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+        "Llama4VisionModel",
+        "picture",
+    ),
+    "longcat_flash": Family(
+        _FULL,
+        refused="has .moe_identity_expert., and known are",
+        given={
+            "model.layers.*.mlp.experts": "replicate",
+            "model.layers.*.mlp.experts.identity_expert": "replicate",
+            "model.layers.*.mlp.experts.gate_up_proj": "replicate",
+            "model.layers.*.mlp.experts.down_proj": "replicate",
+        },
+    ),
+    "mellum": Family(),
+    "mimo_v2_flash": Family(),
+    "minicpm3": Family(_FULL),
+    "minimax": Family(),
+    "minimax_m2": Family(),
+    "minimax_m3_vl_text": Family(),
+    "ministral": Family(),
+    "ministral3": Family(),
+    "mistral": Family(),
+    "mistral4": Family(
+        {
+            **_FULL,
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "max_position_embeddings": 64,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale_all_dim": 1.0,
+                "mscale": 1.0,
+                "llama_4_scaling_beta": 0.1,
+                "partial_rotary_factor": 0.5,
+            },
+        }
+    ),
+    "mistral_large4_text": Family(_FULL),
+    "mixtral": Family(),
+    "muse_glimmer": Family(
+        {"text_config": "muse_glimmer_text", "vision_config": "muse_glimmer_vision"},
+        "MuseGlimmerForConditionalGeneration",
+    ),
+    "muse_glimmer_assistant": Family(
+        {"target_layer_ids": [0, 1], **_SLIDING}, inputs="draft", refused=_UNNAMED, given=_norms("layers.*.self_attn")
+    ),
+    "muse_glimmer_text": Family(),
+    "muse_glimmer_vision": Family(
+        {"pos_emb_height": 4, "pos_emb_width": 4, "layer_types": ["window_attention", "full_attention"]},
+        inputs="temporal grid",
+    ),
+    "muse_spark": Family(
+        {
+            "text_config": "muse_spark_text",
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 4,
+                "layer_types": ["full_attention"],
+            },
+            "audio_config": {"out_hidden_size": 32},
+        },
+        "MuseSparkForConditionalGeneration",
+    ),
+    "muse_spark_text": Family(),
+    "nanochat": Family(),
+    "nemotron": Family(),
+    "nemotron_h": Family(),
+    "neomme": Family(
+        {**_SLIDING, "embedding_rank": 8, "embedding_dim": 8, "patch_size": 4, "head_dim": 16},
+        refused=_UNNAMED,
+        given=_attention("model.layers.*.self_attn", "output_projection.o_proj")
+        | {"model.layers.*.self_attn.output_projection.gate_proj": _JOIN},
+    ),
+    "olmo": Family(),
+    "olmo2": Family(),
+    "olmo3": Family(),
+    "olmo_hybrid": Family(_MIXED),
+    "olmoe": Family(),
+    "openai_privacy_filter": Family(refused=_NO_PLAN),
+    "paddleocr_vl_text": Family({"rope_parameters": _rope(2, 1, 1)}, model="PaddleOCRTextModel"),
+    "phi": Family(),
+    "phi3": Family(),
+    "phi4_multimodal": Family(
+        {
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 4,
+                "crop_size": 28,
+            },
+            "audio_config": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_attention_heads": 4,
+                "num_blocks": 1,
+                "ext_pw_out_channel": 32,
+                "depthwise_separable_out_channel": 32,
+                "nemo_conv_channels": 32,
+                "input_size": 80,
+            },
+        }
+    ),
+    "phimoe": Family(),
+    "qwen2": Family(),
+    "qwen2_5_omni_text": Family({"rope_parameters": _rope(2, 1, 1)}, model="Qwen2_5OmniThinkerTextModel"),
+    "qwen2_5_vl_text": Family({"rope_parameters": _rope(2, 1, 1)}),
+    "qwen2_moe": Family(),
+    "qwen2_vl_text": Family({"rope_parameters": _rope(2, 1, 1)}),
+    "qwen3": Family(),
+    "qwen3_5_moe_text": Family(_MIXED),
+    "qwen3_5_text": Family(_MIXED),
+    "qwen3_moe": Family(),
+    "qwen3_next": Family(_MIXED),
+    "qwen3_omni_moe_talker_code_predictor": Family(model="Qwen3OmniMoeTalkerCodePredictorModel", inputs="embedded"),
+    "qwen3_omni_moe_talker_text": Family(
+        {"shared_expert_intermediate_size": 32, "rope_parameters": _rope(2, 1, 1)},
+        "Qwen3OmniMoeTalkerModel",
+        "embedded",
+    ),
+    "qwen3_omni_moe_text": Family(
+        {"rope_parameters": _rope(2, 1, 1)},
+        refused=_UNNAMED,
+        given=_norms("layers.*.self_attn"),
+        model="Qwen3OmniMoeThinkerTextModel",
+    ),
+    "qwen3_vl_moe_text": Family(
+        {"rope_parameters": _rope(2, 1, 1)}, refused=_UNNAMED, given=_norms("layers.*.self_attn")
+    ),
+    "qwen4_exp_text": Family(
+        {
+            "layer_types": ["linear_attention", "indexed_attention"],
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 8,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 2,
+            "ple_layer_ids": [1],
+            "ple_embed_dim": 16,
+            "ngram_vocab_size_base": 50,
+            "make_ngram_vocab_size_divisible_by": 2,
+            "split_ngram_parts": 2,
+            "heads_per_ngram": 2,
+            "hc_lowrank": 8,
+        }
+    ),
+    "seed_oss": Family(),
+    "smollm3": Family(),
+    "solar_open": Family(),
+    "starcoder2": Family(),
+    "step3p5": Family(model="Step3p7TextModel"),
+    "t5_gemma_module": Family({**_SLIDING, "dropout_rate": 0.0}, "T5GemmaEncoder"),
+    "t5gemma2_decoder": Family(
+        {**_SLIDING, "dropout_rate": 0.0},
+        "T5Gemma2Decoder",
+        "decoding",
+        refused="shards the rows of embed_tokens, .* with eoi_embedding beside its weight",
+        given={"embed_tokens": "replicate"},
+    ),
+    "t5gemma2_text": Family(
+        {**_SLIDING, "dropout_rate": 0.0},
+        "T5Gemma2TextEncoder",
+        refused="shards the rows of embed_tokens, .* with eoi_embedding beside its weight",
+        given={"embed_tokens": "replicate"},
+    ),
+    "ultrabert": Family(),
+    "unlimited_ocr_text": Family(_FULL, model="UnlimitedOcrTextModel"),
+    "vaultgemma": Family(),
+    "voxtral_realtime_text": Family(model="VoxtralRealtimeTextModel", inputs="conditioned"),
+    "youtu": Family(_FULL),
+    "zaya": Family({"num_experts_per_tok": 1}, refused=_NO_PLAN),
+}
+
+
+# --- models and inputs ------------------------------------------------------------------------------------------------
+
+
+def declared_configs() -> dict[str, Any]:
+    """Return the configuration class of each family of transformers that declares a plan, by its model type."""
+    import transformers
+
+    found: dict[str, Any] = {}
+    for folder in pkgutil.iter_modules([str(Path(transformers.__file__).parent / "models")]):
+        models = Path(transformers.__file__).parent / "models" / folder.name
+        for path in sorted(models.glob("configuration_*.py")):
+            if re.search("base_model_[te]p_plan", path.read_text()):
+                module = importlib.import_module(f"transformers.models.{folder.name}.{path.stem}")
+                classes = [each for each in vars(module).values() if inspect.isclass(each)]
+                for each in classes:
+                    is_own = issubclass(each, transformers.PreTrainedConfig) and each.__module__ == module.__name__
+                    if is_own and (each.base_model_tp_plan or each.base_model_ep_plan):
+                        found.setdefault(each.model_type, each)
+    return found
+
+
+def _has(config: Any, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except RuntimeError:  # transformers' word for one that may differ from layer to layer
+        return True
+
+
+def _config(kind: str) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    config_class = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else declared_configs()[kind]
+    known, own = config_class(), FAMILIES[kind].sizes
+    # Parts have their own sizes, and what they are made of has none.
+    sizes = {} if "text_config" in own else {name: value for name, value in _SIZES.items() if _has(known, name)}
+    sizes |= {name: value for name, value in own.items() if not (name.endswith("_config") and isinstance(value, str))}
+    for name, part in own.items():
+        if name.endswith("_config") and isinstance(part, str):
+            sizes[name] = _config(part)
+    return config_class(**{name: value for name, value in sizes.items() if value is not ...})
+
+
+def build(kind: str) -> nn.Module:
+    """Return the family's tiny model; with values at which each parameter has a gradient to be seen."""
+    import transformers
+
+    family, config = FAMILIES[kind], _config(kind)
+    config_class = type(config)
+    if family.model:
+        modeling = importlib.import_module(config_class.__module__.replace("configuration_", "modeling_"))
+        model_class = getattr(modeling, family.model)
+    else:
+        auto = transformers.models.auto.modeling_auto
+        names = ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_MASKED_LM_MAPPING", "MODEL_MAPPING")
+        model_class = next(getattr(auto, name)[config_class] for name in names if config_class in getattr(auto, name))
+        model_class = model_class[0] if isinstance(model_class, tuple) else model_class
+    torch.manual_seed(0)
+    model: nn.Module = model_class(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            value = torch.randn_like(parameter)
+            parameter.copy_(value * 0.2 if parameter.ndim > 1 else parameter + value * 0.1)
+    return model
+
+
+def _tokens() -> Tensor:
+    return torch.randint(3, 64, (2, 10), generator=torch.Generator().manual_seed(1))
+
+
+def _numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2))
+
+
+_INPUTS: Mapping[str, Callable[[], dict[str, Any]]] = {
+    "": lambda: {"input_ids": _tokens()},
+    "embedded": lambda: {"inputs_embeds": _numbers(2, 10, 32)},
+    "patches": lambda: {"inputs_embeds": _numbers(2, 10, 32), "num_patches": 5},
+    "picture": lambda: {"pixel_values": _numbers(2, 3, 16, 16)},
+    "grid": lambda: {"pixel_values": _numbers(16, 48), "grid_thw": torch.tensor([[1, 4, 4]])},
+    "hidden grid": lambda: {"hidden_states": _numbers(16, 48), "grid_thw": torch.tensor([[1, 4, 4]])},
+    "temporal grid": lambda: {"pixel_values": _numbers(16, 96), "grid_thw": torch.tensor([[1, 4, 4]])},
+    "places": lambda: {
+        "pixel_values": _numbers(2, 16, 48),
+        "pixel_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(2, 16, 2),
+    },
+    "conditioned": lambda: {"inputs_embeds": _numbers(2, 10, 32), "t_cond": _numbers(1, 32)},
+    "draft": lambda: {"noise_embeds": _numbers(2, 4, 32), "context_hidden_states": _numbers(2, 10, 64)},
+    "decoding": lambda: {"input_ids": _tokens(), "encoder_hidden_states": _numbers(2, 10, 32)},
+}
+
+
+def _run(kind: str, model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return a loss, of the model's own or of its first output, and that output."""
+    inputs = _INPUTS[FAMILIES[kind].inputs]()
+    has_loss = type(model).__name__.endswith(("LM", "ForConditionalGeneration")) and "input_ids" in inputs
+    torch.manual_seed(3)  # a router may draw
+    output = model(**inputs, labels=inputs["input_ids"]) if has_loss else model(**inputs)
+    first = output.logits if has_loss else output[0]
+    loss = output.loss if has_loss else None
+    return (first.float() * _numbers(*first.shape)).mean() * 10 if loss is None else loss, first
+
+
+# --- comparison -------------------------------------------------------------------------------------------------------
+
+
+class Compared(NamedTuple):
+    """How far two ranks are from one process; what is refused has only words."""
+
+    loss: float = 0.0
+    """This and what follows: beside the largest value, where that is above 1."""
+    logits: float = 0.0
+    gradient: float = 0.0
+    """Of the parameter that is farthest, beside its largest gradient."""
+    worst: str = ""
+    after: float = 0.0
+    """Of the loss behind an update."""
+    share: float = 1.0
+    """Of the parameters, on a rank."""
+    refused: str = ""
+
+
+def compare(kinds: Iterable[str], given: bool = True) -> dict[str, Compared]:
+    """Return how far each family is from one process. On two ranks.
+
+    Args:
+        given: whether `tp_plan` has what the family's plan lacks.
+    """
+    return {kind: _compare(kind, FAMILIES[kind].given if given else {}) for kind in kinds}
+
+
+def _compare(kind: str, given: Mapping[str, str]) -> Compared:
+    from accel_trainer.errors import ConfigError
+
+    plain = build(kind)
+    model = copy.deepcopy(plain)
+    accelerator = start(sizes={"tp_size": 2, "tp_plan": given})
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    try:
+        model, optimizers[1] = accelerator.prepare(model, optimizers[1])
+        loss, logits = _run(kind, model)
+        accelerator.backward(loss)
+        expected_loss, expected_logits = _run(kind, plain)
+        expected_loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        differences = {name: _distance(p.grad, gradients[name]) for name, p in plain.named_parameters()}
+        worst = max(differences, key=lambda name: differences[name])
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            after = [_run(kind, each)[0].item() for each in (plain, model)]
+        num_local = sum(p.to_local().numel() for p in model.parameters())
+        return Compared(
+            abs(loss.item() - expected_loss.item()) / max(1.0, abs(expected_loss.item())),
+            (logits - expected_logits).abs().max().item() / max(1.0, expected_logits.abs().max().item()),
+            differences[worst],
+            worst,
+            abs(after[0] - after[1]) / max(1.0, abs(after[0])),
+            num_local / sum(p.numel() for p in plain.parameters()),
+        )
+    except ConfigError as error:
+        return Compared(refused=str(error))
+    finally:
+        accelerator.free_memory()
+
+
+def _distance(expected: Tensor | None, found: Any) -> float:
+    """Return how far a gradient is, beside the largest of its values; infinity where only one process has it."""
+    values = None if found is None else found.full_tensor()
+    expected, values = (torch.zeros(1) if each is None else each for each in (expected, values))
+    # What is 0 but for rounding has no direction.
+    return ((expected - values).abs().max() / expected.abs().max().clamp(min=1e-3)).item()
+
+
+def find_difference(kind: str, found: Compared) -> str:
+    """Return what is not as on one process; empty where all is."""
+    limits = {"loss": TOLERANCE, "logits": TOLERANCE, "gradient": 20 * TOLERANCE, "after": 2 * TOLERANCE}
+    far = [f"{name} {getattr(found, name):.1e}" for name, limit in limits.items() if getattr(found, name) > limit]
+    return found.refused or ", ".join(far) and f"{', '.join(far)} ({found.worst})"
+
+
+def docs_table() -> str:
+    """Return the table of docs/parallelism.md: the families, and what those need whose plan is not enough."""
+    exact = sorted(kind for kind, family in FAMILIES.items() if not family.refused)
+    rows = [
+        f"| `{kind}` | " + ("; ".join(f"`{name}={style}`" for name, style in family.given.items()) or "no plan") + " |"
+        for kind, family in sorted(FAMILIES.items())
+        if family.refused
+    ]
+    listed = ", ".join(f"`{kind}`" for kind in exact)
+    return "\n".join(
+        [f"{len(exact)} as they are: {listed}.", "", "| refused until `tp_plan` has | |", "|---|---|", *rows]
+    )
+
+
+def main() -> None:
+    """Compare all families, or those whose names match; print each one's distance from one process."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--only", default="", help="a regular expression for model types, as 'qwen.*'")
+    parser.add_argument("--table", action="store_true", help="print the table of docs/parallelism.md, and end")
+    parser.add_argument("--chunk", type=int, default=12, help="families of one pair of processes")
+    options = parser.parse_args()
+    if options.table:
+        return print(docs_table())
+    declared = set(declared_configs())
+    broken = dict.fromkeys(declared ^ FAMILIES.keys(), "not in the table, or gone")
+    kinds = [kind for kind in FAMILIES if re.search(options.only, kind) and kind in declared]
+    for begin in range(0, len(kinds), options.chunk):
+        for kind, text in _check(kinds[begin : begin + options.chunk]).items():
+            if text:
+                broken[kind] = text
+    print(f"{len(broken)} of {len(kinds)} are not as promised: {broken}")
+    sys.exit(bool(broken))
+
+
+def _check(kinds: list[str]) -> dict[str, str]:
+    """Return what is not as promised of each family, empty where all is."""
+    refused = [kind for kind in kinds if FAMILIES[kind].refused]
+    exact = [kind for kind in kinds if not FAMILIES[kind].refused or FAMILIES[kind].given]
+    try:
+        said, found = run_ranks(_compare_both, 2, refused, exact, timeout=300)[0]
+    except RankFailure as error:
+        if len(kinds) == 1:
+            return {kinds[0]: "".join(traceback.format_exception_only(error))[-1500:]}
+        return {kind: text for each in kinds for kind, text in _check([each]).items()}
+    broken = dict.fromkeys(kinds, "")
+    for kind in refused:
+        if not re.search(FAMILIES[kind].refused, said[kind].refused):
+            broken[kind] = f"is refused with {said[kind].refused!r}"
+    for kind in exact:
+        broken[kind] = broken[kind] or find_difference(kind, found[kind])
+        figures = ", ".join(f"{name} {x:.0e}" for name, x in found[kind]._asdict().items() if isinstance(x, float))
+        print(f"{kind}: {broken[kind] or 'as one process'} ({figures})", flush=True)
+    return broken
+
+
+def _compare_both(refused: list[str], exact: list[str]) -> tuple[dict[str, Compared], dict[str, Compared]]:
+    return compare(refused, given=False), compare(exact)
+
+
+if __name__ == "__main__":
+    main()
