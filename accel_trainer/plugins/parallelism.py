@@ -139,15 +139,18 @@ class ParallelismConfig(OptionObject):
             if given not in (backend, other):
                 raise ConfigError(f"{name} must be {backend!r}, but got {given!r}")
             setattr(self, name, backend)
+        self._complete_handlers()
+        if not isinstance(self.tp_plan, Mapping):
+            self.tp_plan = _styles_by_name(self.tp_plan)
+        self._check_axes()
+
+    def _complete_handlers(self) -> None:
         for axis, build in _HANDLERS.items():
             handler = getattr(self, f"{axis}_handler")
             if handler is None and self._size(axis) > 1:
                 setattr(self, f"{axis}_handler", build())
             elif handler is not None and not isinstance(handler, build):  # type: ignore[arg-type]
                 raise ConfigError(f"{axis}_handler is a {type(handler).__name__}; expected {build.__name__}")
-        if not isinstance(self.tp_plan, Mapping):
-            self.tp_plan = _styles_by_name(self.tp_plan)
-        self._check_axes()
 
     def _check_axes(self) -> None:
         if self.cp_enabled and self.sp_enabled:

@@ -6,7 +6,7 @@ Of tensor and of expert parallelism. Adapters of PEFT follow the layers whose pl
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -112,11 +112,7 @@ def _declared_styles(model: nn.Module, origin: str, given: Mapping[str, str]) ->
     parameters = [where for where, _ in model.named_parameters(remove_duplicate=False)]
     declared: dict[str, str] = {**(getattr(model, "_tp_plan", None) or {}), **given}
     found = _match(declared, modules)
-    if unmatched := [key for key in given if not _match({key: ""}, [*modules, *parameters])]:
-        raise ConfigError(
-            f"{origin}: tp_plan has {', '.join(map(repr, unmatched))}, and {name} has no such modules; name them as "
-            "named_modules() does, with * for a number"
-        )
+    _check_names(name, given, [*modules, *parameters], origin)
     if not found:
         raise ConfigError(
             f"{origin}: {name} declares no plan for tensor parallelism that names its modules (its _tp_plan is "
@@ -129,16 +125,23 @@ def _declared_styles(model: nn.Module, origin: str, given: Mapping[str, str]) ->
     return {where: _style_of(model, where, style, bare, origin) for where, style in found.items()}
 
 
+def _check_names(model_name: str, given: Iterable[str], names: Collection[str], origin: str) -> None:
+    """Refuse names of a user's plan that a model does not have."""
+    if unmatched := [key for key in given if not _match({key: ""}, names)]:
+        raise ConfigError(
+            f"{origin}: tp_plan has {', '.join(map(repr, unmatched))}, and {model_name} has no such modules; name them "
+            "as named_modules() does, with * for a number"
+        )
+
+
 def _style_of(model: nn.Module, where: str, name: str, bare: Mapping[str, str], origin: str) -> Style:
-    """Return the style of a module, with what follows from its parameters and its sizes."""
+    """Return the style of a module, completed by its parameters and its sizes."""
     style, module, parent = STYLES[name], model.get_submodule(where), model.get_submodule(where.rpartition(".")[0])
     problem = ""
     if name in _WITH_OWN_PARAMETERS:
         own = {key: parameter for key, parameter in own_parameters(module).items() if parameter is not None}
         given = {key: bare.get(f"{where}.{key}") for key in own}
-        dims = {key: max(p.ndim - (1 if given[key] == "rowwise" else 2), 0) for key, p in own.items()}
-        sharded = {key: dim for key, dim in dims.items() if given[key] != "replicate"}
-        style = style._replace(own=MappingProxyType(sharded))
+        style = style._replace(own=_own_dims(own, given))
         unnamed = [f"{where}.{key}" for key in own if given[key] is None]
         problem = f"no style for {', '.join(unnamed)}, with which it computes" if unnamed else ""
     elif name == "mla_kv_a_proj":
@@ -151,6 +154,12 @@ def _style_of(model: nn.Module, where: str, name: str, bare: Mapping[str, str], 
             "tp_size to 1 and shard with dp_shard_size"
         )
     return style
+
+
+def _own_dims(own: Mapping[str, nn.Parameter], given: Mapping[str, str | None]) -> Mapping[str, int]:
+    """Return the dimension along which each of a module's own parameters is sharded, by their styles."""
+    dims = {key: max(p.ndim - (1 if given[key] == "rowwise" else 2), 0) for key, p in own.items()}
+    return MappingProxyType({key: dim for key, dim in dims.items() if given[key] != "replicate"})
 
 
 def _check_styles(name: str, found: Mapping[str, str], bare: Mapping[str, str], origin: str) -> None:
@@ -295,24 +304,14 @@ def _follow_tied(modules: Mapping[str, nn.Module], plan: dict[str, Style]) -> No
 
 
 def _check_module(where: str, module: nn.Module, style: Style, size: int, is_ignored: bool, origin: str) -> None:
-    for name, dim in style.own.items():
-        shape = tuple(own_parameters(module)[name].shape)
-        if shape[dim] % size or is_ignored:
-            kind = "is left out by fsdp.ignored_modules" if is_ignored else f"is {shape}, which {size} does not divide"
-            raise ConfigError(
-                f"{origin}: the plan shards dimension {dim} of {where}.{name}, and it {kind}; use another size"
-            )
+    """Refuse a module whose parameters cannot be shared out over so many ranks."""
+    _check_own_dims(where, module, style, size, is_ignored, origin)
     if style.dim is None:
         return
     if style.takes == "experts":
         return _check_experts(where, module, size, origin)
-    if style.takes == "ids" and (
-        others := [name for name, p in own_parameters(module).items() if name != "weight" and p is not None]
-    ):
-        raise ConfigError(
-            f"{origin}: the plan shards the rows of {where}, a {type(module).__name__} with {', '.join(others)} beside "
-            "its weight, which it may choose by ids of all rows; give it 'replicate' in tp_plan"
-        )
+    if style.takes == "ids":
+        _check_look_up(where, module, origin)
     weight = own_parameters(module).get("weight")
     if weight is None or weight.ndim != 2 or is_ignored:
         kind = "is left out by fsdp.ignored_modules" if is_ignored else f"is a {type(module).__name__} without a matrix"
@@ -325,6 +324,25 @@ def _check_module(where: str, module: nn.Module, style: Style, size: int, is_ign
         raise ConfigError(
             f"{origin} does not divide dimension {style.dim} of {where}.weight, {tuple(weight.shape)}; use a size that "
             f"does{way_out}"
+        )
+
+
+def _check_own_dims(where: str, module: nn.Module, style: Style, size: int, is_ignored: bool, origin: str) -> None:
+    for name, dim in style.own.items():
+        shape = tuple(own_parameters(module)[name].shape)
+        if shape[dim] % size or is_ignored:
+            kind = "is left out by fsdp.ignored_modules" if is_ignored else f"is {shape}, which {size} does not divide"
+            raise ConfigError(
+                f"{origin}: the plan shards dimension {dim} of {where}.{name}, and it {kind}; use another size"
+            )
+
+
+def _check_look_up(where: str, module: nn.Module, origin: str) -> None:
+    others = [name for name, parameter in own_parameters(module).items() if name != "weight" and parameter is not None]
+    if others:
+        raise ConfigError(
+            f"{origin}: the plan shards the rows of {where}, a {type(module).__name__} with {', '.join(others)} beside "
+            "its weight, which it may choose by ids of all rows; give it 'replicate' in tp_plan"
         )
 
 
@@ -347,20 +365,29 @@ def _check_neighbours(
 
     On a shard of the activations, each rank's gradient of them is that of its shard: replicas would drift apart.
     """
+    for parent, where in _unnamed_neighbours(modules, declared, plan):
+        raise ConfigError(
+            f"{origin}: the plan of {model_name} shards layers of {parent or 'the model'}, and does not name "
+            f"{where or 'the model'}, which has parameters beside them; add it as 'replicated_with_grad_allreduce' if "
+            "it is given shards, or as 'replicate' if all ranks give it the same: "
+            f"model._tp_plan[{where!r}] = ..."
+        )
+
+
+def _unnamed_neighbours(modules: Mapping[str, nn.Module], declared: Plan, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield modules with trained parameters that the plan does not name, each with the one whose layers it shards."""
     parents = {where.rpartition(".")[0] for where, style in declared.items() if style == STYLES["colwise"]}
     latent = {where.rpartition(".")[0] for where, style in declared.items() if style.num_shared is not None}
     for parent in sorted(parents):
         shared = tuple(f"{parent}.{name}" for name in _LATENT) if parent in latent else ()
         for where, module in modules[parent].named_modules(prefix=parent):
-            if where in plan or where.startswith(shared):
-                continue
-            if any(p is not None and p.requires_grad for p in own_parameters(module).values()):
-                raise ConfigError(
-                    f"{origin}: the plan of {model_name} shards layers of {parent or 'the model'}, and does not name "
-                    f"{where or 'the model'}, which has parameters beside them; add it as "
-                    "'replicated_with_grad_allreduce' if it is given shards, or as 'replicate' if all ranks give it "
-                    f"the same: model._tp_plan[{where!r}] = ..."
-                )
+            if not (where in plan or where.startswith(shared)) and _is_trained(module):
+                yield parent, where
+
+
+def _is_trained(module: nn.Module) -> bool:
+    """Whether parameters of the module itself are trained."""
+    return any(parameter is not None and parameter.requires_grad for parameter in own_parameters(module).values())
 
 
 def _check_heads(model: nn.Module, size: int, origin: str) -> None:

@@ -247,29 +247,19 @@ class _ShardedForward:
         return inspect.signature(self.inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        style, bias = self.style, None
-        if self.full_width is not None and args[0].shape[-1] == self.full_width:
-            raise ConfigError(
-                f"the plan for tensor parallelism has {self.where!r} as 'rowwise', for this rank's shard of its "
-                f"{self.full_width} inputs, and it is given all of them: no layer before it is sharded; give it "
-                "'rowwise_split_input' in tp_plan, or set tp_size to 1 and shard with dp_shard_size"
-            )
-        if style.takes == "copies":
-            args, kwargs = tuple(map(self._copy, args)), {name: self._copy(value) for name, value in kwargs.items()}
-        elif style.takes in ("copy", "split"):
-            args = (self._take(args[0]), *args[1:])
+        args, kwargs = self._take_inputs(args, kwargs)
         calls: dict[str, Callable[..., Any]] = {
             "ids": self._look_up,
             "experts": self._ask_experts,
             "exchange": self._exchange_tokens,
         }
-        call = calls.get(style.takes, self.inner)
+        call = calls.get(self.style.takes, self.inner)
         read = [module for module in self.read if self._is_gathered(module)]
         held = [(registry, dict(registry)) for registry in map(own_parameters, (self.module, *read))]
         for registry, _ in held:
             self._take_shards(registry)
-        registry = own_parameters(self.module)
-        if style.gives == "sum":
+        bias, registry = None, own_parameters(self.module)
+        if self.style.gives == "sum":
             # Once, and not once on each rank.
             bias, registry["bias"] = registry.get("bias"), None
         try:
@@ -278,20 +268,38 @@ class _ShardedForward:
             for each, parameters in held:
                 each.clear()
                 each.update(parameters)
-        if style.gives == "sum":
-            output = _Sum.apply(output, self.group)
-        elif style.gives == "join" and self.joins:
-            output = _Join.apply(output, self.group)
-        elif style.num_shared:
-            kept, shared = output.split([output.shape[-1] - style.num_shared, style.num_shared], dim=-1)
-            output = torch.cat([kept, _Copy.apply(shared, self.group)], dim=-1)
+        output = self._give(output)
         return output if bias is None else output + bias
 
-    def _take(self, x: Tensor) -> Tensor:
-        """Return the input with which the layer computes: its shard of it, or all of it."""
-        if self.style.takes == "split":
-            return _Split.apply(x, self.group)
-        return _Copy.apply(x, self.group) if self.shared is None else self.shared.copy(x, self.group)
+    def _take_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with which the module computes: its shard of the first one, or copies."""
+        takes = self.style.takes
+        if self.full_width is not None and args[0].shape[-1] == self.full_width:
+            raise ConfigError(
+                f"the plan for tensor parallelism has {self.where!r} as 'rowwise', for this rank's shard of its "
+                f"{self.full_width} inputs, and it is given all of them: no layer before it is sharded; give it "
+                "'rowwise_split_input' in tp_plan, or set tp_size to 1 and shard with dp_shard_size"
+            )
+        if takes == "copies":
+            return tuple(map(self._copy, args)), {name: self._copy(value) for name, value in kwargs.items()}
+        if takes == "split":
+            args = (_Split.apply(args[0], self.group), *args[1:])
+        elif takes == "copy":
+            copy = _Copy.apply if self.shared is None else self.shared.copy
+            args = (copy(args[0], self.group), *args[1:])
+        return args, kwargs
+
+    def _give(self, output: Any) -> Any:
+        """Return this rank's output as the next module takes it: a shard, the sum over ranks, or all shards."""
+        style = self.style
+        if style.gives == "sum":
+            return _Sum.apply(output, self.group)
+        if style.gives == "join" and self.joins:
+            return _Join.apply(output, self.group)
+        if style.num_shared:
+            kept, shared = output.split([output.shape[-1] - style.num_shared, style.num_shared], dim=-1)
+            return torch.cat([kept, _Copy.apply(shared, self.group)], dim=-1)
+        return output
 
     def _is_gathered(self, module: nn.Module) -> bool:
         """Whether a module's parameters are sharded on this axis alone, and not on another until its own forward."""
