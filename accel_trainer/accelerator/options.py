@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from accel_trainer.checkpoint.format.manifest import Manifest, used_versions
 from accel_trainer.config import MixedPrecision, Resolved, RunConfig, Source, field_specs, resolve
 from accel_trainer.config.parallel import check_fewest
-from accel_trainer.config.resolve import ACCELERATOR_KEYWORDS
 from accel_trainer.config.validation import show_plain
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin
@@ -216,8 +215,7 @@ def resolve_options(
         ConfigError: an option is wrong, or explicit options were given beside a resolved configuration.
     """
     if not isinstance(config, Resolved):
-        keywords = {**options.given_by, **ACCELERATOR_KEYWORDS}
-        resolved = resolve(explicit=options.explicit, environ=environ, file=config, explicit_keywords=keywords)
+        resolved = resolve(explicit=options.explicit, environ=environ, file=config, explicit_objects=options.given_by)
         _check_compiles(options, resolved)
         return resolved
     if options.explicit:

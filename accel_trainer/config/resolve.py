@@ -6,8 +6,9 @@ Each option is decided on its own, and every value remembers where it came from.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from accel_trainer.config.deepspeed.block import leaves, read_block
@@ -22,12 +23,11 @@ from accel_trainer.config.schema import RunConfig, field_specs, get_value, secti
 from accel_trainer.config.validation import cross_problems, show_plain, unused_notes
 from accel_trainer.errors import ConfigError, did_you_mean
 
-__all__ = ["ACCELERATOR_KEYWORDS", "Resolved", "build_config", "flag_name", "resolve"]
+__all__ = ["Resolved", "build_config", "flag_name", "resolve"]
 
 _RENAMED = {"use_cpu": "cpu", "accumulation.num_steps": "gradient_accumulation_steps"}
 _SIZES = {path: path.replace("parallel.", "parallelism_config.") for path in field_specs() if "parallel." in path}
-ACCELERATOR_KEYWORDS = {**_RENAMED, **_SIZES, "data.split_batches": "split_batches"}
-"""Keywords of the Accelerator, by the dotted paths of their options, where they are named otherwise."""
+_ACCELERATOR_KEYWORDS = {**_RENAMED, **_SIZES, "data.split_batches": "split_batches"}
 _FLAGS = {**_RENAMED, "launch.monitor_interval_seconds": "monitor_interval"}
 """Flags whose names do not follow from the path."""
 
@@ -114,7 +114,8 @@ def resolve(
     file: ConfigSource | FileConfig | None = None,
     surroundings: Layer | None = None,
     explicit_name: str = "Accelerator",
-    explicit_keywords: Mapping[str, str] = ACCELERATOR_KEYWORDS,
+    explicit_keywords: Mapping[str, str] = _ACCELERATOR_KEYWORDS,
+    explicit_objects: Mapping[str, str] = MappingProxyType({}),
 ) -> Resolved:
     """Return the configuration that all sources make together.
 
@@ -129,12 +130,17 @@ def resolve(
         surroundings: options that a scheduler's variables describe; our own variables stand above them.
         explicit_name: the receiver of the `explicit` arguments, for messages.
         explicit_keywords: the receiver's own keyword for an option, where it is not the path.
+        explicit_objects: the keyword of the object that holds an option, such as a plugin.
 
     Raises:
         ConfigError: everything that is wrong in any of the sources, all at once.
     """
     environ = environ or {}
     problems: list[str] = []
+
+    def explicit_source(path: str) -> str:
+        return f"{explicit_name}({explicit_keywords.get(path) or explicit_objects.get(path, path)}=...)"
+
     launch_file, launch_flags, spelled = read_launch_variable(environ, problems)
     spelled |= flags_spelled or {}
     layers = [
@@ -145,7 +151,7 @@ def resolve(
             {**launch_flags, **(flags or {})}, SourceKind.CLI, lambda path: spelled.get(path) or flag_name(path)
         ),
         _named_layer(
-            explicit or {}, SourceKind.PYTHON, lambda path: f"{explicit_name}({explicit_keywords.get(path, path)}=...)"
+            explicit or {}, SourceKind.PYTHON, explicit_source, explicit_objects.keys() - explicit_keywords.keys()
         ),
     ]
     settings = _merge(layers, problems)
@@ -220,7 +226,13 @@ def flag_name(path: str) -> str:
     return f"--{_FLAGS.get(path) or (name if section in ('', 'launch') else f'{section}_{name}')}"
 
 
-def _named_layer(values: Mapping[str, Any], kind: SourceKind, name_of: Callable[[str], str]) -> Layer:
+def _named_layer(
+    values: Mapping[str, Any],
+    kind: SourceKind,
+    name_of: Callable[[str], str],
+    objects: Collection[str] = (),
+) -> Layer:
+    """Return the layer of options that have names; those in `objects` share the name of the object that holds them."""
     layer = Layer(kind, lenient=kind is SourceKind.CLI)
     for path, value in values.items():
         if path.startswith(KEY_PREFIX):
@@ -233,7 +245,8 @@ def _named_layer(values: Mapping[str, Any], kind: SourceKind, name_of: Callable[
             name = ", ".join(origins.values()) or name_of(path)
             put_block(layer, Entry(path, value, name, name), origins=origins)
         elif path in field_specs():
-            layer.put(path, Entry(path, value, name_of(path), name_of(path)))
+            name = name_of(path)
+            layer.put(path, Entry(path, value, name, f"{path} of {name}" if path in objects else name))
         else:
             layer.problems.append(f"unknown option {path!r}{did_you_mean(path, field_specs())}")
     return layer
