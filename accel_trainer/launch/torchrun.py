@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,8 +100,15 @@ class _Exit:
     rank: int
     pid: int
     code: int
-    """Negative for a signal; 0 also where the agent has taken it, whose result has the codes of failures."""
+    """Negative for a signal; 0 also where the agent has reaped it, until its result has come."""
     seconds: float
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+    except ChildProcessError:  # reaped
+        return True
 
 
 def shell_code(code: int) -> int:
@@ -259,14 +266,19 @@ class _Agent(LocalElasticAgent):
             self._launchers = Launchers(store, machine, num_machines, hosts_store=hosts_store(self._job.launch))
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
+        self._see_ended()
         if any(exit_.code in _FINAL_CODES for exit_ in self.exits):
             self._remaining_restarts = 0
             self._let_end(self._grace)  # torch would end the others at once
         by_themselves = list(self.exits)  # torch ends the others as soon as it has seen one fail
         if any(exit_.code == HangError.exit_code for exit_ in self.exits):
             self._end_hung()
+        looked_at = time.monotonic()
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
+            self._take_codes(result.failures, looked_at)
+            if any(exit_.code in _FINAL_CODES for exit_ in self.exits):
+                self._remaining_restarts = 0
             # One with an exit code, beside the first, has failed because of that one, as a rule.
             self._num_lost = max(1, sum(exit_.code < 0 for exit_ in by_themselves))
         failure = self.failure_elsewhere()
@@ -276,6 +288,24 @@ class _Agent(LocalElasticAgent):
             self._remaining_restarts = 0  # the job has ended there
         _report_machine(failure, starts_again=self._remaining_restarts > 0)
         return RunResult(state=WorkerState.FAILED)
+
+    def _see_ended(self) -> None:
+        """Let the watchers of workers that have ended note their codes, before the agent reaps them."""
+        for watcher, pid in zip(self._watchers, self._pids.values(), strict=True):
+            if watcher.is_alive() and _has_ended(pid):
+                watcher.join(1.0)
+
+    def _take_codes(self, failures: Mapping[int, Any], looked_at: float) -> None:
+        """Note the codes of workers that ended in the very moment in which the agent looked, and were reaped by it.
+
+        Their watchers woke up afterwards, perhaps after those of the others, which the agent ended because of them.
+        """
+        for watcher in self._watchers:
+            watcher.join(1.0)
+        for index, exit_ in enumerate(self.exits):
+            if not exit_.code and exit_.rank in failures:
+                self.exits[index] = replace(exit_, code=failures[exit_.rank].exitcode, seconds=looked_at)
+                self.tell(self.exits[index])
 
     def _num_left(self, num_before: int) -> int:
         """Return how many workers are started: of a job that may go on with fewer, one less for each that was lost."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.launch.rendezvous import BoundRendezvous, build_rendezvous, parse_settings
 from accel_trainer.launch.torchrun import AgentJob, run_workers, shell_code
 from tests.ranks import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_settings_are_read_as_pairs() -> None:
@@ -137,3 +141,30 @@ def test_a_time_to_save_that_is_no_number_is_named() -> None:
 
 def test_exit_codes_are_those_of_a_shell() -> None:
     assert [shell_code(code) for code in (0, 1, 85, -9, -15)] == [0, 1, 85, 137, 143]
+
+
+LATE = """
+import os, sys, time
+from accel_trainer.config import LaunchConfig
+from accel_trainer.launch import torchrun
+
+waitid = os.waitid
+
+def late(kind, pid, options):
+    found = waitid(kind, pid, options)
+    if options & os.WNOHANG:
+        return found if sys.argv[1] == "seen" else None
+    time.sleep(0.5 if found.si_status == 7 else 0)
+    return waitid(kind, pid, options)
+
+os.waitid = late
+command = (sys.executable, "-c", "import os, time; os.environ['RANK'] == '1' and os._exit(7); time.sleep(60)")
+sys.exit(torchrun.run_workers(torchrun.AgentJob(command, {}, 2, LaunchConfig(), use_cpu=True)))
+"""
+
+
+@pytest.mark.parametrize("end", ["seen", "reaped by torch at once"])
+def test_the_worker_that_failed_first_is_named_though_its_watcher_wakes_up_late(end: str) -> None:
+    done = subprocess.run([sys.executable, "-c", LATE, end], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 7
+    assert re.search(r"rank 1 \(pid \d+\) failed with exit code 7; this ended the job", done.stderr)
