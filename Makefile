@@ -72,7 +72,7 @@ test: $(VENV)/.installed ## run the tests
 	$(PYTEST) $(or $(TESTS),--numprocesses $(WORKERS) --dist loadfile)
 
 .PHONY: test-faults
-test-faults: $(VENV)/.installed ## one rank of two fails, is killed, stopped, ...: 576 cases, about 15 minutes
+test-faults: $(VENV)/.installed ## one rank of two fails, is killed, stopped, ...: 576 cases, about 8 minutes
 	$(BIN)/python -m tests.fault_matrix $(FAULT_ARGS)
 
 .PHONY: test-families
