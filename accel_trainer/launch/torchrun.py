@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -188,10 +188,6 @@ def _run_agent(agent: _Agent) -> int:
         _report_machine(failure)
         return failure.code
     first = agent.first_failure()
-    if first is None and result.failures:
-        rank, failure = next(iter(result.failures.items()))
-        first = _Exit(rank, failure.pid, failure.exitcode, time.monotonic())
-        agent.tell(first)
     elsewhere = agent.failure_elsewhere()
     if elsewhere is not None:
         _report_machine(elsewhere)
@@ -300,12 +296,13 @@ class _Agent(LocalElasticAgent):
 
         Their watchers woke up afterwards, perhaps after those of the others, which the agent ended because of them.
         """
-        for watcher in self._watchers:
-            watcher.join(1.0)
-        for index, exit_ in enumerate(self.exits):
-            if not exit_.code and exit_.rank in failures:
-                self.exits[index] = replace(exit_, code=failures[exit_.rank].exitcode, seconds=looked_at)
-                self.tell(self.exits[index])
+        self._let_end(1.0)
+        seen = {exit_.rank for exit_ in self.exits if exit_.code}
+        for rank, failure in failures.items():
+            if rank not in seen:
+                self.exits[:] = [exit_ for exit_ in self.exits if exit_.rank != rank]
+                self.exits.append(_Exit(rank, failure.pid, failure.exitcode, looked_at))
+                self.tell(self.exits[-1])
 
     def _num_left(self, num_before: int) -> int:
         """Return how many workers are started: of a job that may go on with fewer, one less for each that was lost."""
