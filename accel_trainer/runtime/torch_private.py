@@ -53,6 +53,7 @@ __all__ = [
     "foreach_clamp_min_",
     "foreach_copy_",
     "foreach_mul_",
+    "foreach_norm",
     "foreach_zero_",
     "forget_default_groups",
     "group_device_types",
@@ -88,6 +89,7 @@ _NOT_CLEARED = "not cleared: after find_executable_batch_size() has made a new g
 _RING_GONE = f"{_REFUSED}: parallel.cp_size"
 PRIVATE_NAMES = {
     **{f"torch._foreach_{name}_": _FOREACH for name in ("add", "clamp_max", "clamp_min", "copy", "mul", "zero")},
+    "torch._foreach_norm": f"{_REFUSED}: norms of gradients are computed by one kernel for all",
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod": "torch.compile(model) is taken for a model of the user",
     "torch.Tensor._make_subclass": _REFUSED,
     "torch._C._distributed_c10d._dump_fr_trace_json": "reports of hangs do not name each rank's last collective",
@@ -190,6 +192,7 @@ foreach_clamp_max_ = _bind("torch", "_foreach_clamp_max_")
 foreach_clamp_min_ = _bind("torch", "_foreach_clamp_min_")
 foreach_copy_ = _bind("torch", "_foreach_copy_")
 foreach_mul_ = _bind("torch", "_foreach_mul_")
+foreach_norm = _bind("torch", "_foreach_norm")
 foreach_zero_ = _bind("torch", "_foreach_zero_")
 queue_callback = _bind("torch.autograd", "Variable._execution_engine.queue_callback")
 """Have a function called when the backward pass that is running has ended."""

@@ -40,13 +40,22 @@ def test_the_norm_is_that_of_all_gradients_as_one_vector(p: float):
     assert norm.item() == pytest.approx(p_norm([SHARDED, PLAIN], p))
 
 
+@pytest.mark.parametrize("norm_type", [1.0, 2, 3.0, math.inf, "inf"])
 @pytest.mark.parametrize("max_norm", [0.5, 5.0, 1000.0])
-def test_clipping_is_that_of_torch(max_norm: float):
+def test_clipping_is_that_of_torch(max_norm: float, norm_type: Any):
     ours, theirs = ([parameter(SHARDED), parameter(PLAIN)] for _ in range(2))
-    norm = clip_grad_norm(ours, max_norm)
-    assert torch.equal(norm, nn.utils.clip_grad_norm_(theirs, max_norm))
+    norm = clip_grad_norm(ours, max_norm, norm_type)
+    assert torch.equal(norm, nn.utils.clip_grad_norm_(theirs, max_norm, norm_type))
     for own, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(own.grad, other.grad, rtol=0, atol=0)
+
+
+def test_gradients_that_are_differentiated_again_leave_no_graph_in_the_norm():
+    weight = parameter(None)
+    (weight**3).sum().backward(create_graph=True)
+    assert weight.grad.requires_grad
+    norm = clip_grad_norm([weight], math.inf)
+    assert not norm.requires_grad
 
 
 def test_an_infinite_bound_only_computes():
