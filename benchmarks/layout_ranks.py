@@ -1,6 +1,6 @@
 """What a rank keeps account of, at 4,096 ranks against 64: an update, a save's plan, and a loader's indices.
 
-Both layouts have 8 shards x sp 2 x tp 4, and differ in their replicas. The other ranks do not exist: collectives move
+Both layouts have 4 shards x sp 2 x tp 4, and 2 or 128 replicas: an axis more would be collectives more. The other ranks do not exist: collectives move
 nothing, and what is measured is computation, which is the same, and bookkeeping.
 """
 
@@ -24,7 +24,7 @@ from accel_trainer.precision import build_precision
 from accel_trainer.strategies.api import TrainJob
 from accel_trainer.strategies.fsdp2.strategy import FSDP2Strategy
 
-STEPS, BATCH_SIZE, READERS, SP, TP = 10, 8, 8, 2, 4
+STEPS, BATCH_SIZE, SHARDS, SP, TP = 10, 8, 4, 2, 4
 BOUNDS = {"an update": 1.1, "the plan of a save": 1.5, "a loader's indices": 3.0}
 """A loader's step is of microseconds, one of which compares the rows of all readers."""
 
@@ -40,8 +40,8 @@ def _seconds(function: Callable[[], object], times: int) -> float:
 def _at(world_size: int) -> dict[str, float]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    replicas = world_size // (READERS * SP * TP)
-    options = {"dp_replicate_size": replicas, "dp_shard_size": READERS, "sp_size": SP, "tp_size": TP}
+    replicas = world_size // (SHARDS * SP * TP)
+    options = {"dp_replicate_size": replicas, "dp_shard_size": SHARDS, "sp_size": SP, "tp_size": TP}
     resolved = resolve(explicit={f"parallel.{name}": size for name, size in options.items()}, environ={})
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=256))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, profiler
 
 from accel_trainer.strategies.gradients import clip_grad_norm, clip_grad_value, gradients_of, scale_gradients
 from tests.ranks import preload, run_ranks
@@ -128,7 +128,7 @@ def whole(gradient: Any) -> list[Any]:
 
 
 def clip_on_meshes() -> dict[str, Any]:
-    """Do everything once on one mesh, on a mesh with replicas, and on both at once."""
+    """Do everything once on one mesh, on a mesh with replicas, with two axes of shards, and on several at once."""
     from torch.distributed.tensor import Replicate, Shard
 
     from accel_trainer.runtime.process import init_process, read_environment
@@ -140,6 +140,7 @@ def clip_on_meshes() -> dict[str, Any]:
         "flat": ([flat], [[Shard(0)]]),
         "hybrid": ([hybrid], [[Replicate(), Shard(0)]]),
         "both": ([flat, hybrid], [[Shard(0)], [Replicate(), Shard(0)]]),
+        "crossed": ([hybrid] * 3, [[Shard(0), Shard(1)], [Shard(1), Replicate()], [Replicate(), Shard(0)]]),
     }
     result: dict[str, Any] = {}
     for name, layout in layouts.items():
@@ -164,7 +165,7 @@ def test_norms_over_sharded_and_plain_gradients_equal_the_closed_form():
     # Four ranks and five rows: the last rank's shard is empty.
     results = run_ranks(clip_on_meshes, 4)
     for result in results:
-        for name, copies in {"flat": 1, "hybrid": 1, "both": 2}.items():
+        for name, copies in {"flat": 1, "hybrid": 1, "both": 2, "crossed": 3}.items():
             found, vectors = result[name], [*([SHARDED] * copies), PLAIN]
             for p, norm in found["norms"].items():
                 assert norm == pytest.approx(p_norm(vectors, p), rel=1e-6), (name, p)
@@ -175,3 +176,44 @@ def test_norms_over_sharded_and_plain_gradients_equal_the_closed_form():
             assert found["clamped"] == [*([SHARDED.clamp(max=3.5).tolist()] * copies), [3.0, -3.5]]
             assert found["scaled"] == [*([(SHARDED * 0.25).tolist()] * copies), (PLAIN * 0.25).tolist()]
             assert found["only_plain"] == pytest.approx(5.0 * factor, rel=1e-5)
+
+
+def clip_other_kinds() -> dict[str, Any]:
+    """Norms of 16-bit and 64-bit shards, and of sums that are still to be taken; collectives of a norm; a refusal."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    from accel_trainer.runtime.process import init_process, read_environment
+    from accel_trainer.strategies.parallel.meshes import init_mesh
+
+    mesh = init_mesh(init_process(read_environment()), (2, 2))
+
+    def norm_of(*gradients: Tensor, p: float = 2.0) -> Tensor:
+        made = []
+        for gradient in gradients:
+            made.append(nn.Parameter(torch.zeros_like(gradient)))
+            made[-1].grad = gradient
+        return clip_grad_norm(made, math.inf, p)
+
+    # The last rank of an axis has no row of the second, and takes part in the same dtype.
+    half = distribute_tensor(SHARDED.bfloat16(), mesh, [Shard(0), Shard(1)])
+    double = distribute_tensor(SHARDED[:1].double(), mesh, [Replicate(), Shard(0)])
+    summand = DTensor.from_local(SHARDED / 2, mesh, [Partial(), Replicate()])
+    with profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as recorder:
+        mixed = norm_of(half, double, PLAIN, half)
+    num_calls = sum(event.count for event in recorder.key_averages() if event.key.startswith("c10d::"))
+    with pytest.raises(ValueError, match=r"norm_type=0.0: norms of sharded gradients have a positive order; use 2.0"):
+        norm_of(half, p=0)
+    half_norm = norm_of(half)
+    return {
+        "mixed": (mixed.item(), str(mixed.dtype), num_calls),
+        "half": (half_norm.item(), str(half_norm.dtype)),
+        "summand": norm_of(summand).item(),
+    }
+
+
+def test_norms_of_shards_of_several_kinds_take_one_collective_for_each_axis():
+    for found in run_ranks(clip_other_kinds, 4):
+        expected = p_norm([SHARDED, SHARDED[:1], PLAIN, SHARDED], 2.0)
+        assert found["mixed"] == (pytest.approx(expected, rel=3e-3), "torch.float64", 2)
+        assert found["half"] == (pytest.approx(p_norm([SHARDED], 2.0), rel=3e-3), "torch.float32")
+        assert found["summand"] == pytest.approx(p_norm([SHARDED], 2.0), rel=1e-6)
