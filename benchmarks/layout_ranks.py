@@ -1,7 +1,7 @@
 """What a rank keeps account of, at 4,096 ranks against 64: an update, a save's plan, and a loader's indices.
 
-Both layouts have 4 shards x sp 2 x tp 4, and 2 or 128 replicas: an axis more would be collectives more. The other ranks do not exist: collectives move
-nothing, and what is measured is computation, which is the same, and bookkeeping.
+Both layouts have 4 shards x sp 2 x tp 4, and 2 or 128 replicas: an axis more would be collectives more. The other ranks
+do not exist: collectives move nothing, and what is measured is computation, which is the same, and bookkeeping.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ __all__ = ["choose_samples", "clip_grad_norm", "clip_grad_value", "gradients_of"
 _NUM_SAMPLES = 4
 _SMALL = 1 << 14
 """Elements of a parameter whose gradient is summed in microseconds."""
+Groups = tuple[dist.ProcessGroup, ...]
+"""Of ranks that hold the other shards of a tensor, one of each axis that shards it."""
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -76,32 +78,35 @@ def _sharded_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     """
     if norm_type <= 0:
         raise ConfigError(f"norm_type={norm_type}: norms of sharded gradients have a positive order; use 2.0 or inf")
-    is_maximum = norm_type == float("inf")
-    operation = dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM
-    shards: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    shards: dict[Groups, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         groups, shard = _shard_of(gradient)
         shards[groups].append(shard)
     # In one dtype on all ranks, whatever they hold. The squares of 16-bit norms would be rounded to three digits.
     dtype = reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
     nothing = torch.zeros((), dtype=dtype, device=next(iter(shards.values()))[0].device)
-    # The sums of powers (the maximum) over what this rank has, by the groups of ranks that have the rest.
+    is_maximum = norm_type == float("inf")
     totals = {groups: _power_sum(held, norm_type, nothing) for groups, held in shards.items()}
-    while reduced := next((groups[-1] for groups in totals if groups), None):
-        within = [groups for groups in totals if reduced in groups]
-        values = torch.stack([totals.pop(groups) for groups in within])
-        dist.all_reduce(values, op=operation, group=reduced)
-        for groups, value in zip(within, values.unbind(), strict=True):
-            rest = tuple(group for group in groups if group is not reduced)
-            known = totals.get(rest)
-            if known is not None:
-                value = torch.maximum(known, value) if is_maximum else known + value
-            totals[rest] = value
+    while sharded := next((groups for groups in totals if groups), None):
+        totals = _reduce_over(sharded[-1], totals, is_maximum=is_maximum)
     return totals[()] if is_maximum else totals[()] ** (1.0 / norm_type)
 
 
-def _shard_of(gradient: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], Tensor]:
-    """Return the groups of ranks, one of each axis, that hold the other shards of a gradient, and this rank's own."""
+def _reduce_over(group: dist.ProcessGroup, totals: dict[Groups, Tensor], *, is_maximum: bool) -> dict[Groups, Tensor]:
+    """Return the totals over the ranks of a group, by the groups that are left. Collective over the group."""
+    within = [groups for groups in totals if group in groups]
+    values = torch.stack([totals[groups] for groups in within])
+    dist.all_reduce(values, op=dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM, group=group)
+    add = torch.maximum if is_maximum else torch.add
+    left = {groups: value for groups, value in totals.items() if group not in groups}
+    for groups, value in zip(within, values, strict=True):
+        rest = tuple(other for other in groups if other is not group)
+        left[rest] = add(left[rest], value) if rest in left else value
+    return left
+
+
+def _shard_of(gradient: Tensor) -> tuple[Groups, Tensor]:
+    """Return the groups of ranks that hold the other shards of a gradient, and this rank's own shard."""
     if not isinstance(gradient, DTensor):
         return (), gradient
     if any(placement.is_partial() for placement in gradient.placements):
