@@ -16,10 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_trainer import logging
 from accel_trainer.accelerator.accumulation import OpenWindows, PreparedUnit
-from accel_trainer.accelerator.options import list_changes, set_options
+from accel_trainer.accelerator.options import set_options
 from accel_trainer.accelerator.settings import AcceleratorSettings
 from accel_trainer.accelerator.single_files import save
 from accel_trainer.big_models.offloaded_state import is_offloaded, lazy_state_dict
+from accel_trainer.checkpoint.changed_run import UpdateBatch, UpdateBatchChange, describe_changes
 from accel_trainer.checkpoint.checkpointer import FilesToRead, SaveJob
 from accel_trainer.checkpoint.commit.retention import PREFIX
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
@@ -50,6 +51,8 @@ SAVED_STATES = CheckpointKind(reads_without_manifest=is_accelerate_or_dcp_state)
 
 _OPTIONS_KEY = "options"
 """Of a manifest's metadata: the options of the run that saved it."""
+_BATCHES_KEY = "update_batches"
+"""Of a manifest's metadata: the samples of an update from each loader; None where batches vary in size."""
 _FINITE_KEY = "finite_up_to"
 """Of a manifest's metadata, where all weights were looked at and are numbers: the largest that their dtypes have."""
 
@@ -284,6 +287,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         save_train_state(staged, state, self.process)
         if staged.commits:
             staged.metadata[_OPTIONS_KEY] = self._options_in_words()
+            staged.metadata[_BATCHES_KEY] = self._update_batches()
             # Of replicas that differ another rank may read the mean, which can be infinite where none of them is.
             is_mean = any(prepared.unit.local_replicas is not None for prepared in self._prepared.units)
             if are_finite and all(state.has_weights) and not is_mean:
@@ -305,13 +309,39 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         return isinstance(known, float) and known <= min(self._largest_numbers(), default=0.0)
 
     def _options_in_words(self) -> dict[str, str]:
-        """Return the options in force by dotted path, secrets masked, and how many samples an update has."""
-        words = {option.name: option.value for option in set_options(self.resolved)}
-        for index, loader in enumerate(self._prepared.dataloaders):
-            if loader.total_batch_size is not None:
-                samples = loader.total_batch_size * self.config.accumulation.num_steps
-                words[f"samples of an update from loader {index}"] = str(samples)
-        return words
+        """Return the options in force by dotted path, secrets masked."""
+        return {option.name: option.value for option in set_options(self.resolved)}
+
+    def _update_batches(self) -> list[UpdateBatch | None]:
+        """Return the samples of an update from each loader; None where batches vary in size."""
+        num_readers, num_steps = self.readers.world_size, self.config.accumulation.num_steps
+        sizes = [loader.total_batch_size for loader in self._prepared.dataloaders]
+        return [
+            None if size is None else UpdateBatch(size * num_steps, num_readers, size // num_readers, num_steps)
+            for size in sizes
+        ]
+
+    def _compare_runs(self, path: Path, manifest: Manifest) -> list[str]:
+        """Return how this run differs from the one that saved a state, a line for each warning.
+
+        Raises:
+            IncompatibleCheckpointError: updates have other samples, and `on_changed_run` refuses that.
+        """
+        name = "batch_size / ranks" if self.config.data.split_batches else "batch_size"
+        pairs = zip(manifest.metadata.get(_BATCHES_KEY, ()), self._update_batches(), strict=False)
+        lines = []
+        for index, (saved, now) in enumerate(pairs):
+            if saved is None or now is None:
+                continue
+            before, loader = UpdateBatch(*saved), f" from loader {index}"
+            change = UpdateBatchChange.find(path, before, now, micro_batch_name=name, loader=loader)
+            if change is not None:
+                change.check(self.config.on_changed_run, auto_refuses=False)
+                lines.append(f"{change.found}; set {change.settings} for updates of as many samples")
+        options = manifest.metadata.get(_OPTIONS_KEY, {})
+        # A loader goes on in the order of its saved position.
+        changes = describe_changes(path, manifest, options, self._options_in_words(), without_effect=["data.data_seed"])
+        return lines if changes is None else [*lines, changes]
 
     def _left_by_hooks(
         self, hooks: Iterable[Callable[[list[Any], str], None]], entries: Sequence[Any], directory: Path, section: str
@@ -434,7 +464,8 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             ConfigError: `strict` is false, or `verify` is unknown.
             CheckpointNotFoundError: there is none, and `missing_ok` is false.
             CorruptCheckpointError: it was changed after the save, or none of several is good.
-            IncompatibleCheckpointError: it does not fit the model, the optimizer or the registered objects.
+            IncompatibleCheckpointError: it does not fit the model, the optimizer or the registered objects, or updates
+                have other samples than then and `on_changed_run` is "refuse"; nothing was changed.
             NonFiniteError: weights are NaN or infinite, and `on_nonfinite` is not "warn"; the model has them.
             ProcessGroupError: another rank failed.
         """
@@ -531,6 +562,10 @@ class AcceleratorCheckpointing(AcceleratorSettings):
 
     def _load_selected(self, selection: Selection, *, keeps_place: bool = False) -> str:
         """Run the user's hooks and load the state; return how exact the run goes on. Collective."""
+        changes: list[str] = []
+        if selection.stored is not None and not keeps_place:
+            with raise_together(self.process, f"load of {selection.path}"), as_corrupt(selection.path / MANIFEST_NAME):
+                changes = self._compare_runs(selection.path, selection.stored.manifest)
         state, hooks = self._train_state(), self._registered.load_hooks
         state.keeps_place = keeps_place
         if hooks:
@@ -538,12 +573,9 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             state.has_weights = self._left_by_hooks(hooks.values(), models, selection.path, "load_state's hooks")
         if selection.stored is None:
             return load_accelerate_or_dcp_state(selection.path, state, self.process)
-        manifest = selection.stored.manifest
-        with as_corrupt(selection.path / MANIFEST_NAME):
-            changes = list_changes(manifest, manifest.metadata.get(_OPTIONS_KEY, {}), self._options_in_words())
         outcome = load_train_state(selection.stored, state, self.process)
-        if changes and not keeps_place:
-            logger.warning("%s is of a run that was set up otherwise: %s", selection.path, ", ".join(changes))
+        for line in changes:
+            logger.warning("%s", line)
         return outcome
 
     # --- weights and single objects --------------------------------------------------------------------------------

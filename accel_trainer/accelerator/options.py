@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel_trainer.checkpoint.format.manifest import Manifest, used_versions
 from accel_trainer.config import MixedPrecision, Resolved, RunConfig, Source, field_specs, resolve
 from accel_trainer.config.parallel import check_fewest
 from accel_trainer.config.validation import show_plain
@@ -42,7 +40,6 @@ __all__ = [
     "SetOption",
     "build_strategy",
     "keep_global_batch",
-    "list_changes",
     "resolve_options",
     "set_options",
     "show_option",
@@ -57,13 +54,6 @@ _HANDLERS = (
     InitProcessGroupKwargs,
     ProfileKwargs,
 )
-
-_IS_OF_PLACE = re.compile(
-    r"(output_dir|run_name|project|trackio|report_|logging_|log_|disable_tqdm|save_|load_best|metric_for|greater_is|eval_|"
-    r"push_to_hub|hub_|resume_from|on_save_error|max_pause_s|preempt|hang\.|verify|launch\.|timeout_seconds|local_rank|"
-    r"dataloader_|include_|debug|do_|use_cpu|enable_jit|accelerator_config)"
-)
-"""Beginnings of the names of options that change nothing of what is learnt."""
 
 
 class SetOption(NamedTuple):
@@ -316,16 +306,3 @@ def show_option(path: str, value: Any) -> str:
     """Return an option's value in words, masked where its name is that of a secret."""
     name = path.rpartition(".")[2]
     return show_plain(mask_secrets({name: value})[name]) or "''"
-
-
-def list_changes(manifest: Manifest, before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return how options and versions differ from those of the run that saved a checkpoint: `name: before -> now`.
-
-    Not those that say where a run writes, when it logs, saves and evaluates, and how its processes are started.
-    """
-    before, now = {**before, **manifest.versions}, {**now, **used_versions()}
-    return [
-        f"{name}: {before[name]} -> {value}"
-        for name, value in now.items()
-        if name in before and before[name] != value and not _IS_OF_PLACE.match(name)
-    ]

@@ -8,6 +8,7 @@ from accel_trainer.config.layer import Source, SourceKind
 from accel_trainer.config.readers.config_source import packaged_names
 from accel_trainer.config.resolve import Resolved, build_config, flag_name, resolve
 from accel_trainer.config.schema import (
+    ChangedRunAction,
     CompileConfig,
     FieldSpec,
     Fp8Backend,
@@ -27,6 +28,7 @@ from accel_trainer.config.schema import (
 )
 
 __all__ = [
+    "ChangedRunAction",
     "CompileConfig",
     "Dialect",
     "FSDPConfig",

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 __all__ = [
     "LOW_ENDS",
     "AccumulationConfig",
+    "ChangedRunAction",
     "CompileConfig",
     "DDPConfig",
     "DataConfig",
@@ -77,6 +78,14 @@ class NonFiniteAction(StrEnum):
     RAISE = "raise"
     SKIP_STEP = "skip_step"
     ROLLBACK = "rollback"
+    WARN = "warn"
+
+
+class ChangedRunAction(StrEnum):
+    """The answer to a resume that would change what a run means: the number of samples in an update, above all."""
+
+    AUTO = "auto"
+    REFUSE = "refuse"
     WARN = "warn"
 
 
@@ -397,6 +406,8 @@ class RunConfig:
     """NaN in an update: raise ends the run (code 76), skip_step leaves it out, rollback loads the last save."""
     max_rollbacks: int = 3
     """How often in a row on_nonfinite rollback goes back to the same checkpoint before it raises."""
+    on_changed_run: ChangedRunAction = ChangedRunAction.AUTO
+    """A resume with other samples in an update: refuse or warn; auto refuses it in a Trainer on as many ranks."""
     local_steps: int | None = None
     """Under ddp: each rank updates its own replica, and weights are exchanged every so many updates (local SGD)."""
     local_steps_after: int = 0

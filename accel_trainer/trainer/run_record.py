@@ -11,7 +11,8 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from accel_trainer import logging
-from accel_trainer.accelerator.options import SetOption, list_changes
+from accel_trainer.accelerator.options import SetOption
+from accel_trainer.checkpoint.changed_run import describe_changes
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME
 from accel_trainer.checkpoint.format.regular_files import as_corrupt
 from accel_trainer.report.charts import format_number
@@ -72,18 +73,26 @@ class RunRecord:
         args = trainer.args
         self._name = args.run_name or Path(args.output_dir).absolute().name
         self._setup, self._options = describe_setup(trainer, model, self.lengths), list_options(args)
-        resumption = trainer.run_checkpoints.resumption
-        if resumption is not None and resumption.manifest is not None:
-            with as_corrupt(resumption.path / MANIFEST_NAME):
-                record = resumption.manifest.metadata.get(RECORD_KEY, {})
-                before = {name: value for name, value, *_ in record.get("options", ())}
-                now = {option.name: option.value for option in self._options}
-                changes = list_changes(resumption.manifest, before, now)
-            if changes:
-                logger.warning("%s is of a run that was set up otherwise: %s", resumption.path, ", ".join(changes))
+        self._warn_of_changes(trainer)
         self.close()
         upstream_logger.info(log_lines("Running training", [*self._setup, *describe_options(self._options)]))
         upstream_logger.addFilter(self._duplicates)
+
+    def _warn_of_changes(self, trainer: RecordedTrainer) -> None:
+        """Warn of options and versions that are others than those of the run that saved the checkpoint."""
+        resumption, accelerator = trainer.run_checkpoints.resumption, trainer.accelerator
+        if resumption is None or resumption.manifest is None:
+            return
+        with as_corrupt(resumption.path / MANIFEST_NAME):
+            changes = describe_changes(
+                resumption.path,
+                resumption.manifest,
+                resumption.saved_options,
+                {option.name: option.value for option in self._options},
+                without_effect=resumption.replaced_seeds(trainer.args, accelerator.process, accelerator.readers),
+            )
+        if changes is not None:
+            logger.warning("%s", changes)
 
     def close(self) -> None:
         """Let upstream log all of its lines again."""

@@ -14,6 +14,7 @@ from transformers import TrainerState
 
 from accel_trainer.accelerator.accelerator import Accelerator
 from accel_trainer.accelerator.options import SetOption, set_options, show_option
+from accel_trainer.checkpoint.changed_run import UpdateBatch
 from accel_trainer.config import Source, SourceKind
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.trainer.arguments.training_arguments import MIRRORED_FIELDS, TrainingArguments
@@ -145,11 +146,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _describe_batch(trainer: RecordedTrainer, lengths: RunLengths) -> str:
     accumulation, ranks = trainer.args.gradient_accumulation_steps, trainer.accelerator.readers.world_size
-    micro = trainer._train_batch_size
-    text = _count(lengths.update_batch, "sample")
-    if micro * accumulation * ranks != lengths.update_batch:
-        return text
-    return f"{text} = {micro} x {accumulation} x {ranks} (micro-batch x accumulation x ranks)"
+    return UpdateBatch(lengths.update_batch, ranks, trainer._train_batch_size, accumulation).describe()
 
 
 def _describe_lengths(lengths: RunLengths) -> str:

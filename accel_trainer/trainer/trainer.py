@@ -272,6 +272,8 @@ class Trainer(CheckpointMethods, transformers.Trainer):
 
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError: the named one is incomplete; none of several is good.
+            IncompatibleCheckpointError: updates would have other samples than those of the run that saved it, and
+                `on_changed_run` refuses that; nothing has been loaded.
             ConfigError: an argument was set that cannot change once the Trainer is built; an evaluation has cast the
                 weights to 16 bits.
         """
@@ -292,8 +294,11 @@ class Trainer(CheckpointMethods, transformers.Trainer):
                 keeping_global_batch(self),
                 self._resuming(resume_from_checkpoint) as checkpoint,
             ):
+                start = self._first_batch_size(checkpoint)
+                if self.run_checkpoints.resumption is not None:
+                    self._check_run(self.run_checkpoints.resumption, start, is_searched=trial is not None)
                 run = functools.partial(super().train, checkpoint, trial, ignore_keys_for_eval)
-                output = self._search_batch_size(run, checkpoint) if searches else run()
+                output = BatchSizeSearch(self).run(run, start) if searches else run()
                 is_failed = False
                 return output
         finally:
@@ -310,11 +315,12 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         if self.neftune_hook_handle is not None:
             self.neftune_hook_handle.remove()
 
-    def _search_batch_size(self, run: Callable[[], TrainOutput], checkpoint: str | None) -> TrainOutput:
-        start = self._train_batch_size
-        if checkpoint is not None:
-            start = upstream_files.read_train_batch_size(checkpoint) or start
-        return BatchSizeSearch(self).run(run, start)
+    def _first_batch_size(self, checkpoint: str | None) -> int:
+        """Return the samples of a micro-batch to begin with: those that a search had found before the checkpoint."""
+        found = None
+        if self._searches_batch_size and checkpoint is not None:
+            found = upstream_files.read_train_batch_size(checkpoint)
+        return found or self._train_batch_size
 
     def end_decisions(self, *, is_failed: bool) -> None:
         """End what the ranks of a run decide together; `is_failed` where the others may still wait for this one."""

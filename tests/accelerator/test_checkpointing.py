@@ -327,5 +327,9 @@ def test_r16_a_state_holds_options_and_versions_and_a_resume_names_what_differs(
     assert manifest.versions | {"torch": torch.__version__, "python": platform.python_version()} == manifest.versions
     assert "set up otherwise" not in resume()
     text = resume(2, mixed_precision="bf16")
-    assert "is of a run that was set up otherwise: mixed_precision: no -> bf16, samples of an update from" in text
-    assert "loader 0: 8 -> 4\n" in text
+    assert "is of a run that was set up otherwise: mixed_precision: no -> bf16\n" in text
+    assert (
+        "is of a run whose updates had 8 samples = 4 x 2 x 1 (micro-batch x accumulation x ranks) from loader 0, and "
+        "this run's have 4 samples = 2 x 2 x 1 (micro-batch x accumulation x ranks); set "
+        "gradient_accumulation_steps=4 (now 2) or batch_size=4 (now 2) for updates of as many samples\n"
+    ) in text

@@ -102,6 +102,7 @@ FLAGS = [
     "offload_optimizer_nvme_path",
     "offload_param_device",
     "offload_param_nvme_path",
+    "on_changed_run",
     "on_nonfinite",
     "outer_optimizer_lr",
     "outer_optimizer_momentum",

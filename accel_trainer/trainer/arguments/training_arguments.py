@@ -48,6 +48,7 @@ _OPTIONS = {
     "local_steps": "local_steps",
     "local_steps_after": "local_steps_after",
     "max_rollbacks": "max_rollbacks",
+    "on_changed_run": "on_changed_run",
     "on_nonfinite": "on_nonfinite",
     "outer_optimizer_lr": "outer_optimizer.lr",
     "outer_optimizer_momentum": "outer_optimizer.momentum",
@@ -129,6 +130,15 @@ class TrainingArguments(transformers.TrainingArguments):
             "76 before anything of it is saved, 'skip_step' leaves the update out (and waits for the device in each), "
             "'rollback' loads the newest checkpoint of the run and goes on with the data behind that update, 'warn' "
             "trains on. With fp16 the loss scale skips such updates."
+        },
+    )
+    on_changed_run: Literal["auto", "refuse", "warn"] = field(
+        default="auto",
+        metadata={
+            "help": "What to do where a resume has another number of samples in an update than the run that saved the "
+            "checkpoint: 'refuse' raises before anything is loaded, and for another seed where ignore_data_skip begins "
+            "the order anew; 'warn' goes on with this run's; 'auto' refuses on as many ranks as then, and warns on "
+            "others."
         },
     )
     local_steps: int | None = field(

@@ -19,6 +19,7 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging as transformers_logging
 
 from accel_trainer import logging
+from accel_trainer.checkpoint.changed_run import UpdateBatch
 from accel_trainer.checkpoint.checkpointer import SaveJob
 from accel_trainer.checkpoint.commit.retry import save_persistently
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
@@ -45,7 +46,13 @@ from accel_trainer.strategies.local_replicas import (
 )
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.best_model import verify_best
-from accel_trainer.trainer.checkpoint.resuming import PREFIX, TRAINER_STATE_NAME, pass_streams_name, rest_of_pass
+from accel_trainer.trainer.checkpoint.resuming import (
+    PREFIX,
+    TRAINER_STATE_NAME,
+    Resumption,
+    pass_streams_name,
+    rest_of_pass,
+)
 from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
 from accel_trainer.trainer.decisions import Decisions
 from accel_trainer.trainer.run_record import RunRecord
@@ -282,15 +289,31 @@ class CheckpointMethods(_Upstream):
         """Return the lengths of the run; see upstream. Moves the loader to where a checkpoint was written.
 
         Raises:
-            IncompatibleCheckpointError: the data is other than that of the checkpoint.
+            IncompatibleCheckpointError: the data is other than that of the checkpoint, or updates have other samples.
         """
         values: Any = super().set_initial_training_values(args, dataloader)
         self.run_record.lengths = RunLengths(*values)
-        if self.run_checkpoints.resumption is not None:
+        resumption = self.run_checkpoints.resumption
+        if resumption is not None:
+            self._check_run(resumption, self._train_batch_size, is_searched=True)  # an attempt may have a smaller batch
             self._steps_in_epoch = values[5]
-            values = self.run_checkpoints.resumption.take_position(self.args, dataloader, values)
+            values = resumption.take_position(self.args, dataloader, values)
             self.run_record.lengths = RunLengths(*values)
+            resumption.warn_of_batch(self.args, self._update_batch(self._train_batch_size), values[6])
         return values
+
+    def _check_run(self, resumption: Resumption, micro_batch: int, *, is_searched: bool) -> None:
+        """Refuse to go on as a run that means something else; see `Resumption.check_run`."""
+        action = self.accelerator.config.on_changed_run
+        resumption.check_run(self.args, self._update_batch(micro_batch), action, is_searched=is_searched)
+
+    def _update_batch(self, micro_batch: int) -> UpdateBatch:
+        """Return the samples of an update with so many in a micro-batch."""
+        args, own = self.args, self._train_batch_size
+        num_samples = self.get_total_train_batch_size(args) // own * micro_batch
+        return UpdateBatch(
+            num_samples, self.accelerator.readers.world_size, micro_batch, args.gradient_accumulation_steps
+        )
 
     def _init_training_state(
         self,
@@ -306,6 +329,7 @@ class CheckpointMethods(_Upstream):
         resumption, step = self.run_checkpoints.resumption, self.state.global_step
         if resumption is None:
             return trained
+        self.state.train_batch_size = self._train_batch_size  # the one in force, for a later search to begin with
         self.state.max_steps -= self.run_checkpoints.num_taken_back  # their data has been read
         lost = resumption.lost_steps(step)
         if lost is not None:
@@ -622,6 +646,8 @@ def _describe_progress(trainer: CheckpointingTrainer) -> dict[str, Any]:
         "best_step": trainer.state.best_global_step,
         "readers": trainer.accelerator.readers.world_size,
         "update_batch": trainer.get_total_train_batch_size(trainer.args),
+        "micro_batch": trainer._train_batch_size,
+        "accumulation_steps": trainer.args.gradient_accumulation_steps,
         "taken_back": trainer.run_checkpoints.num_taken_back,
         "has_training_state": not trainer.args.save_only_model,
         "position": position,

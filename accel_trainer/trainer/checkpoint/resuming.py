@@ -20,17 +20,20 @@ from transformers import TrainerControl, TrainerState, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from accel_trainer import logging
+from accel_trainer.checkpoint.changed_run import UpdateBatch, UpdateBatchChange
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from accel_trainer.checkpoint.format.regular_files import as_corrupt, check_regular, read_json
 from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile
 from accel_trainer.checkpoint.selection import CheckpointKind, Selection
 from accel_trainer.checkpoint.weights.reading import check_torch_file, load_torch_file
+from accel_trainer.config import ChangedRunAction
 from accel_trainer.data.index_source import length_of
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.data.plan import mix_seed
 from accel_trainer.data.position import Position
 from accel_trainer.data.sampler import find_generator
 from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
+from accel_trainer.report.recorded_run import RECORD_KEY
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import get_rng_state, set_rng_state
 from accel_trainer.runtime.torch_private import LOADER_AT_REST
@@ -103,6 +106,74 @@ class Resumption:
             return self.manifest.world_size
         return sum(1 for _ in self.path.glob("rng_state*.pth")) or None
 
+    @property
+    def saved_options(self) -> dict[str, str]:
+        """The options of the run that wrote it, in words, by name; none where nothing tells."""
+        record = {} if self.manifest is None else self.manifest.metadata.get(RECORD_KEY, {})
+        return {name: value for name, value, *_ in record.get("options", ())}
+
+    def check_run(
+        self, args: TrainingArguments, now: UpdateBatch, action: ChangedRunAction, *, is_searched: bool
+    ) -> None:
+        """Refuse to go on as a run that means something else, where `on_changed_run` has it so. Not collective.
+
+        Args:
+            now: the samples of an update in this run.
+            is_searched: a search has set them, and not the user.
+
+        Raises:
+            IncompatibleCheckpointError: on all ranks: updates would have other samples, or another order begin.
+        """
+        change = self._find_change(now)
+        if change is not None:
+            change.check(action, auto_refuses=not change.has_other_ranks and not is_searched)
+        if action is ChangedRunAction.REFUSE and args.ignore_data_skip:
+            self._check_seed(args)
+
+    def _check_seed(self, args: TrainingArguments) -> None:
+        """Refuse an epoch in another order than the checkpoint's."""
+        with as_corrupt(self.path / MANIFEST_NAME):
+            saved = self.saved_options
+            before = saved.get("seed") if saved.get("data.data_seed") == "null" else saved.get("data.data_seed")
+        data_seed = args.resolved.config.data.data_seed
+        now = str(args.seed if data_seed is None else data_seed)
+        if before not in (None, now):
+            raise IncompatibleCheckpointError(
+                f"{self.path} is of a run whose order of samples has seed {before}, and with ignore_data_skip=True "
+                f"this one begins an epoch in the order of seed {now}, which on_changed_run='refuse' refuses. Set "
+                f"data_seed={before}; leave ignore_data_skip out, and the checkpoint's order goes on; or set "
+                "on_changed_run='warn'"
+            )
+
+    def _find_change(self, now: UpdateBatch) -> UpdateBatchChange | None:
+        """Return how the number of samples in an update differs from that of the run which wrote the checkpoint."""
+        progress = self.progress
+        if "update_batch" not in progress:
+            return None
+        with as_corrupt(self.path / MANIFEST_NAME):
+            before = UpdateBatch(
+                progress["update_batch"],
+                progress.get("readers", self.num_writers),
+                progress.get("micro_batch"),
+                progress.get("accumulation_steps"),
+            )
+            return UpdateBatchChange.find(self.path, before, now, micro_batch_name="per_device_train_batch_size")
+
+    def warn_of_batch(self, args: TrainingArguments, now: UpdateBatch, max_steps: int) -> None:
+        """Warn where updates have other samples than those of the run that wrote it; to be called once it has a place.
+
+        Args:
+            max_steps: the last update of this run.
+        """
+        change = self._find_change(now)
+        if change is None:
+            return
+        place = "goes on at the same sample and " if self.epoch is not None and not args.ignore_data_skip else ""
+        logger.warning(
+            "%s: it %sends after update %d; set %s for updates of as many samples",
+            change.found, place, max_steps, change.settings,
+        )  # fmt: skip
+
     def take_position(self, args: TrainingArguments, loader: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Have the loader's next pass begin after the samples that were trained; return the lengths of the run.
 
@@ -167,12 +238,6 @@ class Resumption:
             num_epochs = epoch + 1 + math.ceil(max(0, max_steps - done - left) / updates)
         else:
             max_steps = done + max_steps - (epoch + 1) * updates + left
-        logger.warning(
-            "%s was written by a run whose updates had %d samples, and this run's have %d: it goes on at the same "
-            "sample and ends after update %d; set batch size and accumulation so that their product with the "
-            "number of processes stays, to repeat the interrupted run",
-            self.path, self.progress["update_batch"], batch, max_steps,
-        )  # fmt: skip
         return num_epochs, updates, examples, samples, batch, steps, max_steps
 
     def takes_pending(self, control: TrainerControl) -> bool:
@@ -183,6 +248,21 @@ class Resumption:
         control.should_evaluate, control.should_save = True, bool(pending["save"])
         return True
 
+    def replaced_seeds(self, args: TrainingArguments, process: ProcessContext, readers: ProcessContext) -> set[str]:
+        """Return the options that give seeds, and in whose place the run goes on with what the checkpoint has.
+
+        To be called once it has a place in the data.
+        """
+        if self.epoch is None or args.ignore_data_skip:
+            return set()
+        has_streams = self._has_same_ranks(process, readers) and self.progress.get("has_training_state", True)
+        return {"data.data_seed", "seed"} if has_streams else {"data.data_seed"}
+
+    def _has_same_ranks(self, process: ProcessContext, readers: ProcessContext) -> bool:
+        """Whether as many ranks wrote the checkpoint, and as many of them read different data."""
+        num_readers = self.progress.get("readers", process.world_size)
+        return self.num_writers in (None, process.world_size) and num_readers == readers.world_size
+
     def restores_random_streams(self, process: ProcessContext, readers: ProcessContext, seed: int, step: int) -> bool:
         """Whether each rank is to go on with its streams as they were saved; seeds new ones where ranks are others.
 
@@ -190,8 +270,7 @@ class Resumption:
             CheckpointNotFoundError: the checkpoint should have this rank's streams and has not.
         """
         name = f"rng_state_{process.rank}.pth" if process.is_distributed else "rng_state.pth"
-        num_readers = self.progress.get("readers", process.world_size)
-        if self.num_writers not in (None, process.world_size) or num_readers != readers.world_size:
+        if not self._has_same_ranks(process, readers):
             set_seed(mix_seed(seed, step, readers.rank) % 2**32)
             return False
         if (self.path / name).is_file():
