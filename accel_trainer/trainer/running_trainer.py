@@ -198,6 +198,8 @@ class CheckpointingTrainer(RunningTrainer, Protocol):
     _train_batch_size: int
     """Samples of a micro-batch on one rank."""
     get_total_train_batch_size: Callable[[Any], int]
+    order_batch: Callable[[], tuple[int, int]]
+    """Ours: micro-batch and accumulation with which the order of the samples is made."""
     mean_of_replicas: Callable[[], AbstractContextManager[None]]
     """Ours: the model is the mean of all replicas within it. Collective."""
     save_model: Callable[..., None]

@@ -125,7 +125,6 @@ class Trainer(CheckpointMethods, transformers.Trainer):
     _reader: WindowReader | None = None
     _step_plan: StepPlan | None = None
     _schedule_of_both: Any = None
-    given_batch: tuple[int, int] | None = None
     _num_flops_parameters: tuple[int, int] | None = None
     """The model's id, and how many of its parameters multiply inputs."""
 
@@ -245,11 +244,9 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             self.args.dataloader_drop_last = drop_last
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        if self.given_batch is None:
-            return super()._get_train_sampler(*args, **kwargs)
-        # One that groups by length does so within a number of batches: the order is to be that of the first start.
+        # One that groups by length does so within a number of batches: the order is to be that of the run's beginning.
         present = self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps
-        self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps = self.given_batch
+        self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps = self.order_batch()
         try:
             return super()._get_train_sampler(*args, **kwargs)
         finally:

@@ -106,6 +106,8 @@ class CheckpointMethods(_Upstream):
     """Signals that end the present train() with a checkpoint."""
     decisions: Decisions | None = None
     ends_evaluations = False
+    given_batch: tuple[int, int] | None = None
+    """Micro-batch and accumulation of the arguments, where an elastic job with fewer ranks trains with others."""
     local_replicas: LocalReplicas | None = None
     """Of the present train(), where `local_steps` lets each rank update its own."""
 
@@ -301,6 +303,12 @@ class CheckpointMethods(_Upstream):
             self.run_record.lengths = RunLengths(*values)
             resumption.warn_of_batch(self.args, self._update_batch(self._train_batch_size), values[6])
         return values
+
+    def order_batch(self) -> tuple[int, int]:
+        """Return the micro-batch and the accumulation with which the order of the samples is made: the run's first."""
+        args, resumption = self.args, self.run_checkpoints.resumption
+        saved = None if resumption is None or args.ignore_data_skip else resumption.order_batch
+        return saved or self.given_batch or (args.per_device_train_batch_size, args.gradient_accumulation_steps)
 
     def _check_run(self, resumption: Resumption, micro_batch: int, *, is_searched: bool) -> None:
         """Refuse to go on as a run that means something else; see `Resumption.check_run`."""
@@ -648,6 +656,7 @@ def _describe_progress(trainer: CheckpointingTrainer) -> dict[str, Any]:
         "update_batch": trainer.get_total_train_batch_size(trainer.args),
         "micro_batch": trainer._train_batch_size,
         "accumulation_steps": trainer.args.gradient_accumulation_steps,
+        "order_batch": trainer.order_batch(),
         "taken_back": trainer.run_checkpoints.num_taken_back,
         "has_training_state": not trainer.args.save_only_model,
         "position": position,

@@ -107,6 +107,15 @@ class Resumption:
         return sum(1 for _ in self.path.glob("rng_state*.pth")) or None
 
     @property
+    def order_batch(self) -> tuple[int, int] | None:
+        """Micro-batch and accumulation with which the order of the samples was made; None where nothing tells."""
+        if (saved := self.progress.get("order_batch")) is None:
+            return None
+        with as_corrupt(self.path / MANIFEST_NAME):
+            size, num_steps = map(int, saved)
+        return size, num_steps
+
+    @property
     def saved_options(self) -> dict[str, str]:
         """The options of the run that wrote it, in words, by name; none where nothing tells."""
         record = {} if self.manifest is None else self.manifest.metadata.get(RECORD_KEY, {})

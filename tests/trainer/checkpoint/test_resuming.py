@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import TrainerCallback
 
 from accel_trainer.checkpoint.commit import disk
@@ -104,6 +104,59 @@ def test_r7_samples_and_losses_go_on_on_another_number_of_processes(tmp_path: Pa
     rest = [row for number in range(4, UPDATES + 1) for row in one["ids"][number]]
     assert sorted(row for number in range(4, 11) for row in changed["ids"][number]) == sorted(rest)
     assert max(changed["ids"]) == changed["step"] == 23
+
+
+class Uneven(Dataset):
+    """Rows of three to eleven tokens; the first ones are the row's number."""
+
+    def __init__(self) -> None:
+        lengths = torch.randint(3, 12, (480,), generator=torch.Generator().manual_seed(0)).tolist()
+        self.rows = [[index // 32, index % 32, *[3] * (length - 2)] for index, length in enumerate(lengths)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return {"input_ids": self.rows[index]}
+
+
+def pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([row["input_ids"] + [0] * (11 - len(row["input_ids"])) for row in rows])
+    return {"input_ids": ids, "labels": ids}
+
+
+def grouped(output_dir: str, resume: str | None = None, **changes: Any) -> dict[int, list[int]]:
+    """Train 30 updates over rows that are grouped by length; return the rows of each, of all ranks."""
+    trainer = build_trainer(
+        output_dir, model="gpt2", max_steps=30, train_sampling_strategy="group_by_length",
+        options={"callbacks": [SaveAt(3)], "data_collator": pad}, **changes,
+    )  # fmt: skip
+    trainer.train_dataset = Uneven()
+    seen: dict[int, list[int]] = {}
+    step = trainer.training_step
+
+    def training_step(model: Any, inputs: Any, *rest: Any) -> Any:
+        places = trainer.accelerator.gather(inputs["input_ids"][:, :2]).tolist()
+        seen.setdefault(trainer.state.global_step + 1, []).extend(32 * high + low for high, low in places)
+        return step(model, inputs, *rest)
+
+    trainer.training_step = training_step
+    trainer.train(resume_from_checkpoint=resume)
+    return {number: sorted(rows) for number, rows in seen.items()}
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(120)
+def test_rows_grouped_by_length_go_on_in_their_order_with_other_factors_of_an_update(tmp_path: Path) -> None:
+    whole = grouped(str(tmp_path / "one"), per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    rest, path = {number: rows for number, rows in whole.items() if number > 3}, str(tmp_path / "one" / "checkpoint-3")
+
+    # Groups are of 50 times the batch and the accumulation of one process: 200 rows, and 100 of these.
+    for seen in run_ranks(grouped, 2, str(tmp_path / "two"), path, per_device_train_batch_size=2, timeout=110):
+        assert seen == rest
+    again = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "on_changed_run": "warn"}
+    smaller = grouped(str(tmp_path / "again"), path, **again)
+    assert sorted(smaller[4] + smaller[5]) == rest[4]
 
 
 class SaveWithin(TrainerCallback):
