@@ -233,3 +233,17 @@ def test_r14_a_rollback_is_the_newest_checkpoint_with_the_data_behind_the_update
 def test_r14_rollbacks_are_refused_where_they_cannot_be(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_trainer(tmp_path, on_nonfinite="rollback", **options)
+
+
+def test_weights_are_saved_and_loaded_where_the_environment_says_warn(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("ACCEL_TRAINER_ON_NONFINITE", "warn")
+    trainer = build_trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    with torch.no_grad():
+        next(trainer.model.parameters()).fill_(float("nan"))
+
+    trainer.train()
+    again = build_trainer(tmp_path, max_steps=2)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+    assert again.state.global_step == 2
+    assert next(again.model.parameters()).isnan().any()

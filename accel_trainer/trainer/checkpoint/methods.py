@@ -32,6 +32,7 @@ from accel_trainer.checkpoint.weights.adapters import (
     trained_beside,
 )
 from accel_trainer.checkpoint.weights.writing import users_class
+from accel_trainer.config import NonFiniteAction
 from accel_trainer.data.loader import PreparedDataLoader, skip_first_batches
 from accel_trainer.errors import AccelTrainerError, ConfigError
 from accel_trainer.report.recorded_run import RECORD_KEY
@@ -670,5 +671,5 @@ def _check_weights(trainer: CheckpointMethods, model: nn.Module, section: str, d
     """Refuse to save, or to go on from, weights that are no numbers. Collective where ranks hold shards."""
     # Replicas are the same on every rank, and some scripts save on the main process alone.
     process = trainer.accelerator.process if trainer.is_sharded else None
-    is_forced = trainer.args.on_nonfinite == "warn"
+    is_forced = trainer.accelerator.config.on_nonfinite is NonFiniteAction.WARN
     check_weights(model.named_parameters(), section, process, is_forced=is_forced, doing=doing)
