@@ -169,6 +169,14 @@ def _backends(config: str | None = None) -> Mapping[str, str]:
 
 
 def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, timeout_seconds: float) -> None:
+def _bound_device(device: torch.device, backend: str) -> torch.device | None:
+    """Return the device that the group is bound to, by which nccl connects at once and meshes split its communicator.
+
+    None for another backend: torch splits any group that is bound, and fails over one of gloo (2.11 and 2.13).
+    """
+    return device if device.type == "cuda" and _backends(backend).get("cuda") == "nccl" else None
+
+
     address, port = info.main_address, info.main_port if info.main_port is not None else DEFAULT_PORT
     if address is None and info.world_size == 1:
         address, port = "127.0.0.1", 0  # it meets nobody
@@ -187,7 +195,7 @@ def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, ti
             rank=info.rank,
             world_size=info.world_size,
             timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
+            device_id=_bound_device(device, backend),
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise ProcessGroupError(

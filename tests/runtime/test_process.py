@@ -21,7 +21,7 @@ from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime import process as process_module
 from accel_trainer.runtime.collectives import gather_object
 from accel_trainer.runtime.launchers import LaunchInfo
-from accel_trainer.runtime.process import _use_device, init_process, read_environment, select_device
+from accel_trainer.runtime.process import _bound_device, _use_device, init_process, read_environment, select_device
 from tests.ranks import RankFailure, preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -43,8 +43,21 @@ def machine(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
 
     return pretend
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_a_group_of_nccl_is_bound_to_its_device_from_the_start(backend: str):
+    assert _bound_device(torch.device("cuda:1"), backend) == torch.device("cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), [("cuda:0", "gloo"), ("cuda:0", "cpu:gloo,cuda:gloo"), ("cpu", "gloo"), ("cpu", "nccl")]
+)
+def test_a_group_that_torch_cannot_split_is_bound_to_no_device(device: str, backend: str):
+    assert _bound_device(torch.device(device), backend) is None
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
