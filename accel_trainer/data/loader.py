@@ -27,7 +27,7 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.side_stream import SideStream, has_streams
 from accel_trainer.runtime.tensor_trees import send_to_device
 from accel_trainer.runtime.torch_private import LOADER_AT_REST, keeps_iterator
-from accel_trainer.tree import leaves
+from accel_trainer.tree import leaves, map_leaves
 
 __all__ = ["LoaderCheckpoint", "PreparedDataLoader", "keeping_epoch", "prepare_data_loader", "skip_first_batches"]
 
@@ -105,9 +105,15 @@ _COMPILING_DEVICES = ("tpu",)
 class _DeviceCopies:
     """Copies of batches to an accelerator, in a stream of their own where it has streams."""
 
-    def __init__(self, device: torch.device, config: DataConfig) -> None:
+    def __init__(self, device: torch.device, config: DataConfig, *, pins: bool = False) -> None:
+        """Copy nothing yet.
+
+        Args:
+            pins: pin batches here, where the configuration wants them pinned: no thread of the loader has.
+        """
         self._device = device
         self._non_blocking = config.non_blocking
+        self._pins = pins and config.pin_memory and torch.accelerator.is_available()
         self._side = _copy_stream(device) if config.prefetch_to_device and has_streams(device) else None
         self._shapes: set[tuple[torch.Size, ...]] | None = set() if device.type in _COMPILING_DEVICES else None
 
@@ -122,6 +128,8 @@ class _DeviceCopies:
             return _Copy(send_to_device(batch, self._device, non_blocking=self._non_blocking))
         if not all(map(_lies_on_host, leaves(batch, is_leaf=_is_moved))):
             return _Copy(send_to_device(batch, self._device, non_blocking=True))
+        if self._pins:
+            batch = map_leaves(_pinned, batch, is_leaf=_is_moved)
         with self._side.entered():
             return _Copy(send_to_device(batch, self._device, non_blocking=True), self._side)
 
@@ -150,6 +158,10 @@ def _lies_on_host(leaf: Any) -> bool:
     if not isinstance(leaf, Tensor):
         return not hasattr(leaf, "to")
     return leaf.device.type == "cpu" and leaf.layout is torch.strided and not leaf.is_nested
+
+
+def _pinned(leaf: Any) -> Any:
+    return leaf.pin_memory() if isinstance(leaf, Tensor) else leaf
 
 
 class PreparedDataLoader(DataLoader[Any]):
@@ -329,7 +341,7 @@ class PreparedDataLoader(DataLoader[Any]):
                 # Batches that this process makes itself are not made ahead of use: what they draw from its random
                 # streams would come before what the step in between draws, and before a checkpoint that it saves. The
                 # copy of one still runs beside the steps before it, which the host only enqueues.
-                copies = _DeviceCopies(self._device, self._config)
+                copies = _DeviceCopies(self._device, self._config, pins=True)
                 for batch in with_fault_point("data.next", self._read(current)):
                     yield copies.begin(batch).take()
             is_complete = True
@@ -581,8 +593,12 @@ def prepare_data_loader(
 
 
 def _pinning(loader: DataLoader[Any], config: DataConfig, device: torch.device | None) -> DataLoader[Any]:
-    """Return the loader as it is, or one that pins its batches where a device copies them beside its work."""
-    if device is not None and config.prefetch_to_device and config.pin_memory and has_streams(device):
+    """Return the loader as it is, or one whose thread pins batches of workers that a device copies beside its work.
+
+    Without workers they are pinned where they are copied: torch's loader fails over those that lie on a device already.
+    """
+    is_copied_beside = device is not None and config.prefetch_to_device and has_streams(device)
+    if is_copied_beside and config.pin_memory and loader.num_workers > 0:
         loader = copy.copy(loader)
         loader.pin_memory = True
     return loader

@@ -172,13 +172,13 @@ def test_batches_of_a_tokenizer_are_kept_for_the_computation(streams: RecordedSt
 
 def test_batches_are_pinned_where_they_are_copied_so(streams: RecordedStreams):
     def pins(pinned: bool = False, device: torch.device | None = DEVICE, **options: Any) -> bool:
-        loader = DataLoader(Rows(), 1, pin_memory=pinned)
+        loader = DataLoader(Rows(), 1, pin_memory=pinned, num_workers=1)
         prepared = prepare(loader, device, **options)
         assert loader.pin_memory is pinned, "the user's own loader stays as it is"
         return prepared.pin_memory
 
     assert pins()
-    assert prepare(DataLoader(Stream(), 1))._source._reader.pin_memory
+    assert prepare(DataLoader(Stream(), 1, num_workers=1))._source._reader.pin_memory
     assert not pins(pin_memory=False)
     assert pins(True, pin_memory=False)
     assert not pins(prefetch_to_device=False)

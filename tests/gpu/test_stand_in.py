@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from tests import stand_in
 from tests.ranks import preload
@@ -134,6 +137,43 @@ def copy_to_the_host() -> list[list[float]]:
 
 def test_nobody_gets_host_memory_that_is_still_being_written():
     assert alone("copy_to_the_host") == [[7.0] * 4, [3.0], [3.0]]
+
+
+def read_with(data: Any, **options: Any) -> list[Any]:
+    """Read a loader without workers; return device and values of each batch, and how many tensors were pinned."""
+    from torch.utils.data import DataLoader
+
+    from accel_trainer import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
+    loader, pin, pinned = accelerator.prepare(DataLoader(data, batch_size=2)), Tensor.pin_memory, []
+
+    def count(tensor: Tensor) -> Tensor:
+        pinned.append(tensor)
+        return pin(tensor)
+
+    with mock.patch.object(Tensor, "pin_memory", count):
+        return [*((str(batch.device), batch.tolist()) for batch in loader), len(pinned)]
+
+
+@ALONE.add
+def read_batches_that_this_process_makes() -> list[list[Any]]:
+    rows, stream = torch.arange(4.0), TwoRows()
+    return [read_with(rows.to("stand_in")), read_with(rows), read_with(stream), read_with(rows, pin_memory=False)]
+
+
+class TwoRows(IterableDataset[float]):
+    """Numbers, as a stream."""
+
+    def __iter__(self) -> Iterator[float]:
+        return iter((0.0, 1.0))
+
+
+def test_a_dataset_may_lie_on_the_device_already_and_batches_of_the_host_are_pinned():
+    both = [("stand_in:0", [0.0, 1.0]), ("stand_in:0", [2.0, 3.0])]
+    there, host, stream, unpinned = alone("read_batches_that_this_process_makes")
+    assert (there, host, unpinned) == ([*both, 0], [*both, 2], [*both, 0])
+    assert stream == [both[0], 1]
 
 
 @ALONE.add
