@@ -26,7 +26,7 @@ def broadcast_module_states(module: nn.Module, device: torch.device) -> None:
 def broadcast_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Give every rank rank 0's values of these tensors, in buckets of 64 MiB on `device`. Collective."""
     for bucket in buckets_of(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(device)
+        flat = torch.cat([tensor.reshape(-1).to(device) for tensor in bucket])
         dist.broadcast(flat.view(torch.uint8), src=0)  # gloo knows few types
         if dist.get_rank() == 0:
             continue

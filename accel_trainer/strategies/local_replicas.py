@@ -255,7 +255,8 @@ class LocalReplicas:
         """Replace tensors by their mean over the ranks; that of half precision is computed in fp32."""
         for bucket in buckets_of(tensors):
             wide = torch.promote_types(bucket[0].dtype, torch.float32)
-            flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in bucket]).to(self._device)
+            # A bucket may mix devices: Adam counts its steps on the host, and has its moments beside the parameters.
+            flat = torch.cat([tensor.reshape(-1).to(self._device, wide) for tensor in bucket])
             dist.all_reduce(flat)
             flat /= dist.get_world_size()
             for tensor, mean in zip(bucket, split_like(flat, bucket), strict=True):

@@ -122,6 +122,36 @@ def test_shards_on_the_host_and_plain_gradients_on_a_device_have_one_norm():
 
 
 @ALONE.add
+def average_states_on_two_devices() -> dict[str, Any]:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from accel_trainer.strategies.broadcast_values import broadcast_tensors
+    from accel_trainer.strategies.local_replicas import LocalReplicas
+
+    dist.init_process_group("cpu:fake,stand_in:fake", store=FakeStore(), rank=0, world_size=1)
+    model = DistributedDataParallel(nn.Linear(2, 1, bias=False).to("stand_in"))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)  # whose count of steps is on the host
+    replicas = LocalReplicas(model, [optimizer])
+    replicas.begin()
+    model(torch.ones(1, 2, device="stand_in")).sum().backward()
+    optimizer.step()
+    before = {name: value.cpu().clone() for name, value in next(iter(optimizer.state.values())).items()}
+    replicas.end_update(8)
+    replicas.finish()
+    after = next(iter(optimizer.state.values()))
+    broadcast_tensors([torch.ones(2), torch.ones(2, device="stand_in")], torch.device("stand_in:0"))
+    dist.destroy_process_group()
+    return {name: (str(value.device), torch.equal(value.cpu(), before[name])) for name, value in after.items()}
+
+
+def test_local_sgd_averages_the_state_of_an_optimizer_that_is_on_the_host_and_on_the_device():
+    seen = alone("average_states_on_two_devices")
+    assert seen == {"step": ("cpu", True), "exp_avg": ("stand_in:0", True), "exp_avg_sq": ("stand_in:0", True)}
+
+
+@ALONE.add
 def copy_to_the_host() -> list[list[float]]:
     from accel_trainer.big_models.module_tensors import set_module_tensor_to_device
     from accel_trainer.utils import send_to_device
