@@ -110,7 +110,8 @@ class NonFiniteGuard:
         if loss.ndim == 0:
             if self.spreads and options is not None:
                 self.spread(loss, options)
-            loss = loss.detach()
+            # CUDA graphs write the next micro-batch's loss into the same memory (torch.compile's reduce-overhead).
+            loss = loss.detach() if loss.is_cpu else loss.detach().clone()
             self.loss = loss if self.loss is None else self.loss + loss
 
     def drop(self) -> None:

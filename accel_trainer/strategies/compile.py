@@ -11,7 +11,16 @@ from torch import nn
 from accel_trainer.config import CompileConfig
 from accel_trainer.runtime.torch_private import compile_call
 
-__all__ = ["apply_compile", "compile_regions", "has_repeated_blocks", "is_repeated_blocks", "repeated_blocks"]
+__all__ = [
+    "apply_compile",
+    "compile_regions",
+    "has_repeated_blocks",
+    "is_repeated_blocks",
+    "repeated_blocks",
+    "reuses_outputs",
+]
+
+_WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
@@ -43,6 +52,14 @@ def apply_compile(model: nn.Module, config: CompileConfig, backend_options: Mapp
     if backend_options:
         options["options"] = dict(backend_options)
     _compile_in_place(repeated_blocks(model) if config.regional else [], model, options)
+
+
+def reuses_outputs(config: CompileConfig) -> bool:
+    """Whether a compiled model writes what it returns into the memory of its last outputs, as CUDA graphs do.
+
+    torch refuses to read the last ones then; whoever keeps outputs from step to step keeps copies.
+    """
+    return config.backend != "no" and config.mode in _WITH_GRAPHS
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:

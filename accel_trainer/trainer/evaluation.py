@@ -30,6 +30,7 @@ from accel_trainer.runtime.collectives import gather, gather_object
 from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import raise_together
+from accel_trainer.strategies.compile import reuses_outputs
 from accel_trainer.trainer.loss_normalization import counts_by_rows
 from accel_trainer.trainer.running_trainer import EvaluatingTrainer
 from accel_trainer.tree import leaves, map_leaves
@@ -195,6 +196,7 @@ class _Pass:
         self.predictions = _Results(lists_are_columns=self.args.eval_use_gather_object)
         self.ignored = _ignored_keys(trainer, ignore_keys)
         self.counts_by_rows = counts_by_rows(trainer.model)
+        self.reuses_outputs = reuses_outputs(trainer.accelerator.config.compile)
         self.mean_loss = _MeanLoss()
         self.num_samples = 0
         self.metrics: dict[str, Any] | None = None
@@ -208,6 +210,8 @@ class _Pass:
             loss, logits, labels = trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
         else:
             loss, logits, labels, num_items = self._predict(model, inputs, loss_only)
+        if self.reuses_outputs:
+            loss, logits = map_leaves(_copied, (loss, logits), is_leaf=_is_tensor)
         if samples is None:
             samples = find_batch_size(logits) or 1
         self.num_samples += samples
@@ -400,6 +404,10 @@ _PIECE_BYTES = 64 * 2**20
 
 def _is_tensor(node: Any) -> bool:
     return isinstance(node, Tensor)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _to_cpu(data: Any) -> Any:

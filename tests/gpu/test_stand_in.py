@@ -152,6 +152,34 @@ def test_local_sgd_averages_the_state_of_an_optimizer_that_is_on_the_host_and_on
 
 
 @ALONE.add
+def watch_losses_of_a_graph() -> list[Any]:
+    from accel_trainer.errors import NonFiniteError
+    from accel_trainer.runtime.nonfinite import NonFiniteGuard
+    from accel_trainer.runtime.process import ProcessContext
+
+    process = ProcessContext(0, 0, 1, 1, torch.device("stand_in:0"), None)
+    guard = NonFiniteGuard("raise", process, is_late=False, is_sharded=False)
+    static = torch.empty((), device="stand_in:0")  # the memory of a graph's output
+    seen: list[Any] = []
+    for losses in ([1.0, 2.0], [float("nan"), 2.0]):
+        for value in losses:
+            guard.add_loss(static.fill_(value))
+        seen.append(guard.loss.item())
+        guard.skips()
+    try:
+        guard.look()
+    except NonFiniteError as error:
+        seen.append(str(error))
+    return seen
+
+
+def test_the_sum_of_losses_is_right_where_a_graph_overwrites_its_output():
+    first, second, found = alone("watch_losses_of_a_graph")
+    assert (first, str(second)) == (3.0, "nan")
+    assert "update 2: the norm of the gradients is NaN or infinite" in found
+
+
+@ALONE.add
 def copy_to_the_host() -> list[list[float]]:
     from accel_trainer.big_models.module_tensors import set_module_tensor_to_device
     from accel_trainer.utils import send_to_device
