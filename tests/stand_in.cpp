@@ -109,7 +109,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void uncheckedSetDevice(c10::Device device) const noexcept override { setDevice(device); }
   c10::Stream stream(c10::StreamId id) const { return c10::Stream(c10::Stream::UNSAFE, getDevice(), id); }
-  c10::Stream getStream(c10::Device) const override { return stream(current_stream); }
+  c10::Stream getStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::UNSAFE, device.has_index() ? device : getDevice(), current_stream);
+  }
   c10::Stream getDefaultStream(c10::Device) const override { return stream(0); }
   c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return stream(1); }
   c10::Stream getNewStream(c10::Device, int) const override { return stream(1); }

@@ -165,7 +165,7 @@ class RecordedEvent:
         if isinstance(self.stream, RecordedStream):
             self._log.append(f"host waits for {self.stream.name}")
 
-    def record(self) -> None:
+    def record(self, stream: RecordedStream | None = None) -> None:
         """Nothing is timed here."""
 
     def query(self) -> bool:
@@ -243,6 +243,7 @@ def stand_in_device() -> Iterator[RecordedStreams]:
         mock.patch("accel_trainer.precision.PrecisionPolicy.autocast", return_value=nullcontext()),
         mock.patch("torch.optim.adam._device_dtype_check_for_fused"),
         mock.patch("torch.accelerator.empty_cache"),
+        mock.patch("torch.accelerator.current_stream", streams.current_stream),
         mock.patch.object(torch, "meta", streams, create=True),
         mock.patch("torch.get_device_module", return_value=streams),
         mock.patch.object(torch, "Event", RecordedEvent),

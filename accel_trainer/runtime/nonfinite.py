@@ -134,11 +134,12 @@ class NonFiniteGuard:
         if isinstance(norm, Tensor) and not norm.is_cpu and self._action != "skip_step":
             if self.look():
                 return True  # this update's gradients are those of weights that are no more
-            flags = torch.stack((norm.detach(), norm.detach() if loss is None else loss)).isfinite()
+            other = norm if loss is None else loss.to(norm.device, non_blocking=True)
+            flags = torch.stack((norm.detach(), other.detach())).isfinite()
             # The copy, to pinned memory, waits for nobody: it is looked at once the device has the next update to do.
             self._pending = self.update, flags.to("cpu", non_blocking=True), is_local
-            self._event = torch.Event(norm.device.type)
-            self._event.record()
+            self._event = torch.Event(norm.device)
+            self._event.record(torch.accelerator.current_stream(norm.device))
             return False
         if isfinite(norm):
             return False

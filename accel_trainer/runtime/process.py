@@ -45,6 +45,7 @@ __all__ = [
     "init_process",
     "read_environment",
     "select_device",
+    "use_device",
     "with_index",
 ]
 
@@ -168,7 +169,6 @@ def _backends(config: str | None = None) -> Mapping[str, str]:
     return dist.BackendConfig(dist.Backend(config or dist.get_backend_config())).get_device_backend_map()
 
 
-def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, timeout_seconds: float) -> None:
 def _bound_device(device: torch.device, backend: str) -> torch.device | None:
     """Return the device that the group is bound to, by which nccl connects at once and meshes split its communicator.
 
@@ -177,6 +177,7 @@ def _bound_device(device: torch.device, backend: str) -> torch.device | None:
     return device if device.type == "cuda" and _backends(backend).get("cuda") == "nccl" else None
 
 
+def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, timeout_seconds: float) -> None:
     address, port = info.main_address, info.main_port if info.main_port is not None else DEFAULT_PORT
     if address is None and info.world_size == 1:
         address, port = "127.0.0.1", 0  # it meets nobody
@@ -246,6 +247,18 @@ def _device_of(info: LaunchInfo, *, use_cpu: bool) -> torch.device:
     return select_device(info.local_rank, info.local_world_size, use_cpu=use_cpu)
 
 
+def _device_alone(*, use_cpu: bool) -> torch.device:
+    """Return the device of a process that no launcher started: torch's current one, which the user may have set.
+
+    Setting it starts the device. One that nobody has started is not asked, which would start it: a notebook could fork
+    no workers then.
+    """
+    device = select_device(0, 1, use_cpu=use_cpu)
+    if device.index is None or not torch.get_device_module(device).is_initialized():
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
 def with_index(device: int | str | torch.device) -> torch.device:
     """Return a device with its index: of `cuda`, this rank's own.
 
@@ -263,10 +276,19 @@ def with_index(device: int | str | torch.device) -> torch.device:
 
 def _use_device(info: LaunchInfo | None, *, use_cpu: bool) -> torch.device:
     """Select this rank's device and make it torch's current one: FSDP2 and nccl look there."""
-    device = select_device(0, 1, use_cpu=use_cpu) if info is None else _device_of(info, use_cpu=use_cpu)
-    if info is not None and device.type not in ("cpu", "mps"):
-        torch.accelerator.set_device_index(device.index)
+    device = _device_alone(use_cpu=use_cpu) if info is None else _device_of(info, use_cpu=use_cpu)
+    if info is not None:
+        use_device(device)
     return device
+
+
+def use_device(device: torch.device) -> None:
+    """Make a device torch's current one in the calling thread: each begins with the first of the node.
+
+    A thread that leaves a stream of another device goes back to that one, on which CUDA then makes a context.
+    """
+    if device.index is not None:  # the CPU has none, nor has mps
+        torch.accelerator.set_device_index(device.index)
 
 
 def _check_joined_group(device: torch.device, backend: str | None) -> None:
@@ -388,7 +410,7 @@ def current_process() -> ProcessContext:
             f"{info.launcher} started this process as rank {info.rank} of {info.world_size}, and it has not joined the "
             "others yet; make an Accelerator() or a PartialState() first"
         )
-    return ProcessContext(0, 0, 1, 1, select_device(0, 1, use_cpu=False), None)
+    return ProcessContext(0, 0, 1, 1, _device_alone(use_cpu=False), None)
 
 
 def find_attempt(environ: Mapping[str, str]) -> tuple[int, str]:

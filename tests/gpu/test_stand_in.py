@@ -180,6 +180,66 @@ def test_the_sum_of_losses_is_right_where_a_graph_overwrites_its_output():
 
 
 @ALONE.add
+def watch_norms_of_another_device() -> list[Any]:
+    from accel_trainer.runtime.nonfinite import NonFiniteGuard
+    from accel_trainer.runtime.process import ProcessContext
+
+    process = ProcessContext(0, 0, 1, 1, torch.device("stand_in:0"), None)
+    guard = NonFiniteGuard("warn", process, is_late=False, is_sharded=False)
+    guard.norm = torch.ones((), device="stand_in:1")
+    guard.add_loss(torch.ones((), device="stand_in:0"))
+    with mock.patch.object(torch, "stack", side_effect=torch.stack) as stack:
+        guard.skips()
+    (stacked,) = stack.call_args.args
+    return [{str(each.device) for each in stacked}, str(guard._event.device)]
+
+
+def test_the_guard_looks_at_a_norm_where_it_is_and_not_on_the_current_device():
+    assert alone("watch_norms_of_another_device") == [{"stand_in:1"}, "stand_in:1"]
+
+
+@ALONE.add
+def compare_values_in_threads() -> set[int]:
+    from accel_trainer.runtime.process import ProcessContext
+    from accel_trainer.strategies.fsdp2 import initial_values
+
+    def current(value: Tensor) -> int:
+        return torch.accelerator.current_device_index()
+
+    process = ProcessContext(1, 1, 2, 2, torch.device("stand_in:1"), None)
+    with mock.patch.object(initial_values, "_fact", current):
+        return set(initial_values._facts({"x": torch.ones(1, device="stand_in:1")}, process).values())
+
+
+def test_threads_that_compare_values_use_the_ranks_own_device():
+    assert alone("compare_values_in_threads") == {1}
+
+
+@ALONE.add
+def choose_a_device() -> list[str]:
+    from accel_trainer import Accelerator
+    from accel_trainer.runtime.process import current_process
+    from accel_trainer.state import AcceleratorState
+
+    seen = []
+    for index in (1, 0):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        torch.accelerator.set_device_index(index)
+        seen += [str(current_process().device), str(Accelerator().device)]
+    module: Any = torch.get_device_module("stand_in")
+    with (
+        mock.patch.object(module, "is_initialized", return_value=False),
+        mock.patch.object(torch.accelerator, "current_device_index", side_effect=AssertionError("it is started")),
+    ):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return [*seen, str(Accelerator().device)]
+
+
+def test_a_process_alone_trains_on_the_current_device_and_starts_none_to_ask_for_it():
+    assert alone("choose_a_device") == ["stand_in:1"] * 2 + ["stand_in:0"] * 3
+
+
+@ALONE.add
 def copy_to_the_host() -> list[list[float]]:
     from accel_trainer.big_models.module_tensors import set_module_tensor_to_device
     from accel_trainer.utils import send_to_device

@@ -43,7 +43,6 @@ def machine(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
-        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
 
     return pretend
 

@@ -18,7 +18,7 @@ from accel_trainer.checkpoint.format.placement import local_box, local_tensor, m
 from accel_trainer.checkpoint.format.safetensors_file import chunks_of
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.cores import cores_of_rank
-from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.process import ProcessContext, use_device
 from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.strategies.broadcast_values import broadcast_tensors
 
@@ -62,7 +62,8 @@ def _fact(tensor: Tensor) -> _Fact:
 def _facts(named: Mapping[str, Tensor], process: ProcessContext) -> dict[str, _Fact]:
     # A device's link has one direction to share, and each thread takes two pinned buffers.
     is_on_host = all(tensor.device.type in ("cpu", "meta") for tensor in named.values())
-    with ThreadPoolExecutor(min(8 if is_on_host else 2, cores_of_rank(process.local_world_size))) as pool:
+    num_threads = min(8 if is_on_host else 2, cores_of_rank(process.local_world_size))
+    with ThreadPoolExecutor(num_threads, initializer=use_device, initargs=(process.device,)) as pool:
         return dict(zip(named, pool.map(_fact, named.values()), strict=True))
 
 
