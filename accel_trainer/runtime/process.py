@@ -358,10 +358,10 @@ def init_process(
         _init_process_group(info, device, backend or _select_backend(device), seconds)
     logging.set_rank(info.rank, info.world_size, _wait_for_ranks)
     _leave_interrupts_to_launcher(environ)
-    start_watch(info.rank, info.world_size, hang, hosts_store=_hosts_store(environ, info.rank))
-    _current = ProcessContext(
-        info.rank, info.local_rank, info.world_size, info.local_world_size, device, _backends()[device.type]
-    )
+    carrier = _backends()[device.type]
+    hosts_store, runs_ahead = _hosts_store(environ, info.rank), device.type != "cpu" and carrier != "gloo"
+    start_watch(info.rank, info.world_size, hang, hosts_store=hosts_store, runs_ahead=runs_ahead)
+    _current = ProcessContext(info.rank, info.local_rank, info.world_size, info.local_world_size, device, carrier)
     return _current
 
 

@@ -9,7 +9,8 @@ Steps exchange nothing for it, and do nothing but count. Three things happen thr
   begun and the stack of its loop. A warning names the ranks that the others wait for, and where they are. Ranks that do
   not answer are stopped, hold the interpreter's lock, or are gone. Where they do not move within the limit of that
   section of the run, the threads end all processes.
-- A rank that waits for one whose process ends in an error, and whose connections do not break, ends, too.
+- A rank that waits for one whose process ends in an error, and whose connections do not break, ends, too. With nccl it
+  waits wherever it reads a value of its device, which is in a collective that the other has never begun.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from types import TracebackType
 from typing import Any, TypeVar
@@ -107,6 +108,8 @@ class _Failure:
     updates: int | None
     is_final: bool
     """Its process ends; else a caller may still catch the error."""
+    begun: dict[str, int] = field(default_factory=dict)
+    """Collectives that it had begun, by the name of their group."""
 
     def __str__(self) -> str:
         where = f" in {self.section}" if self.section else ""
@@ -149,6 +152,7 @@ class RankWatch:
         facts: of the training, that they compare.
         is_muted: whether broken connections are explained by someone else.
         is_guarded: whether errors are told where they leave a block of `failing_together`.
+        runs_ahead: whether collectives run on a device, behind the host.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, hang: HangConfig, *, hosts_store: bool) -> None:
@@ -165,6 +169,7 @@ class RankWatch:
         self.facts = FactBoard(store, self._key("facts"), rank, world_size)
         self.is_muted = False
         self.is_guarded = False
+        self.runs_ahead = False
         self._rank = rank
         self._world_size = world_size
         self._hosts_store = hosts_store
@@ -197,7 +202,7 @@ class RankWatch:
     @property
     def options(self) -> dict[str, Any]:
         """The options of `start_watch` for another group of the same ranks."""
-        return {"hang": self.pace.hang, "hosts_store": self._hosts_store}
+        return {"hang": self.pace.hang, "hosts_store": self._hosts_store, "runs_ahead": self.runs_ahead}
 
     @property
     def is_own_process(self) -> bool:
@@ -300,9 +305,10 @@ class RankWatch:
         kind = f"{type(error).__name__}: {text}" if text else type(error).__name__
         if isinstance(error, RemoteRankError) and error.failure is not None:
             # Of the rank that began it: those that wait for this one learn of that one.
-            failure = replace(error.failure, is_final=is_final)
+            failure = replace(error.failure, is_final=is_final, begun=begun_collectives())
         else:
-            failure = _Failure(self._rank, "failed", kind, where.section, where.line, PROGRESS.updates, is_final)
+            place = where.section, where.line, PROGRESS.updates
+            failure = _Failure(self._rank, "failed", kind, *place, is_final, begun_collectives())
         self._write(failure, error)
 
     def tell_end(self) -> None:
@@ -333,14 +339,19 @@ class RankWatch:
     def find_failure(self) -> _Failure | None:
         """Return the first record of another rank's failure; without one, of a rank that has left."""
         left = None
+        for failure in self._failures():
+            if failure.how != _LEFT:
+                return failure
+            left = left or failure
+        return left
+
+    def _failures(self) -> Iterator[_Failure]:
+        """Yield the records of other ranks' failures."""
         for number in range(1, self._store.add(self._key("failures"), 0) + 1):
             key = self._key("failure", number)
             text = self._store.get(key).decode() if self._store.check([key]) else ""
             if text and (failure := _Failure(**json.loads(text))).rank != self._rank:
-                if failure.how != _LEFT:
-                    return failure
-                left = left or failure
-        return left
+                yield failure
 
     def explain(self, error: BaseException) -> ProcessGroupError | None:
         """Return the error for a rank whose collective broke or timed out: it names the rank that did not come.
@@ -496,16 +507,31 @@ class RankWatch:
     def _leave_if_stuck(self, seconds: float) -> None:
         """End the process whose loop waits for a rank that has failed: nothing else interrupts a collective."""
         where = describe_thread(self._loop_thread)
-        if where is None or not where.operation:
+        if where is None or not (where.operation or self.runs_ahead):
             return
         failure = self.find_failure()
         # A rank that has come to its end, or has caught its error, may be nobody's to wait for: the timeout tells.
         if failure is None or not failure.is_final or failure.how == _LEFT:
             return
-        self._write(failure, None)
+        if not where.operation and not self._waits_on_device():
+            return
+        self._write(replace(failure, begun=begun_collectives()), None)
         error = f"{RemoteRankError.__module__}.{RemoteRankError.__name__}"
-        waited = f"waited in {where.operation} for {seconds:.0f} s (update {PROGRESS.updates}, {where.line})"
+        doing = where.operation or "a collective of its device"
+        waited = f"waited in {doing} for {seconds:.0f} s (update {PROGRESS.updates}, {where.line})"
         self._end(where.stack, f"{error}: {failure}. Rank {self._rank} has {waited}", 1)
+
+    def _waits_on_device(self) -> bool:
+        """Whether the device is in a collective that a failed rank has not begun, and the loop at one line for long.
+
+        Nothing that the device was given since then is ever computed. A rank that has ended because of that leaves a
+        record, too, for those that have no group with the first.
+        """
+        if self.pace.still_seconds < _STUCK_SECONDS:
+            return False
+        begun = begun_collectives()
+        ended = [failure for failure in self._failures() if failure.is_final]
+        return any(number > failure.begun.get(group, number) for failure in ended for group, number in begun.items())
 
     # --- the roll --------------------------------------------------------------------------------------------------
 
@@ -566,12 +592,15 @@ def current_watch() -> RankWatch | None:
     return _watch
 
 
-def start_watch(rank: int, world_size: int, hang: HangConfig | None, *, hosts_store: bool) -> None:
+def start_watch(
+    rank: int, world_size: int, hang: HangConfig | None, *, hosts_store: bool, runs_ahead: bool = False
+) -> None:
     """Watch over the job that this process has joined; one of one rank needs nobody. Every rank calls it.
 
     Args:
         hang: see `RankWatch`; None leaves it, at the defaults to begin with.
         hosts_store: see there.
+        runs_ahead: see there.
     """
     global _watch
     if world_size == 1:
@@ -585,6 +614,7 @@ def start_watch(rank: int, world_size: int, hang: HangConfig | None, *, hosts_st
             return
         PROGRESS.updates = 0
         _watch = RankWatch(store, rank, world_size, hang or HangConfig(), hosts_store=hosts_store)
+        _watch.runs_ahead = runs_ahead
         _hook_errors()
     _watch.timeout_seconds = group_timeout().total_seconds()
     if hang is not None:

@@ -215,6 +215,43 @@ def test_a_rank_whose_connections_do_not_break_ends_with_the_one_that_failed(tmp
     )
 
 
+def wait_for_the_device(begins: bool) -> None:
+    """Read a value behind a collective that the other rank never begins, or compute as long without one."""
+    rank_watch._POLL_SECONDS, rank_watch._STUCK_SECONDS = POLL_SECONDS, 0.5
+    os.dup2(os.open(f"{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT), 2)
+    accelerator = Accelerator(config={"use_cpu": True, "hang": {"step_seconds": 4}})
+    watch = current_watch()
+    assert watch is not None
+    watch.runs_ahead = True  # as with nccl, whose collectives do not keep the host
+    accelerator.wait_for_everyone()
+    if accelerator.process_index == 0:
+        work = dist.all_reduce(torch.ones(1), async_op=True) if begins else None
+        time.sleep(6)  # as in `.item()`, of which no frame tells
+        raise SystemExit(f"nobody has ended this rank: {work}")
+    with contextlib.suppress(RuntimeError):
+        as_script(fail)
+    time.sleep(8)
+
+
+def test_a_rank_whose_device_waits_for_one_that_has_failed_ends_with_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    failures = failures_of(wait_for_the_device, True)
+
+    assert "rank 0 died without an answer: exit code 1" in failures[0]
+    assert re.search(
+        r"RemoteRankError: rank 1 failed .*: ValueError: no such label\. Rank 0 has waited in a collective of its "
+        r"device for \d s \(update 0, wait_for_the_device \(test_rank_watch.py:\d+\)\)",
+        (tmp_path / "0.txt").read_text(),
+    )
+
+
+def test_a_rank_that_computes_while_another_has_failed_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    assert "nobody has ended this rank: None" in failures_of(wait_for_the_device, False)[0]
+
+
 def watch_a_pause() -> list[str]:
     """Compute for longer than a step may take, on both ranks: nobody waits for anybody."""
     warnings: list[str] = []
