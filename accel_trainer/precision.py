@@ -271,6 +271,16 @@ def apply_float8(model: nn.Module, policy: PrecisionPolicy, *, shards: bool = Fa
     logger.info("%s: %d of %d linear layers compute in fp8", type(model).__name__, num_fp8, num_layers)
 
 
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _accelerator_type() -> str:
+    """Return the kind of device that offloaded layers compute on: this machine's accelerator, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
 class AutocastForward:
     """A model's forward under autocast, with floating-point outputs cast back.
 
@@ -292,6 +302,8 @@ class AutocastForward:
         """Call the model's own forward under autocast."""
         # Looked up on each call: with device_placement=False the user moves the model after prepare().
         device_type = next((p.device.type for p in self.model.parameters()), "cpu")
+        if device_type == "meta" and not any(map(_is_meta, (*args, *kwargs.values()))):
+            device_type = _accelerator_type()  # weights are offloaded, and come there when they are needed
         with self.policy.autocast(device_type):
             if self.inner is None:
                 outputs = type(self.model).forward(self.model, *args, **kwargs)

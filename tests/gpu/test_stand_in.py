@@ -333,6 +333,26 @@ def test_an_automatic_map_uses_the_accelerator():
     assert offloaded_to == "stand_in:0"
 
 
+@ALONE.add
+def compute_offloaded_layers_in_bf16() -> list[tuple[str, torch.dtype, torch.dtype]]:
+    from accel_trainer import Accelerator, dispatch_model
+
+    accelerator, seen = Accelerator(mixed_precision="bf16"), []
+    for places in ({"0": "disk", "1": "stand_in:0"}, {"0": "disk", "1": "cpu"}):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+            dispatched = dispatch_model(model, places, main_device="stand_in:0", offload_dir=folder, force_hooks=True)
+            inner: list[torch.dtype] = []
+            model[0].register_forward_hook(lambda module, args, output, inner=inner: inner.append(output.dtype))
+            output = accelerator.prepare(dispatched)(torch.ones(2, 4, device="stand_in:0"))
+        seen.append((str(output.device), output.dtype, *inner))
+    return seen
+
+
+def test_layers_on_disk_compute_in_the_precision_that_was_asked_for():
+    assert alone("compute_offloaded_layers_in_bf16") == [("stand_in:0", torch.float32, torch.bfloat16)] * 2
+
+
 @LAUNCHED.add
 def before_the_job_is_joined() -> dict[str, Any]:
     from accel_trainer import load_checkpoint_in_model
