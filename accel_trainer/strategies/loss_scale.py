@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 from weakref import ref
 
@@ -10,12 +11,36 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from accel_trainer.runtime.torch_private import check_scaler, scaler_states, scales_itself
 from accel_trainer.strategies.gradients import scale_gradients
 from accel_trainer.strategies.ownership import parameters_of
 
 __all__ = ["LossScale"]
+
+
+class _BlockingReads(TorchFunctionMode):
+    """Context in which copies to the host are complete when they are returned.
+
+    A GradScaler asks for copies of the scale and of overflows that do not block, and computes with them at once (torch
+    2.11 to 2.13). Where gradients are on the host, the scale has not arrived yet, and an overflow that is found there
+    is overwritten by the 0 that comes late.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.to and kwargs.get("non_blocking"):
+            target = kwargs.get("device", args[1] if len(args) > 1 else None)
+            if isinstance(target, str | torch.device) and torch.device(target).type == "cpu":
+                kwargs = {**kwargs, "non_blocking": False}
+        return func(*args, **kwargs)
+
+
+def _reading(optimizer: Optimizer) -> AbstractContextManager[Any]:
+    """Return the context in which a GradScaler deals with an optimizer's gradients."""
+    is_on_host = any(parameter.device.type == "cpu" for parameter in parameters_of(optimizer))
+    return _BlockingReads() if is_on_host else nullcontext()
 
 
 class _Unit(Protocol):
@@ -59,7 +84,8 @@ class LossScale:
     def unscale(self, optimizer: Optimizer) -> None:
         """Take the scale out of the gradients of an optimizer, once per step."""
         if optimizer not in self._unscaled:
-            self.scaler.unscale_(optimizer)
+            with _reading(optimizer):
+                self.scaler.unscale_(optimizer)
             self._unscaled.add(optimizer)
 
     def unscale_holders(self, parameters: Iterable[Tensor]) -> None:
@@ -77,7 +103,8 @@ class LossScale:
         state = scaler_states(self.scaler)[id(optimizer)]
         if scales_itself(optimizer) or state["stage"] is OptState.STEPPED:
             # The kernel leaves the parameters as they are after an overflow; a second step is refused.
-            self.scaler.step(optimizer)
+            with _reading(optimizer):
+                self.scaler.step(optimizer)
             applied = not _has_overflow(state)
         else:
             # As scaler.step does, but that it asks the device, and does not say what the answer was.
@@ -132,4 +159,4 @@ class LossScale:
 def _has_overflow(state: Mapping[str, Any]) -> bool:
     """Ask the device whether a step's gradients overflowed, on whichever of the devices they are on."""
     found = list(state["found_inf_per_device"].values())
-    return bool(sum(each.to(found[0].device, non_blocking=True) for each in found))
+    return bool(sum(each.to(found[0].device, non_blocking=not found[0].is_cpu) for each in found))

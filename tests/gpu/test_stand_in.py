@@ -122,6 +122,38 @@ def test_shards_on_the_host_and_plain_gradients_on_a_device_have_one_norm():
 
 
 @ALONE.add
+def scale_losses_of_offloaded_parameters() -> list[Any]:
+    from accel_trainer.strategies.loss_scale import LossScale
+
+    class Unit:
+        optimizers: list[torch.optim.Optimizer]
+
+    seen: list[Any] = []
+    for fused, devices in (
+        (None, ("cpu",)),
+        (None, ("cpu", "stand_in")),
+        (None, ("stand_in", "cpu")),
+        (True, ("cpu",)),
+    ):
+        parameters = [nn.Parameter(torch.zeros(2, device=device)) for device in devices]
+        unit, scale = Unit(), LossScale(torch.amp.GradScaler("stand_in", init_scale=4.0))
+        unit.optimizers = [torch.optim.SGD(parameters, lr=1.0, fused=fused)]
+        scale.serve(unit)
+        for overflow in (0.0, float("inf")):
+            scale.scale(torch.ones((), device="stand_in"))
+            for each in parameters:
+                each.grad = torch.full_like(each, 8.0) + (overflow if each.is_cpu else 0.0)
+            applied = scale.step(unit.optimizers[0])
+            seen.append((applied, {number for each in parameters for number in each.tolist()}))
+        seen.append(scale.scaler.get_scale())
+    return seen
+
+
+def test_gradients_on_the_host_are_unscaled_and_their_overflows_are_found():
+    assert alone("scale_losses_of_offloaded_parameters") == [(True, {-2.0}), (False, {-2.0}), 2.0] * 4
+
+
+@ALONE.add
 def average_states_on_two_devices() -> dict[str, Any]:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
