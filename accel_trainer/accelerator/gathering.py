@@ -156,8 +156,11 @@ def gather_object(object: Any) -> list[Any]:
     return collectives.gather_object(object, current_process())
 
 
-def reduce(tensor: Any, reduction: ReduceOp | str = ReduceOp.SUM, scale: float = 1.0) -> Any:
-    """Combine the tensors of all ranks: "sum", "mean", "min", "max", "prod" or "none". Collective."""
+def reduce(tensor: Any, reduction: ReduceOp | str = ReduceOp.MEAN, scale: float = 1.0) -> Any:
+    """Combine the tensors of all ranks: "mean", "sum", "min", "max", "prod" or "none". Collective.
+
+    Without a name it is the mean; `Accelerator.reduce` without one is the sum. Both are so in accelerate.
+    """
     return collectives.reduce(tensor, current_process(), reduction=reduction, scale=scale, debug=_checks())
 
 
