@@ -11,6 +11,7 @@ from torch import nn
 
 from accel_trainer import logging
 from accel_trainer.big_models.sizes import (
+    DType,
     Entry,
     class_names,
     compute_module_sizes,
@@ -38,7 +39,7 @@ __all__ = [
 logger = logging.get_logger(__name__)
 
 Place = int | str
-DTypes = Mapping[str, str | torch.dtype]
+DTypes = Mapping[str, DType]
 
 _HOST = ("mps", "cpu", "disk")
 """Places that have a name, in the order in which they are filled; accelerators have a number, and come before."""
@@ -100,7 +101,7 @@ def get_balanced_memory(
     model: nn.Module,
     max_memory: Mapping[Place, int | str] | None = None,
     no_split_module_classes: str | Iterable[str] | None = None,
-    dtype: str | torch.dtype | None = None,
+    dtype: DType | None = None,
     special_dtypes: DTypes | None = None,
     low_zero: bool = False,
 ) -> dict[Place, int]:
@@ -318,7 +319,7 @@ def infer_auto_device_map(
     model: nn.Module,
     max_memory: Mapping[Place, int | str] | None = None,
     no_split_module_classes: str | Iterable[str] | None = None,
-    dtype: str | torch.dtype | None = None,
+    dtype: DType | None = None,
     special_dtypes: DTypes | None = None,
     verbose: bool = False,
     clean_result: bool = True,
@@ -370,7 +371,7 @@ def infer_auto_device_map(
     return clean_device_map(allocation.found) if clean_result else allocation.found
 
 
-def _warn_of_buffers(allocation: _Allocation, dtype: str | torch.dtype | None, special_dtypes: DTypes | None) -> None:
+def _warn_of_buffers(allocation: _Allocation, dtype: DType | None, special_dtypes: DTypes | None) -> None:
     """Warn where the buffers of offloaded modules, which stay on an accelerator, fit on none."""
     offloaded = [each for place in ("cpu", "disk") for each in allocation.placed.get(place, ())]
     modules = [entry for entry in offloaded if isinstance(entry, nn.Module)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from accel_trainer.checkpoint.weights.into_model import as_dtype
 from accel_trainer.errors import ConfigError
 
 __all__ = [
+    "CustomDtype",
+    "DType",
     "Entry",
     "calculate_maximum_sizes",
     "class_names",
@@ -29,6 +33,19 @@ __all__ = [
     "top_entries",
 ]
 
+
+class CustomDtype(Enum):
+    """Dtypes that torch does not have, by which sizes of models are counted."""
+
+    FP8 = "fp8"
+    INT4 = "int4"
+    INT2 = "int2"
+
+
+_CUSTOM_BYTES = {CustomDtype.FP8: 1.0, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
+
+DType = str | torch.dtype | CustomDtype
+
 Entry = tuple[str, Any]
 """A name, and the module or the tensor that stands there."""
 
@@ -36,7 +53,9 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
 
 
 def convert_file_size_to_int(size: float | str) -> int:
-    """Return a size such as `"10GB"`, `"1.5GiB"` or `500` in bytes; a lower-case b at the end counts bits.
+    """Return a size such as `"10GB"`, `"1.5GiB"` or `500` in bytes.
+
+    A lower-case b after a decimal unit counts bits (`"8Mb"` is a million bytes); binary units count bytes in any case.
 
     Raises:
         ConfigError: it is no such size.
@@ -48,7 +67,8 @@ def convert_file_size_to_int(size: float | str) -> int:
         raise ConfigError(f"size {size!r} is no number of bytes; write it like '10GB', '500MiB' or 1000000")
     number, prefix, is_binary = found.groups()
     unit = (1024 if is_binary else 1000) ** " KMGT".index(prefix.upper() or " ")
-    return int(float(number) * unit) // (8 if size.rstrip().endswith("b") else 1)
+    counts_bits = size.rstrip().endswith("b") and not is_binary
+    return int(float(number) * unit) // (8 if counts_bits else 1)
 
 
 def convert_bytes(size: float) -> str:
@@ -60,19 +80,25 @@ def convert_bytes(size: float) -> str:
     return f"{round(size, 2)} PB"
 
 
-def dtype_byte_size(dtype: torch.dtype) -> float:
+def dtype_byte_size(dtype: DType) -> float:
     """Return the bytes of one value: of `torch.bool` the eighth that it needs, though torch stores a byte.
 
     Raises:
         ConfigError: it is no dtype.
     """
-    return 1 / 8 if as_dtype(dtype) == torch.bool else dtype.itemsize
+    width = _width(dtype)
+    return 1 / 8 if dtype == torch.bool else width
+
+
+def _width(dtype: DType) -> float:
+    """Return the bytes of one value as it is stored; those of a `CustomDtype` are packed."""
+    return _CUSTOM_BYTES[dtype] if isinstance(dtype, CustomDtype) else as_dtype(dtype).itemsize
 
 
 def compute_module_sizes(
     model: nn.Module,
-    dtype: str | torch.dtype | None = None,
-    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+    dtype: DType | None = None,
+    special_dtypes: Mapping[str, DType] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
     """Return the bytes of each tensor and of each module, the model itself under `""`. A tied tensor counts once.
@@ -81,28 +107,28 @@ def compute_module_sizes(
         dtype: which floating-point tensors of larger types are going to be converted to.
         special_dtypes: by the name of a tensor, another one for it.
     """
-    target = None if dtype is None else as_dtype(dtype)
-    special = {name: as_dtype(each) for name, each in (special_dtypes or {}).items()}
+    target = math.inf if dtype is None else _width(dtype)
+    special = {name: _width(each) for name, each in (special_dtypes or {}).items()}
     tensors: Iterable[tuple[str, Tensor]] = (
         model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
     )
     sizes: dict[str, int] = defaultdict(int)
     for name, tensor in tensors:
-        width = tensor.element_size()
+        width: float = tensor.element_size()
         if name in special:
-            width = special[name].itemsize
-        elif target is not None and (tensor.is_floating_point() or tensor.is_complex()):
-            width = min(width, target.itemsize)
+            width = special[name]
+        elif tensor.is_floating_point() or tensor.is_complex():
+            width = min(width, target)
         path = name.split(".")
         for length in range(len(path) + 1):
-            sizes[".".join(path[:length])] += tensor.numel() * width
+            sizes[".".join(path[:length])] += math.ceil(tensor.numel() * width)
     return sizes
 
 
 def compute_module_total_buffer_size(
     model: nn.Module,
-    dtype: str | torch.dtype | None = None,
-    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+    dtype: DType | None = None,
+    special_dtypes: Mapping[str, DType] | None = None,
 ) -> int:
     """Return the bytes of all buffers. Arguments as of `compute_module_sizes`."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)

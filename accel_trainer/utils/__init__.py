@@ -67,6 +67,7 @@ from accel_trainer.big_models.offloaded_state import (
     load_state_dict,
 )
 from accel_trainer.big_models.sizes import (
+    CustomDtype,
     calculate_maximum_sizes,
     compute_module_sizes,
     compute_module_total_buffer_size,
@@ -217,6 +218,7 @@ __all__ = [
     "AutocastKwargs",
     "CannotPadNestedTensorWarning",
     "ConvertOutputsToFp32",
+    "CustomDtype",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",

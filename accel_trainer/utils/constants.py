@@ -54,7 +54,6 @@ __all__ = [
     "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
     "BaseEnum",
     "ComputeEnvironment",
-    "CustomDtype",
     "DynamoBackend",
     "EnumWithContains",
     "FP8BackendType",
@@ -205,14 +204,6 @@ class RNGType(BaseEnum):
     HPU = "hpu"
     NEURON = "neuron"
     GENERATOR = "generator"
-
-
-class CustomDtype(Enum):
-    """Dtypes that torch does not have, by which sizes of models are counted."""
-
-    FP8 = "fp8"
-    INT4 = "int4"
-    INT2 = "int2"
 
 
 class FP8BackendType(BaseEnum):

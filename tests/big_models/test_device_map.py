@@ -14,6 +14,7 @@ from accel_trainer import init_empty_weights
 from accel_trainer.big_modeling import get_balanced_memory, get_max_memory, infer_auto_device_map
 from accel_trainer.errors import ConfigError
 from accel_trainer.utils import (
+    CustomDtype,
     calculate_maximum_sizes,
     check_device_map,
     clean_device_map,
@@ -49,6 +50,8 @@ def blocks(count: int = 3) -> nn.Sequential:
         ("1.5GB", 1_500_000_000),
         ("2GiB", 2**31),
         ("512KiB", 2**19),
+        ("20Gib", 20 * 2**30),
+        ("3kib", 3072),
         ("8Mb", 10**6),
         ("7B", 7),
     ],
@@ -69,6 +72,21 @@ def test_the_bytes_of_a_value():
         2,
         1,
     )
+
+
+def test_dtypes_that_torch_does_not_have_are_counted_packed():
+    # A quantiser asks for them: 7B in int4 take an eighth of the bytes of fp32, and fit where that does not.
+    assert [dtype_byte_size(each) for each in CustomDtype] == [1, 0.5, 0.25]
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(4, 4))
+    assert compute_module_sizes(model, dtype=CustomDtype.INT4)[""] == 5 + 2 + 8 + 2  # half a byte is a byte
+    assert compute_module_sizes(model, special_dtypes={"1.weight": CustomDtype.INT2})["1"] == 4 + 16
+    assert infer_auto_device_map(model, {0: 50, "cpu": 500}, dtype=CustomDtype.INT4) == {"": 0}
+    assert infer_auto_device_map(model, {0: 50, "cpu": 500}, dtype="float32") == {"": "cpu"}
+
+
+def test_what_is_no_dtype_has_no_bytes():
+    with pytest.raises(ConfigError, match="dtype='fp32' is no dtype of torch; give one"):
+        dtype_byte_size("fp32")
 
 
 def test_sizes_are_those_of_the_tensors_and_sum_up():
