@@ -330,12 +330,12 @@ class GradientAccumulationPlugin(OptionObject):
     """How many micro-batches make an update, and when gradients are exchanged. None leaves an option as configured."""
 
     num_steps: int | None = None
+    adjust_scheduler: bool | None = None
+    """Taken for scripts that set it; a schedule always steps once per update, so False is refused."""
     sync_with_dataloader: bool | None = None
     """Whether the last batch of a loader ends a window."""
     sync_each_batch: bool | None = None
     """Exchange gradients on every micro-batch: more communication, less memory when sharded."""
-    adjust_scheduler: bool | None = None
-    """Taken for scripts that set it; a schedule always steps once per update, so False is refused."""
 
     def __post_init__(self) -> None:
         if self.adjust_scheduler is False:

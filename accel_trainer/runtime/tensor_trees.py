@@ -101,7 +101,7 @@ def concatenate(data: Sequence[Any], dim: int = 0, *, pad_index: float | None = 
 
 
 def recursively_apply(
-    function: Callable[..., Any],
+    func: Callable[..., Any],
     data: Any,
     *args: Any,
     test_type: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor),
@@ -116,10 +116,10 @@ def recursively_apply(
 
     def apply(leaf: Any) -> Any:
         if test_type(leaf):
-            return function(leaf, *args, **kwargs)
+            return func(leaf, *args, **kwargs)
         if error_on_other_type:
             raise UnsupportedTypeError(
-                f"cannot apply {getattr(function, '__name__', function)} to a {type(leaf).__name__}; pass nested "
+                f"cannot apply {getattr(func, '__name__', func)} to a {type(leaf).__name__}; pass nested "
                 f"lists, tuples and dicts of what {getattr(test_type, '__name__', test_type)} accepts, or "
                 "error_on_other_type=False to leave other values as they are"
             )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_trainer.errors import ConfigError
+from accel_trainer.errors import UnsupportedTypeError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.tensor_trees import is_tensor
 from accel_trainer.tree import leaves, map_leaves
@@ -58,7 +58,7 @@ def tensors_of(name: str, data: Any) -> list[Tensor]:
 def _has_tensor(name: str, leaf: Any) -> bool:
     if leaf is None or isinstance(leaf, Tensor):
         return leaf is not None
-    raise ConfigError(
+    raise UnsupportedTypeError(
         f"{name} takes tensors and nestings of tensors, and got a {type(leaf).__name__}; "
         "use gather_object or broadcast_object_list for other values"
     )

@@ -264,7 +264,7 @@ def test_handlers_are_those_that_were_given():
 
 
 def test_states_tell_of_devices_windows_and_loaders():
-    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(2, False))
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(2, True, False))
     state = accelerator.gradient_state
     assert (state.sync_with_dataloader, state.adjust_scheduler, state.is_xla_gradients_synced) == (False, True, False)
     loader = accelerator.prepare(DataLoader(range(2)))

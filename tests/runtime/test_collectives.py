@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_trainer.errors import ConfigError, ProcessGroupError
+from accel_trainer.errors import ConfigError, ProcessGroupError, UnsupportedTypeError
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.collectives import ReduceOp
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
@@ -69,7 +69,7 @@ def test_an_unknown_reduction_is_refused_with_the_nearest_name() -> None:
 
 def test_gather_refuses_what_is_no_tensor() -> None:
     with pytest.raises(
-        ConfigError, match="gather takes tensors and nestings of tensors, and got a str; use gather_object"
+        UnsupportedTypeError, match="gather takes tensors and nestings of tensors, and got a str; use gather_object"
     ):
         collectives.gather({"a": torch.ones(1), "b": "text"}, ALONE)
 
@@ -162,7 +162,7 @@ def test_send_to_device_moves_everything_but_skipped_keys() -> None:
 def test_recursively_apply_leaves_or_refuses_other_types() -> None:
     data = (torch.ones(1), "text")
 
-    assert recursively_apply(lambda t: t + 1, data)[1] == "text"
+    assert recursively_apply(func=lambda t: t + 1, data=data)[1] == "text"
     with pytest.raises(ConfigError, match="cannot apply"):
         recursively_apply(lambda t: t + 1, data, error_on_other_type=True)
 
