@@ -170,6 +170,7 @@ class Accelerator(
             engine_plugins=self._engine_plugins,
             take_plugin=self._use_plugin,
             parallelism_config=parallelism_config,
+            dynamo_plugin=TorchDynamoPlugin.of(self.config.compile, self._options.compile_options),
             debug=self.config.debug,
         )
         accumulation = self.config.accumulation

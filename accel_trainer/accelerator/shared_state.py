@@ -14,11 +14,12 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from accel_trainer.config import HangConfig, Resolved, SourceKind, resolve
+from accel_trainer.config import CompileConfig, HangConfig, Resolved, SourceKind, resolve
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.data.plan import BatchRows
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin, DeepSpeedPlugins
+from accel_trainer.plugins.kwargs import TorchDynamoPlugin
 from accel_trainer.runtime.collectives import barrier
 from accel_trainer.runtime.process import (
     ProcessContext,
@@ -200,16 +201,16 @@ class ProcessView:
         return self._only_if(self.is_last_process, function)
 
     def on_process(self, function: F | None = None, process_index: int = 0) -> Any:
-        """Decorate a function so that it runs on one rank."""
+        """Decorate a function so that it runs on one rank; a process alone runs it whatever the rank."""
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
-        return self._only_if(self.process_index == process_index, function)
+        return self._only_if(not self.use_distributed or self.process_index == process_index, function)
 
     def on_local_process(self, function: F | None = None, local_process_index: int = 0) -> Any:
-        """Decorate a function so that it runs on one rank of each node."""
+        """Decorate a function so that it runs on one rank of each node; a process alone runs it in any case."""
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
-        return self._only_if(self.local_process_index == local_process_index, function)
+        return self._only_if(not self.use_distributed or self.local_process_index == local_process_index, function)
 
 
 def stated_waits(resolved: Resolved) -> dict[str, Any]:
@@ -362,6 +363,7 @@ class AcceleratorState(PartialState):
         engine_plugins: DeepSpeedPlugins | None = None,
         take_plugin: Callable[[str], None] | None = None,
         parallelism_config: Any = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
         debug: bool = False,
     ) -> None:
         """Show the state made last, or make one.
@@ -393,7 +395,12 @@ class AcceleratorState(PartialState):
         # A state outlives its Accelerator, which holds models.
         self._take_plugin: Callable[[], Any] | None = take_plugin and weakref.WeakMethod(take_plugin)
         self.parallelism_config = parallelism_config
+        self.dynamo_plugin = dynamo_plugin or TorchDynamoPlugin.of(CompileConfig())
+        """How prepared models are compiled, with the backend in capitals, as a `DynamoBackend` is."""
         type(self)._shared_state = self.__dict__
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
 
     def _require(self, mixed_precision: str | None, cpu: bool | None) -> None:
         if mixed_precision is not None and mixed_precision != self.mixed_precision:
@@ -537,8 +544,7 @@ class GradientState:
     @property
     def remainder(self) -> int:
         """Valid rows of the active loader's last global batch when it holds padding; -1 when it holds none."""
-        rows = self.rows
-        return sum(rows.rows) if rows is not None and rows.is_last and rows.padded else -1
+        return self.loaders[-1].remainder if self.loaders else -1
 
     def begin(self, loader: PreparedDataLoader) -> None:
         """A loader's iteration begins."""

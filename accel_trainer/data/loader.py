@@ -227,6 +227,12 @@ class PreparedDataLoader(DataLoader[Any]):
         return rows is not None and rows.is_last
 
     @property
+    def remainder(self) -> int:
+        """Valid rows of the last step of a pass when it holds padding; -1 when it holds none, and before it."""
+        rows = self.rows
+        return sum(rows.rows) if rows is not None and rows.is_last and rows.padded else -1
+
+    @property
     def remaining(self) -> int | None:
         """Steps left of the current pass, the one yielded last included; None where the length is not known."""
         if not self._passes:
@@ -245,6 +251,21 @@ class PreparedDataLoader(DataLoader[Any]):
     def iteration(self) -> int:
         """The epoch, under the name that other libraries give it."""
         return self.epoch
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches are moved to; the host where they stay as they are collated."""
+        return self._device or torch.device("cpu")
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether `load_state` lets the next pass begin at the position that it finds."""
+        return self._resumes
+
+    @property
+    def skip_batches(self) -> int:
+        """Steps that the next pass leaves out."""
+        return self._source.start
 
     @property
     def base_dataloader(self) -> DataLoader[Any]:
@@ -632,7 +653,7 @@ def keeping_epoch(loader: Any) -> Iterator[None]:
             loader.set_epoch(epoch)
 
 
-def skip_first_batches(dataloader: DataLoader[Any], num_batches: int) -> PreparedDataLoader:
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedDataLoader:
     """Return the loader with the first `num_batches` steps of its next pass left out; later passes are full.
 
     A map-style dataset is not read to get there: the steps are skipped where the indices are drawn. A stream is read

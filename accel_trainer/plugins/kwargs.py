@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 from torch import profiler
 
 from accel_trainer.checkpoint.commit.retry import SaveErrorAction, SavePolicy
-from accel_trainer.config import field_specs
+from accel_trainer.config import CompileConfig, field_specs
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.strategies.comm_hooks import CommHook, DDPCommunicationHookType
 
@@ -285,6 +285,18 @@ class TorchDynamoPlugin(OptionObject):
     """True does not compile, whatever the other fields are."""
     use_regional_compilation: bool | None = None
     """Compile each repeated block once instead of the full model."""
+
+    @classmethod
+    def of(cls, config: CompileConfig, options: Mapping[str, Any] | None = None) -> TorchDynamoPlugin:
+        """Return the options in force, whatever set them; the backend in capitals, as a `DynamoBackend` is."""
+        return cls(
+            backend=config.backend.upper(),
+            mode=config.mode,
+            fullgraph=config.fullgraph,
+            dynamic=config.dynamic,
+            options=dict(options or {}) or None,
+            use_regional_compilation=config.regional,
+        )
 
     def __post_init__(self) -> None:
         if self.options and self.mode not in (None, "default"):

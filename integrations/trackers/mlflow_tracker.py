@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from accel_trainer import logging
@@ -28,6 +29,22 @@ class MLflowTracker(GeneralTracker):
 
     name = "mlflow"
     run: Any = None
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        logging_dir: str | Path | None = None,
+        *,
+        nested_run: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Keep the experiment's name and the options of its run.
+
+        Args:
+            nested_run: `nested` of `mlflow.start_run`, under accelerate's name.
+        """
+        nested = {} if nested_run is None else {"nested": nested_run}
+        super().__init__(experiment_name or "", logging_dir, **nested, **kwargs)
 
     @property
     def tracker(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from accel_trainer.errors import ConfigError
@@ -17,16 +18,29 @@ class TensorBoardTracker(GeneralTracker):
     requires_logging_directory = True
     writer: Any = None
 
+    def __init__(self, run_name: str = "", logging_dir: str | Path | None = None, **kwargs: Any) -> None:
+        """Keep the name and options of the run, under accelerate's names for a tracker that a script makes by hand."""
+        super().__init__(run_name, logging_dir, **kwargs)
+        self.run_name = run_name
+
     @property
     def tracker(self) -> Any:
         """The SummaryWriter."""
         return self.writer
 
     def start(self) -> None:
-        """Open the event file."""
+        """Open the event file.
+
+        Raises:
+            ConfigError: there is no directory for it.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
-        assert self.logging_dir is not None
+        if self.logging_dir is None:
+            raise ConfigError(
+                "tracker 'tensorboard' has no logging_dir for its file; make it with TensorBoardTracker(run_name, "
+                "logging_dir), or give log_with='tensorboard' and Accelerator(project_dir=...)"
+            )
         self.writer = SummaryWriter(str(self.logging_dir / self.project_name), **self.kwargs)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 from accel_trainer.tracking import GeneralTracker
@@ -14,6 +15,11 @@ class _RunTracker(GeneralTracker):
     """Logs to a run of the library named `name`."""
 
     run: Any = None
+
+    def __init__(self, run_name: str = "", logging_dir: str | Path | None = None, **kwargs: Any) -> None:
+        """Keep the project's name and the options of its run, under accelerate's names for what is made by hand."""
+        super().__init__(run_name, logging_dir, **kwargs)
+        self.run_name = run_name
 
     @property
     def tracker(self) -> Any:

@@ -16,15 +16,18 @@ from accel_trainer import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     ParallelismConfig,
+    skip_first_batches,
 )
 from accel_trainer.errors import ConfigError
 from accel_trainer.state import PartialState
 from accel_trainer.utils import (
     AutocastKwargs,
+    DynamoBackend,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
+    TorchDynamoPlugin,
 )
 from tests.ranks import preload
 from tests.scenarios import Outcome, Scenarios, refused
@@ -273,6 +276,48 @@ def test_states_tell_of_devices_windows_and_loaders():
     assert PartialState().default_device == torch.device("cpu")
     assert not accelerator.state.debug
     assert Accelerator(cpu=True, config={"debug": True}).state.debug
+
+
+def test_the_state_shows_precision_and_compilation():
+    state = Accelerator(cpu=True, mixed_precision="bf16").state
+    assert str(state).startswith("Distributed environment: DistributedType.NO\nNum processes: 1\n")
+    assert str(state).endswith("Device: cpu\n\nMixed precision type: bf16\n")
+    assert "precision" not in str(PartialState())
+    assert (state.dynamo_plugin.backend, state.dynamo_plugin.mode) == (DynamoBackend.NO, "default")
+    plugin = TorchDynamoPlugin(backend="eager", dynamic=True, options={"a": 1})
+    shown = Accelerator(cpu=True, dynamo_plugin=plugin).state.dynamo_plugin
+    assert (shown.backend, shown.dynamic, shown.options) == (DynamoBackend.EAGER, True, {"a": 1})
+    AcceleratorState._reset_state()
+    assert AcceleratorState().dynamo_plugin.backend == DynamoBackend.NO
+
+
+def test_a_loader_shows_where_its_batches_go_and_where_its_pass_begins():
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    loader = accelerator.prepare(DataLoader(range(5), batch_size=2))
+    assert (loader.device, loader.use_stateful_dataloader, loader.skip_batches) == (torch.device("cpu"), True, 0)
+    assert (skip_first_batches(loader, 2).skip_batches, len(skip_first_batches(loader))) == (2, 3)
+    assert [loader.remainder for _ in loader] == [-1, -1, -1]  # one process pads nothing
+    assert not Accelerator(cpu=True).prepare(DataLoader(range(2))).use_stateful_dataloader
+
+
+@SCENARIOS.add
+def remainders() -> Any:
+    configuration = DataLoaderConfiguration(even_batches=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+    loader = accelerator.prepare(DataLoader(range(5), batch_size=2))
+    return [(loader.remainder, accelerator.gradient_state.remainder) for _ in loader]
+
+
+def test_the_remainder_is_the_rows_of_a_last_step_that_was_filled_up():
+    # 5 samples in steps of 4: the last one holds 1 that counts.
+    assert results("remainders") == [[(-1, -1), (1, 1)]] * 2
+
+
+def test_a_process_alone_runs_what_is_for_another_rank():
+    # A script for eight processes that is tried out on one does all its work.
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.on_process(lambda: 3, process_index=3)() == 3
+    assert accelerator.on_local_process(local_process_index=1)(lambda: 1)() == 1
 
 
 def test_arguments_that_have_nothing_to_do_are_taken_and_said_so(caplog: pytest.LogCaptureFixture, tmp_path: Path):

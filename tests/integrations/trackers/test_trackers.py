@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from accel_trainer import Accelerator
+from accel_trainer.errors import ConfigError
+from accel_trainer.tracking import TensorBoardTracker
 
 CONFIG = {"lr": 0.1, "name": "tiny", "layers": [1, 2], "optimizer": {"betas": 0.9}, "hub_token": "hf_secret"}
 IMAGES = {"digits": np.zeros((2, 4, 4, 3), dtype=np.uint8)}
@@ -48,6 +50,29 @@ def test_tensorboard(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     assert len(events.Images("digits")) + len(events.Tags()["images"]) > 0
     assert [path.name for path in tmp_path.iterdir()] == ["project"]
     assert b"hf_secret" not in contents(tmp_path)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_tensorboard_made_by_hand(tmp_path: Path, by_name: bool):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    options = {"run_name": "mine", "logging_dir": tmp_path} if by_name else {}
+    tracker = TensorBoardTracker(**options, flush_secs=1) if by_name else TensorBoardTracker("mine", tmp_path)
+    accelerator = Accelerator(cpu=True, log_with=tracker)
+    accelerator.init_trackers("project", config={"lr": 0.1})
+    accelerator.log({"loss": 2.0}, step=7)
+    assert (accelerator.trackers, tracker.run_name) == ([tracker], "mine")
+    accelerator.end_training()
+    events = EventAccumulator(str(tmp_path / "mine")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(7, 2.0)]
+
+
+def test_tensorboard_without_a_directory_is_an_error():
+    pytest.importorskip("tensorboard")
+    accelerator = Accelerator(cpu=True, log_with=TensorBoardTracker("mine"))
+    with pytest.raises(ConfigError, match=r"tracker 'tensorboard' has no logging_dir.*TensorBoardTracker\(run_name"):
+        accelerator.init_trackers("project")
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
