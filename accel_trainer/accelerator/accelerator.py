@@ -80,27 +80,27 @@ class Accelerator(
         dataloader_config: DataLoaderConfiguration | None = None,
         deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
-        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
-        project_dir: str | Path | None = None,
-        project_config: ProjectConfiguration | None = None,
-        step_scheduler_with_optimizer: bool = True,
+        torch_tp_plugin: None = None,
+        megatron_lm_plugin: None = None,
         rng_types: Sequence[str] | None = None,
         log_with: TrackerChoice | Sequence[TrackerChoice] | None = None,
+        project_dir: str | Path | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None,
+        parallelism_config: ParallelismConfig | None = None,
+        *,
         strategy: str | None = None,
         config: str | Path | Mapping[str, Any] | Resolved | None = None,
-        *,
-        parallelism_config: ParallelismConfig | None = None,
-        megatron_lm_plugin: None = None,
-        torch_tp_plugin: None = None,
     ) -> None:
         """Resolve the options, join the job, and choose the strategy. Collective.
 
         Every option: an argument given here wins over a launcher's flag, over the environment, over a file, over the
-        default. The last two are options of similar libraries that are not offered here; None is taken.
+        default. `torch_tp_plugin` and `megatron_lm_plugin` are not offered; None is taken, at their place.
 
         Args:
             device_placement: whether models and batches are moved to this rank's device.

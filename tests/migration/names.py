@@ -26,6 +26,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "accelerate_names.md"
 RECORDED: dict[str, dict[str, dict[str, Any]]] = json.loads((HERE / "accelerate_1_15.json").read_text())
+CALLS: dict[str, dict[str, Any]] = json.loads((HERE / "calls_1_15.json").read_text())
 DIFFERENCES: dict[str, Any] = json.loads((HERE / "differences.json").read_text())
 MIGRATION = PAGE.with_name("migration.md")
 TABLES = ("modules", "behaviour")
@@ -151,6 +152,15 @@ def render(compared: list[Compared]) -> str:
             ]
         while lines[-1] == "":
             lines.pop()
+    for title, kind, head in (
+        ("Attributes of objects that are not here", "attributes", "attribute"),
+        ("Other defaults", "defaults", "argument"),
+    ):
+        grouped: dict[str, list[str]] = {}
+        for path, reason in DIFFERENCES[kind].items():
+            grouped.setdefault(reason, []).append(f"`{path.partition('.')[2]}`")
+        lines += ["", f"## {title}", "", f"| {head} | reason |", "|---|---|"]
+        lines += [f"| {', '.join(names)} | {reason} |" for reason, names in grouped.items()]
     return "\n".join(lines) + "\n"
 
 
