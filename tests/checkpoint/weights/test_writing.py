@@ -46,6 +46,18 @@ def test_shards_hold_everything_once_and_the_index_says_where(tmp_path: Path):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in STATE.items())
 
 
+@pytest.mark.parametrize("name", ["a", "ab", "weight" * 9])
+def test_the_data_of_a_file_is_aligned_as_torch_aligns_a_tensor(tmp_path: Path, name: str):
+    # At other addresses kernels of MKL round otherwise: a mapped model would not compute what the saved one did.
+    weights = {name: torch.randn(16, 16), f"{name}.bias": torch.randn(16)}
+    save_weights(weights, tmp_path)
+    content = (tmp_path / "model.safetensors").read_bytes()
+    assert (8 + int.from_bytes(content[:8], "little")) % 64 == 0
+    files = WeightFiles(tmp_path)
+    assert [files[each].data_ptr() % 64 for each in weights] == [0, 0]
+    assert all(torch.equal(value, weights[each]) for each, value in load_file(tmp_path / "model.safetensors").items())
+
+
 def test_tied_tensors_are_kept_once(tmp_path: Path):
     shared = torch.ones(3)
     save_weights({"a": shared, "b": shared, "c": torch.ones(3)}, tmp_path)
