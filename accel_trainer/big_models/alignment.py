@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from accel_trainer.big_models.module_hooks import ModelHook, add_hook_to_module, hooks_of
 from accel_trainer.big_models.module_tensors import (
@@ -41,10 +42,27 @@ __all__ = [
 
 Keys = str | Iterable[str] | None
 
+_PLAIN = frozenset((bool, int, float, str))
+
 _WINDOW_BYTES = 64 * 2**20
 """How much of the mapped files the system is asked for in advance: page cache, no memory of this process."""
 
 _MADV_WILLNEED = 3
+
+
+def _lies_on(data: Any, device: torch.device) -> bool:
+    """Whether nothing of a structure has to be moved; false where that takes more than a look to know."""
+    if isinstance(data, Tensor):
+        return data.device == device
+    kind = type(data)
+    if kind is dict:
+        data = data.values()
+    elif kind is not tuple and kind is not list:
+        return data is None or kind in _PLAIN
+    for item in data:  # noqa: SIM110 - a generator costs more, and each forward asks for each module
+        if not _lies_on(item, device):
+            return False
+    return True
 
 
 class _Slot(NamedTuple):
@@ -178,9 +196,10 @@ class AlignDevicesHook(ModelHook):
     def read(self, device: Device | None) -> list[Tensor]:
         """Return the offloaded weights on a device, in the module's dtypes and the order of its tensors."""
         target = None if device is None else with_index(device)
+        tied = self.tied_params_map
         found = []
         for slot, value in zip(self._slots, self.stored(), strict=True):
-            shared = (self.tied_params_map or {}).get(value.data_ptr())
+            shared = tied.get(value.data_ptr()) if tied else None
             if shared is not None and device in shared:
                 found.append(shared[device].detach())
                 continue
@@ -218,9 +237,12 @@ class AlignDevicesHook(ModelHook):
         """Return the dtypes in which the module has the offloaded tensors."""
         return [slot.placeholder.dtype for slot in self._slots]
 
-    @torch.compiler.disable
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bring in the weights, and move the inputs."""
+        # torch's wrapper costs a microsecond without compilation, too, in two calls of each module.
+        return self._enter_outside_of_graphs(args, kwargs) if is_compiling() else self._enter(args, kwargs)
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
         if self.offload:
@@ -228,16 +250,25 @@ class AlignDevicesHook(ModelHook):
         if self.execution_device is None:
             return args, kwargs
         device = with_index(self.execution_device)
+        if _lies_on(args, device) and _lies_on(kwargs, device):
+            return args, kwargs
         return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
 
-    @torch.compiler.disable
+    _enter_outside_of_graphs = torch.compiler.disable(_enter)
+
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Take the weights out, and move the output."""
+        return self._leave_outside_of_graphs(output) if is_compiling() else self._leave(output)
+
+    def _leave(self, output: Any) -> Any:
         if self.offload:
             self.take_out()
-        if self.io_same_device and self.input_device is not None:
-            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        device = self.input_device if self.io_same_device else None
+        if device is not None and not _lies_on(output, device):
+            output = send_to_device(output, device, skip_keys=self.skip_keys)
         return output
+
+    _leave_outside_of_graphs = torch.compiler.disable(_leave)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Give the module its weights back, on the devices where they were; those that had no memory get none."""
@@ -511,9 +542,10 @@ class ReadAhead:
         if values is None:
             values = module.read(module.execution_device)
         follower = self._follower(module)
-        if follower is not None and follower.pages() is None:
+        pages = [] if follower is None else follower.pages()
+        if follower is not None and pages is None:
             self._reading = _Reading(follower)
-        else:
+        elif pages or self._asked:  # in host memory there is nothing to ask for
             self._ask(module)
         return values
 

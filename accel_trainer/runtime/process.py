@@ -265,7 +265,9 @@ def with_index(device: int | str | torch.device) -> torch.device:
     torch's current device is this rank's once it has joined its job. Before that it is the first of the node, on which
     all ranks would meet.
     """
-    found = torch.device(device)
+    found = device if isinstance(device, torch.device) else torch.device(device)
+    if found.type == "cpu":  # offloaded models ask in each forward of each module
+        return found
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if found.index is not None or accelerator is None or found.type != accelerator.type or found.type == "mps":
         return found

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import sys
 import threading
+from collections import Counter
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from accel_trainer import cpu_offload
 from accel_trainer.big_models.alignment import ReadAhead
 from accel_trainer.errors import ConfigError
 from accel_trainer.hooks import (
@@ -111,6 +116,63 @@ def test_weights_that_are_copied_are_read_by_a_thread_one_layer_ahead():
         assert torch.equal(model(torch.ones(1, 4, dtype=torch.bfloat16)), expected)
     assert "read-ahead" in readers
     assert not any(thread.name == "read-ahead" for thread in threading.enumerate())
+
+
+class Keeping(nn.Linear):
+    """Keeps what it was called with."""
+
+    seen: tuple[Any, ...] = ()
+
+    def forward(self, x: Tensor, *rest: Any, **options: Any) -> Tensor:
+        self.seen = (x, *rest, options)
+        return super().forward(x)
+
+
+def test_inputs_that_lie_where_a_module_computes_are_handed_on_as_they_are():
+    @dataclasses.dataclass
+    class Wrapped:
+        value: Tensor
+
+    x, pair, nested = torch.ones(1, 2), [torch.ones(1), None], {"a": (torch.ones(1), 3)}
+    model = cpu_offload(Keeping(2, 2), "cpu")
+    model(x, pair, mask=nested)
+    assert model.seen[0] is x
+    assert model.seen[1] is pair
+    assert model.seen[2]["mask"] is nested
+    away = nn.Identity()
+    add_hook_to_module(away, AlignDevicesHook("meta"))
+    assert away([torch.ones(1), torch.ones(1, device="meta")])[0].is_meta
+    assert away({"a": (1, Wrapped(torch.ones(1)))})["a"][1].value.is_meta
+
+
+def test_a_compiled_model_computes_with_its_offloaded_weights():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    x = torch.randn(4, 2)
+    expected = model(x)
+    offloaded = cpu_offload(model, "cpu")
+    compiled = torch.compile(offloaded, backend="eager")
+    for _ in range(2):
+        assert torch.equal(compiled(x), expected)
+        assert all(each.is_meta for each in offloaded.parameters())
+
+
+def test_a_hook_takes_few_frames_of_python():
+    model = cpu_offload(nn.Sequential(*[nn.Linear(2, 2) for _ in range(10)]), "cpu")
+    x, frames = torch.ones(1, 2), Counter[str]()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and "accel_trainer" in frame.f_code.co_filename:
+            frames[frame.f_code.co_name] += 1
+
+    model(x)
+    sys.setprofile(note)
+    try:
+        model(x)
+    finally:
+        sys.setprofile(None)
+    # 43 a layer with the arguments rebuilt, and with a window of pages of which there are none.
+    assert sum(frames.values()) / 10 <= 28, frames.most_common(20)
 
 
 def test_layers_in_another_order_get_their_own_weights():
