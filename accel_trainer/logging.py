@@ -123,9 +123,17 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
     Args:
         main_process_only: False shows a bar on every rank.
+
+    Raises:
+        ConfigError: a bool comes first, as it did in old releases of accelerate.
     """
     from tqdm.auto import tqdm as bar
 
+    if args and isinstance(args[0], bool):
+        raise ConfigError(
+            f"tqdm got {args[0]} as its first argument; give what to iterate over there, and "
+            f"main_process_only={args[0]} by its name"
+        )
     if main_process_only and current_rank() != 0:
         kwargs["disable"] = True
     return bar(*args, **kwargs)

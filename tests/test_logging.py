@@ -106,3 +106,8 @@ def test_a_bar_can_be_switched_off():
     drawn = io.StringIO()
     list(tqdm(range(3), file=drawn, disable=True))
     assert drawn.getvalue() == ""
+
+
+def test_a_bar_whose_first_argument_is_a_bool_says_where_it_belongs():
+    with pytest.raises(ConfigError, match=r"tqdm got True as its first.*; give .* main_process_only=True by"):
+        tqdm(True, range(3))
