@@ -252,7 +252,7 @@ class PreparedDataLoader(DataLoader[Any]):
         """The epoch, under the name that other libraries give it."""
         return self.epoch
 
-    @property
+    @functools.cached_property  # which leaves a loader class of the user's own an attribute of that name
     def device(self) -> torch.device:
         """Where batches are moved to; the host where they stay as they are collated."""
         return self._device or torch.device("cpu")

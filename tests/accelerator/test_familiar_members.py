@@ -300,6 +300,21 @@ def test_a_loader_shows_where_its_batches_go_and_where_its_pass_begins():
     assert not Accelerator(cpu=True).prepare(DataLoader(range(2))).use_stateful_dataloader
 
 
+class Placed(DataLoader[Any]):
+    """A loader class of a user, with a device of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = "elsewhere"
+        super().__init__(*args, **kwargs)
+
+
+def test_a_loader_class_of_ones_own_keeps_its_device():
+    loader = Accelerator(cpu=True).prepare(Placed(range(2)))
+    assert loader.device == "elsewhere"
+    loader.device = "moved"
+    assert skip_first_batches(loader, 1).device == "moved"
+
+
 @SCENARIOS.add
 def remainders() -> Any:
     configuration = DataLoaderConfiguration(even_batches=True)

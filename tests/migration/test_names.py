@@ -76,6 +76,7 @@ def prepared_objects(folder: Path) -> dict[str, Any]:
 
 
 def test_objects_have_the_attributes_of_accelerates_or_a_reason(tmp_path: Path):
+    pytest.importorskip("tensorboard")
     found = prepared_objects(tmp_path)
     attributes = CALLS["attributes"]
     lacking = {
