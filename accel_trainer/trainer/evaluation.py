@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any
@@ -31,7 +30,7 @@ from accel_trainer.runtime.fault_injection import fault_point
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.strategies.compile import reuses_outputs
-from accel_trainer.trainer.loss_normalization import counts_by_rows
+from accel_trainer.trainer.loss_normalization import counting_locally, counts_by_rows
 from accel_trainer.trainer.running_trainer import EvaluatingTrainer
 from accel_trainer.tree import leaves, map_leaves
 
@@ -117,17 +116,6 @@ def _log_start(trainer: EvaluatingTrainer, dataloader: DataLoader, description: 
     else:
         logger.info("  Num examples: Unknown")
     logger.info(f"  Batch size = {trainer.args.eval_batch_size}")
-
-
-@contextmanager
-def _local_counts(args: Any) -> Iterator[None]:
-    """Have each rank count and normalise its own batch: no collective, and no factor for the number of ranks."""
-    average = args.average_tokens_across_devices
-    args.average_tokens_across_devices = False
-    try:
-        yield
-    finally:
-        args.average_tokens_across_devices = average
 
 
 _Batch = tuple[Any, int | None, bool]
@@ -360,7 +348,7 @@ def run_evaluation(
     trainer.callback_handler.eval_dataloader = dataloader
     evaluation, handler = _Pass(trainer, description, ignore_keys), trainer.callback_handler
     hears_steps = any(map(_hears_steps, handler.callbacks))
-    with _local_counts(args):
+    with counting_locally(args):
         readers = trainer.accelerator.readers
         for step, batch in enumerate(_batches(dataloader, readers.rank, readers.world_size), start=1):
             evaluation.step(model, batch, loss_only, ignore_keys)

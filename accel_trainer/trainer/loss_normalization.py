@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
@@ -14,7 +15,7 @@ from accel_trainer import logging
 from accel_trainer.runtime import collectives
 from accel_trainer.trainer.running_trainer import SteppingTrainer
 
-__all__ = ["LossKind", "LossNormalization", "count_labels", "counts_by_rows"]
+__all__ = ["LossKind", "LossNormalization", "count_labels", "counting_locally", "counts_by_rows"]
 
 logger = logging.get_logger(__name__)
 
@@ -25,7 +26,7 @@ class LossKind(IntEnum):
     ROW_MEAN = 0
     """A mean of the user's own: micro-batches count by their rows."""
     MODEL_MEAN = 1
-    """The mean that the model takes over the labels of its batch: micro-batches count by their labels."""
+    """The mean over the labels of a micro-batch, which the model takes or is made to: they count by their labels."""
     BY_ITEMS = 2
     """A sum, divided by `num_items_in_batch`: micro-batches and ranks are added up."""
 
@@ -46,13 +47,19 @@ class LossNormalization:
         """Whether the kind changes a number, and is not known yet."""
         self.is_multiplied = False
         """Whether upstream multiplies a mean by the number of processes, as it does for any `compute_loss_func`."""
+        self.has_terms = False
+        """Whether the model adds means to what it divides by the items, as the term that balances a mixture's experts.
+
+        Divided by the items of the update, each micro-batch of each process would add that term in full.
+        """
         self._took_items = False
 
     def begin(self, trainer: SteppingTrainer) -> None:
         """Begin a train(): its model may be another one than the last one's."""
         if self._took_items:
             trainer.model_accepts_loss_kwargs = True
-        self.kind, self.is_wanted, self.is_multiplied, self._took_items = None, False, False, False
+        self.kind, self.is_wanted, self.is_multiplied = None, False, False
+        self.has_terms, self._took_items = False, False
 
     def begin_epoch(self, trainer: SteppingTrainer) -> None:
         """Find whether it matters: an update of one micro-batch on one process takes its loss as it is."""
@@ -69,14 +76,18 @@ class LossNormalization:
         compute_loss_func: Any = trainer.compute_loss_func
         label_smoother: Any = trainer.label_smoother
 
+        is_stated = getattr(trainer, "loss_is_scaled_for_ga", None) is not None
+        own_items = None if is_stated else _own_items(trainer, inputs)
+
         def begin_model(*_: Any) -> None:
             trace.begin_call()
 
-        def end_model(_model: nn.Module, _inputs: Any, outputs: Any) -> None:
-            loss = _loss_of(outputs)
-            if loss is not None and trace.take_mean(loss):
+        def end_model(_model: nn.Module, _inputs: Any, outputs: Any) -> Any:
+            outputs, is_mean = self._take_outputs(trace, outputs, num_items, own_items)
+            if is_mean:
                 # Before compute_loss goes on: upstream multiplies the loss by the number of processes otherwise.
                 trainer.model_accepts_loss_kwargs = False
+            return outputs
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             trace.begin_call()
@@ -107,14 +118,42 @@ class LossNormalization:
         self._set(trainer, kind, accepted, type(bare).__name__)
         return loss
 
+    def _take_outputs(self, trace: _Trace, outputs: Any, num_items: Any, own_items: Any) -> tuple[Any, bool]:
+        """Return a model's outputs, and whether their loss is a mean: one by items that has terms is made to be one."""
+        loss = _loss_of(outputs)
+        if loss is None:
+            return outputs, False
+        terms = trace.terms_of(loss)
+        if terms is None or own_items is None:
+            return outputs, trace.take_mean(loss)
+        self.has_terms = True
+        loss = (loss - terms) * (num_items / own_items) + terms
+        trace.mark_mean(loss)
+        if isinstance(outputs, dict):
+            outputs["loss"] = loss
+            return outputs, True
+        return (loss, *outputs[1:]), True
+
+    def loss_with_terms(self, trainer: SteppingTrainer, model: nn.Module, inputs: Any) -> Tensor:
+        """Return `compute_loss` of a micro-batch that is divided by its own labels; it counts by them in the update."""
+        with counting_locally(trainer.args):
+            loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=_own_items(trainer, inputs))
+        return loss
+
     def _set(self, trainer: SteppingTrainer, kind: LossKind, accepted: bool, model_name: str) -> None:
-        answer = torch.tensor([kind, not self.is_multiplied], device=trainer.args.device)
-        kind_on_all, not_multiplied = collectives.reduce(answer, trainer.accelerator.process, "max").tolist()
+        self.has_terms &= kind is LossKind.MODEL_MEAN
+        answer = torch.tensor([kind, not self.is_multiplied, self.has_terms], device=trainer.args.device)
+        kind_on_all, not_multiplied, has_terms = collectives.reduce(answer, trainer.accelerator.process, "max").tolist()
         self.kind, self.is_wanted = LossKind(kind_on_all), False
-        self.is_multiplied = not not_multiplied
-        trainer.model_accepts_loss_kwargs = accepted and self.kind is LossKind.BY_ITEMS
+        self.is_multiplied, self.has_terms = not not_multiplied, bool(has_terms)
+        trainer.model_accepts_loss_kwargs = accepted and (self.kind is LossKind.BY_ITEMS or self.has_terms)
         self._took_items = accepted and not trainer.model_accepts_loss_kwargs
-        if self._took_items or self.is_multiplied:
+        if self.has_terms:
+            logger.info(
+                "the loss of %s has terms that are not divided by num_items_in_batch: each micro-batch is divided by "
+                "its own labels, and counts by them", model_name,
+            )  # fmt: skip
+        elif self._took_items or self.is_multiplied:
             logger.info(
                 "the loss of %s does not depend on num_items_in_batch: its losses are averaged over micro-batches and "
                 "processes by their %s",
@@ -138,6 +177,23 @@ def count_labels(batch: Any, shifts: bool) -> Tensor | None:
     return labels.ne(-100).sum() if isinstance(labels, Tensor) else None
 
 
+def _own_items(trainer: SteppingTrainer, inputs: Any) -> Tensor | None:
+    """Return what the loss of a micro-batch by itself is divided by; 1 without labels, whose sum is 0."""
+    count = count_labels(inputs, trainer._loss_shifts_labels)
+    return None if count is None else count.clamp(min=1)
+
+
+@contextmanager
+def counting_locally(args: Any) -> Iterator[None]:
+    """Have each rank count and normalise its own batch: no collective, and no factor for the number of ranks."""
+    average = args.average_tokens_across_devices
+    args.average_tokens_across_devices = False
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = average
+
+
 def counts_by_rows(model: Any) -> bool:
     """Whether the model's loss is one of alignments: that of a row counts once, however many labels the row has."""
     loss_type = getattr(model, "loss_type", None)
@@ -154,6 +210,9 @@ def _loss_of(outputs: Any) -> Tensor | None:
 
 
 _ITEMS, _MODEL_MEAN = 1, 2
+_ADDITIONS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
+_COPIES = frozenset({"clone", "detach", "float", "to"})
+"""A wrapper's outputs are copies: DDP clones them, ZeRO detaches them in a function that makes their gradient."""
 _AS_NUMBER = frozenset({"item", "tolist", "numpy", "__int__", "__float__", "__index__", "__array__"})
 
 
@@ -165,6 +224,8 @@ class _Trace(TorchFunctionMode):
         self._num_read = self._read_before_call = 0
         """How often `num_items` was read as a Python number, whose way cannot be followed."""
         self._marked: dict[int, tuple[Tensor, int]] = {}  # with the tensors: an id is free once its object is gone
+        self._terms: dict[int, Tensor] = {}
+        """By the id of a sum: what was added to a loss by items without being divided by them."""
         self._mark(num_items, _ITEMS)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -173,9 +234,23 @@ class _Trace(TorchFunctionMode):
         if marks:
             if marks & _ITEMS and getattr(func, "__name__", "") in _AS_NUMBER:
                 self._num_read += 1
+            if marks & _ITEMS:
+                self._follow_terms(func, args, result)
             # Some methods change the first argument and return nothing, __setitem__ for one.
             self._mark(args[0] if result is None and args else result, marks)
         return result
+
+    def _follow_terms(self, func: Any, args: Any, result: Any) -> None:
+        if not isinstance(result, Tensor) or result.numel() != 1:
+            return
+        name = getattr(func, "__name__", "")
+        num_operands = 2 if name in _ADDITIONS else int(name in _COPIES)
+        terms = [self._terms.get(id(each)) if self._marks_of(each) else each for each in args[:num_operands]]
+        found = [term for term in terms if isinstance(term, Tensor) and term.is_floating_point()]
+        # Of a sum that is changed in another way, by a product for one, nothing is known any more.
+        self._terms.pop(id(result), None)
+        if found:
+            self._terms[id(result)] = sum(found[1:], start=found[0])
 
     def begin_call(self) -> None:
         """Begin a call that returns a loss: of the model, or of a loss function."""
@@ -184,6 +259,14 @@ class _Trace(TorchFunctionMode):
     def is_divided(self, loss: Any) -> bool:
         """Whether the last such call computed its loss from `num_items`, as far as can be told."""
         return self._num_read > self._read_before_call or bool(self._marks_of(loss) & _ITEMS)
+
+    def terms_of(self, loss: Tensor) -> Tensor | None:
+        """Return what a loss by items has beside what is divided by them, if that is known."""
+        return self._terms.get(id(loss))
+
+    def mark_mean(self, loss: Tensor) -> None:
+        """Follow a loss as a model's own mean, whatever it was computed from."""
+        self._mark(loss, _MODEL_MEAN)
 
     def take_mean(self, loss: Any) -> bool:
         """Follow the loss that a model or label smoothing has returned; return whether it is a mean of its own."""

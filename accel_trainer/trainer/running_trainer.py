@@ -109,6 +109,7 @@ class SteppingTrainer(RunningTrainer, Protocol):
     autocast_smart_context_manager: Callable[[], AbstractContextManager[Any]]
     floating_point_ops: Callable[[Any], int]
     _tr_loss: Tensor
+    _loss_shifts_labels: bool
     _globalstep_last_logged: int
     _track_num_input_tokens: Callable[[Any], None]
     _clip_grad_norm: Callable[[nn.Module], Any]

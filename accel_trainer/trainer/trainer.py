@@ -444,6 +444,8 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         with self.compute_loss_context_manager() if plan.has_loss_context else _NO_CONTEXT:
             if self._loss_normalization.is_wanted:
                 loss = self._loss_normalization.first_loss(self, model, inputs, num_items_in_batch)
+            elif self._loss_normalization.has_terms:
+                loss = self._loss_normalization.loss_with_terms(self, model, inputs)
             else:
                 loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         del inputs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from accel_trainer.data.plan import permutation
 from accel_trainer.trainer import Trainer
 from accel_trainer.trainer.loss_normalization import LossKind
 from tests.ranks import run_ranks
@@ -207,6 +210,79 @@ def test_the_kind_of_a_loss_is_found(tmp_path, name):
     assert trainer.model_accepts_loss_kwargs is (accepted and LOSSES[name][-1] is BY_ITEMS)
     assert trainer.compute_loss_func is function
     assert trainer.label_smoother is smoother
+
+
+def mixture() -> Any:
+    """Return a mixture of experts whose loss has a term that balances them, as large as that of the tokens."""
+    network = build_model("mixtral")
+    network.config.output_router_logits, network.router_aux_loss_coef = True, 4.0
+    return network
+
+
+def rows_for_a_mixture() -> tuple[Any, list[int]]:
+    """Return data and its order; the second micro-batch of 2 rows has no label, as where long prompts are cut."""
+    data, order = TokenDataset(24, uneven=True), permutation(24, 42, 0).tolist()
+    for index in order[2:4]:
+        data.rows[index]["labels"] = torch.full_like(data.rows[index]["labels"], -100)
+    return data, order
+
+
+@functools.cache
+def balanced_loop() -> list[list[float]]:
+    """Losses and norms of 2 updates of 6 micro-batches: each one's mean, with its term, counts by its labels."""
+    network, (data, order) = mixture(), rows_for_a_mixture()
+    losses, norms = [], []
+    for update in range(2):
+        batches = []
+        for first in range(12 * update, 12 * update + 12, 2):
+            rows = [data[index] for index in order[first : first + 2]]
+            batches.append({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+        counts = [int(batch["labels"][:, 1:].ne(-100).sum()) for batch in batches]
+        means = [network(**batch).loss * count for batch, count in zip(batches, counts, strict=True) if count]
+        loss = torch.stack(means).sum() / sum(counts)
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0).item())
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter -= 0.01 * (1 - update / 2) * parameter.grad
+                parameter.grad = None
+    return [losses, norms]
+
+
+def train_mixture(output_dir: str, strategy: str, accumulation: int) -> list[list[float]]:
+    args = arguments(
+        output_dir, optim="sgd", learning_rate=0.01, per_device_train_batch_size=2,
+        gradient_accumulation_steps=accumulation, **strategy_arguments(strategy),
+    )  # fmt: skip
+    trainer = Trainer(mixture(), args, train_dataset=rows_for_a_mixture()[0])
+    trainer.train()
+    return [[entry[key] for entry in trainer.state.log_history if key in entry] for key in ("loss", "grad_norm")]
+
+
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", pytest.param("zero3", marks=needs_deepspeed)])
+def test_a_term_that_balances_experts_counts_once_in_an_update(tmp_path, strategy):
+    accumulation = 6 if strategy == "single" else 3
+    for found in on_ranks(strategy, train_mixture, str(tmp_path), accumulation=accumulation):
+        assert_same_means(found, balanced_loop(), strategy)
+
+
+def test_so_it_does_where_the_model_returns_a_tuple(tmp_path, monkeypatch):
+    reference, mixture_class = balanced_loop(), type(mixture())
+    forward = mixture_class.forward
+
+    @functools.wraps(forward)
+    def tuple_forward(self, **inputs):
+        return forward(self, **inputs).to_tuple()
+
+    monkeypatch.setattr(mixture_class, "forward", tuple_forward)
+
+    assert_same_means(train_mixture(str(tmp_path), "single", 6), reference, "a tuple")
 
 
 def count_calls(output_dir: str, strategy: str) -> list[int]:
