@@ -497,6 +497,8 @@ class CheckpointMethods(_Upstream):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         is_for_this_node = self.args.save_on_each_node and self.args.should_save
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False) if is_for_this_node else None
+        if self.args.should_save and not upstream_files.is_of_transformers(self.model):
+            state_dict = upstream_files.storable(self.model.state_dict() if state_dict is None else state_dict)
         with upstream_files.saving_on_this_rank(model), upstream_files.without_secrets(self.args):
             super()._save(output_dir, state_dict)
 

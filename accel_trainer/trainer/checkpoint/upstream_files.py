@@ -52,7 +52,7 @@ from accel_trainer.checkpoint.weights.adapters import (
     trained_beside,
 )
 from accel_trainer.checkpoint.weights.reading import load_torch_file
-from accel_trainer.checkpoint.weights.writing import USERS_CLASS, full_state_dicts, gather_to_file
+from accel_trainer.checkpoint.weights.writing import USERS_CLASS, distinct, full_state_dicts, gather_to_file
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.strategies.api import CheckpointIO
@@ -69,6 +69,7 @@ __all__ = [
     "PLAIN_OPTIMIZER_NAME",
     "has_engine_state",
     "has_optimizer",
+    "is_of_transformers",
     "load_adapters",
     "load_as_held",
     "load_engine_scheduler",
@@ -82,6 +83,7 @@ __all__ = [
     "save_optimizer",
     "save_trained_beside",
     "saving_on_this_rank",
+    "storable",
     "without_secrets",
 ]
 
@@ -173,6 +175,20 @@ def saving_on_this_rank(model: nn.Module | None) -> Iterator[None]:
         yield
     finally:
         delattr(model, name)
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model, or the one within a wrapper, is of transformers or PEFT, and saves and ties its own weights."""
+    return hasattr(model, "_keys_to_ignore_on_save") or bool(adapter_folders(model))
+
+
+def storable(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state of a model that has no `save_pretrained` as safetensors take it: contiguous, tied weights once.
+
+    transformers 5.23 (trainer.py:4156) hands it over as it is, and fails at the first checkpoint.
+    """
+    kept = distinct(state)
+    return {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in kept.items()}
 
 
 def _save_sharded_adapters(trainer: CheckpointingTrainer, output_dir: str, *, writes: bool) -> None:
@@ -326,17 +342,18 @@ def _as_held(model: nn.Module, weights: Mapping[str, Tensor]) -> Mapping[str, Te
 def load_as_held(trainer: CheckpointingTrainer, model: nn.Module, directory: Path) -> bool:
     """Load weights that are stored otherwise than a model that is not sharded holds them; return whether they are.
 
-    Nothing is loaded if not. Every rank reads.
+    Those of a model that is not of transformers, too: upstream (5.23, trainer.py:4063) asks it for what it never has
+    where a name is missing. Else nothing is loaded. Every rank reads.
     """
     try:
         weights = find_weights(directory, verify="off")
     except CheckpointNotFoundError:
         return False  # transformers knows more files
     held = _as_held(model, weights)
-    if held is weights:
+    if held is weights and is_of_transformers(model):
         return False
     logger.info(f"Loading model from {directory}.")
-    model.load_state_dict(held, strict=False)
+    model.load_state_dict(dict(held), strict=False)
     _warn_of_differences(trainer, set(model.state_dict(keep_vars=True)), set(held), model)
     return True
 

@@ -8,12 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers import MixtralForCausalLM
 
 from tests.ranks import run_ranks
-from tests.trainer_jobs import build_model, build_trainer, summary, weights_of
+from tests.trainer_jobs import (
+    TokenDataset,
+    arguments,
+    build_model,
+    build_trainer,
+    on_ranks,
+    strategy_arguments,
+    summary,
+    weights_of,
+)
 
 
 def is_in_a_file(tensor: Tensor) -> bool:
@@ -87,3 +97,67 @@ def resume_on_two(folder: str) -> dict[str, Any]:
 def test_experts_that_are_stored_one_by_one_are_resumed_on_ranks(tmp_path: Path):
     for strategy, found in run_ranks(resume_on_two, 2, str(tmp_path))[0].items():
         check_resumed(found, tmp_path / strategy / "checkpoint-4")
+
+
+class HandWritten(nn.Module):
+    """A language model of no library, whose head is its embedding."""
+
+    def __init__(self, strategy: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(64, 16)
+        self.mix = nn.Linear(16, 16)
+        if strategy != "fsdp":  # which takes contiguous parameters alone
+            self.mix.weight = nn.Parameter(self.mix.weight.detach().t())
+        self.head = nn.Linear(16, 64, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(self.mix(self.embedding(input_ids)))
+        return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def train_hand_written(folder: str, strategy: str, resume_at: int | None = None, **changes: Any) -> dict[str, Any]:
+    from accel_trainer.trainer import Trainer
+
+    args = arguments(
+        folder, save_strategy="epoch", eval_strategy="epoch", load_best_model_at_end=True, num_train_epochs=2,
+        **strategy_arguments(strategy), **changes,
+    )  # fmt: skip
+    data = TokenDataset(16)
+    trainer = Trainer(HandWritten(strategy), args, train_dataset=data, eval_dataset=data)
+    trainer.train(None if resume_at is None else f"{folder}/checkpoint-{resume_at}")
+    is_tied = trainer.model.head.weight is trainer.model.embedding.weight
+    return {**summary(trainer), "is_tied": is_tied}
+
+
+def resume_hand_written(folder: str, strategy: str) -> list[dict[str, Any]]:
+    whole = train_hand_written(folder, strategy)
+    return [whole, train_hand_written(folder, strategy, whole["step"] // 2)]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_a_model_of_no_library_is_saved_with_its_tied_weights_once_and_resumed(tmp_path: Path, strategy: str):
+    whole, resumed = on_ranks(strategy, resume_hand_written, str(tmp_path))[0]
+
+    assert whole["is_tied"]
+    assert resumed["is_tied"]
+    assert resumed["losses"] == whole["losses"]
+    for name, value in whole["weights"].items():
+        np.testing.assert_array_equal(resumed["weights"][name], value, err_msg=name)
+    stored = load_file(tmp_path / f"checkpoint-{whole['step']}/model.safetensors")
+    assert set(stored) == {"embedding.weight", "mix.weight", "mix.bias"}
+    np.testing.assert_array_equal(stored["mix.weight"].numpy(), whole["weights"]["mix.weight"])
+
+
+def test_what_a_checkpoint_lacks_of_a_model_of_no_library_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    train_hand_written(str(tmp_path), "single")
+    path = tmp_path / "checkpoint-4/model.safetensors"
+    stored = load_file(path)
+    del stored["mix.bias"]
+    save_file(stored, path)
+
+    train_hand_written(str(tmp_path), "single", 4, verify="off")
+
+    assert "missing keys in the checkpoint model loaded: ['mix.bias']" in caplog.text
