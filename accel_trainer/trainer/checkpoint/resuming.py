@@ -21,6 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.changed_run import UpdateBatch, UpdateBatchChange
+from accel_trainer.checkpoint.commit.retention import numbered_checkpoints
 from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from accel_trainer.checkpoint.format.regular_files import as_corrupt, check_regular, read_json
 from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile
@@ -46,6 +47,7 @@ __all__ = [
     "PassStreams",
     "Resumption",
     "check_contents",
+    "check_named",
     "files_to_read",
     "pass_streams_name",
     "rest_of_pass",
@@ -440,6 +442,26 @@ def _check_outline(path: Path) -> None:
             # An archive's directory is written last.
             if not zipfile.is_zipfile(file):
                 raise CorruptCheckpointError(f"{file.absolute()} ends too early; its save never ended")
+
+
+def check_named(path: Path, run_dir: Path) -> None:
+    """Refuse a path that names no checkpoint of a Trainer: upstream would look for one file after the other.
+
+    Raises:
+        CheckpointNotFoundError: it is no directory, or one without the state of a Trainer.
+    """
+    if (path / TRAINER_STATE_NAME).is_file():
+        return
+    within = [found.name for _, found in numbered_checkpoints(path, PREFIX)] if path.is_dir() else []
+    found = f"which has no {TRAINER_STATE_NAME}"
+    if within:
+        found = f"which holds {', '.join(within)}, and is none itself"
+    elif not path.is_dir():
+        found = "which is a file" if path.exists() else "which does not exist"
+    raise CheckpointNotFoundError(
+        f"Can't find a valid checkpoint at {path}, {found}; resume_from_checkpoint takes the path of a {PREFIX}N that "
+        f"a Trainer has saved, or True for the newest in {run_dir}. Weights alone are loaded by from_pretrained()"
+    )
 
 
 def check_contents(selection: Selection, process: ProcessContext) -> None:

@@ -33,6 +33,7 @@ from accel_trainer.trainer.checkpoint.resuming import (
     PassStreams,
     Resumption,
     check_contents,
+    check_named,
     files_to_read,
 )
 
@@ -126,7 +127,8 @@ class RunCheckpoints:
             verify: "full" compares contents, "size" lengths, "off" nothing.
 
         Raises:
-            ConfigError: there is none in the directory; for others see `Checkpointer.select_newest` and `open_named`.
+            ConfigError: there is none in the directory.
+            CheckpointNotFoundError: the path names none; for others see `Checkpointer.select_newest` and `open_named`.
         """
         process = self.checkpointer.process
         selection = self._select(given, run_dir, verify, is_sharded=is_sharded)
@@ -166,6 +168,7 @@ class RunCheckpoints:
             return self._select_newest(run_dir, verify, files, missing)
         selection = self.checkpointer.select_named(Path(str(given)), verify, files)
         with raise_together(process, f"load of {selection.path}"):
+            check_named(selection.path, run_dir)
             check_contents(selection, process)
         return selection
 

@@ -27,7 +27,7 @@ from accel_trainer.errors import (
 from accel_trainer.launch.cli import main
 from tests.checkpoint.test_hostile_files import forge
 from tests.ranks import RankFailure, map_jobs, run_ranks
-from tests.trainer_jobs import TokenDataset, build_trainer, summary, train
+from tests.trainer_jobs import TokenDataset, build_model, build_trainer, on_ranks, summary, train
 
 # 13 micro-batches of 4 samples, updates of 8: 7 in an epoch, the last of 4 samples.
 SAMPLES, UPDATES = 52, 7
@@ -520,3 +520,36 @@ def test_a_checkpoint_with_fitting_checksums_that_holds_something_else_is_passed
     assert again.run_checkpoints.metrics.begun_at == 2
     # R16: options that are others than those of the run that saved it.
     assert "checkpoint-2 is of a run that was set up otherwise: learning_rate: 0.01 -> 0.5" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("checkpoint-9", "checkpoint-9, which does not exist; resume_from_checkpoint takes the path of a checkpoint-N"),
+        ("", "which holds checkpoint-3, and is none itself; resume_from_checkpoint takes"),
+        ("checkpoint-3/model.safetensors", "model.safetensors, which is a file;"),
+        ("weights", "which has no trainer_state.json; .* Weights alone are loaded by from_pretrained"),
+    ],
+)
+def test_a_path_that_names_no_checkpoint_is_refused_before_anything_is_built(tmp_path: Path, name: str, message: str):
+    train(tmp_path, save_strategy="steps", save_steps=3, max_steps=3)
+    build_model().save_pretrained(tmp_path / "weights")
+    trainer = build_trainer(tmp_path)
+
+    with pytest.raises(CheckpointNotFoundError, match=f"Can't find a valid checkpoint at .*{message}"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / name))
+
+    assert trainer.optimizer is None
+
+
+def refused_path(folder: str, strategy: str) -> str:
+    trainer = build_trainer(folder, strategy=strategy)
+    with pytest.raises((CheckpointNotFoundError, ProcessGroupError)) as refused:
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-9")
+    return str(refused.value)
+
+
+@pytest.mark.multirank
+def test_so_is_it_on_ranks_that_would_read_it_in_shards(tmp_path: Path):
+    for message in on_ranks("fsdp", refused_path, str(tmp_path)):
+        assert "Can't find a valid checkpoint at" in message
