@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from tests.trainer_jobs import (
     summary,
     weights_of,
 )
+
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
 
 
 def is_in_a_file(tensor: Tensor) -> bool:
@@ -99,6 +103,12 @@ def test_experts_that_are_stored_one_by_one_are_resumed_on_ranks(tmp_path: Path)
         check_resumed(found, tmp_path / strategy / "checkpoint-4")
 
 
+@needs_deepspeed
+@pytest.mark.multirank
+def test_experts_are_resumed_where_an_engine_partitions_them(tmp_path: Path):
+    check_resumed(on_ranks("zero3", resume, str(tmp_path))[0], tmp_path / "checkpoint-4")
+
+
 class HandWritten(nn.Module):
     """A language model of no library, whose head is its embedding."""
 
@@ -107,7 +117,7 @@ class HandWritten(nn.Module):
         torch.manual_seed(0)
         self.embedding = nn.Embedding(64, 16)
         self.mix = nn.Linear(16, 16)
-        if strategy != "fsdp":  # which takes contiguous parameters alone
+        if strategy in ("single", "ddp"):  # the others take contiguous parameters alone
             self.mix.weight = nn.Parameter(self.mix.weight.detach().t())
         self.head = nn.Linear(16, 64, bias=False)
         self.head.weight = self.embedding.weight
@@ -137,7 +147,7 @@ def resume_hand_written(folder: str, strategy: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", pytest.param("zero3", marks=needs_deepspeed)])
 def test_a_model_of_no_library_is_saved_with_its_tied_weights_once_and_resumed(tmp_path: Path, strategy: str):
     whole, resumed = on_ranks(strategy, resume_hand_written, str(tmp_path))[0]
 
