@@ -541,7 +541,11 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         known = self._num_flops_parameters
         if known is None or known[0] != id(self.model):
             # Counted once for a model: num_parameters() walks through all of them, and upstream calls it in every step.
-            known = self._num_flops_parameters = (id(self.model), self.model.num_parameters(exclude_embeddings=True))
+            # Under ZeRO-3 a rank holds partitions, which it counts as nothing.
+            embeddings = nn.ModuleList(module for module in self.model.modules() if isinstance(module, nn.Embedding))
+            num_elsewhere = _count_elsewhere(self.model) - _count_elsewhere(embeddings)
+            num_multiplying = self.model.num_parameters(exclude_embeddings=True) + num_elsewhere
+            known = self._num_flops_parameters = (id(self.model), num_multiplying)
         size = inputs[name].numel()
         if name == "input_ids":
             self.run_record.num_tokens += size
@@ -720,6 +724,12 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             return search_with_optuna(self, n_trials, direction, **kwargs)
         finally:
             self.hp_search_backend = None
+
+
+def _count_elsewhere(module: nn.Module) -> int:
+    """Return the number of elements of a module's parameters that this rank does not hold."""
+    num_held = sum(parameter.numel() for parameter in module.parameters())
+    return int(get_model_param_count(module)) - num_held
 
 
 AccelTrainerMixin = CoreTrainerMixin = Trainer

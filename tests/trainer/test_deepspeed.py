@@ -55,7 +55,7 @@ def everything(output_dir: str, batch_size: int, **options: Any) -> dict[str, An
     before = trainer.evaluate()["eval_loss"]
     assert trainer._prepare_input(torch.ones(1)).dtype == torch.float32  # transformers asks the engine's configuration
     trainer.train()
-    result = {"before": before, **summary(trainer)}
+    result = {"before": before, "flos": trainer.state.total_flos, **summary(trainer)}
     result["predictions"] = trainer.predict(trainer.eval_dataset).predictions
     trainer.save_model(str(Path(output_dir, "model")))
     trainer.args.save_strategy = "no"
@@ -147,6 +147,7 @@ def test_the_numbers_are_those_of_one_process_and_a_resume_is_exact(tmp_path, al
         for name in ("losses", "grad_norms", "eval_losses", "before", "second", "train_loss"):
             np.testing.assert_allclose(result[name], alone[name], rtol=1e-5, err_msg=name)
         np.testing.assert_allclose(result["predictions"], alone["predictions"], rtol=1e-4, atol=1e-5)
+        assert result["flos"] == alone["flos"] > 0
         assert result["resumed"]["losses"] == result["stock"]["losses"] == result["losses"]
         assert_is_scheduled(*result["scheduled"])
         assert result["best"]["end"] == pytest.approx(min(result["best"]["eval_losses"][:3]), rel=1e-6)
