@@ -14,7 +14,6 @@ from os import PathLike
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim import Optimizer
 
+from accel_trainer.checkpoint.format.pickles import PLAIN_ARRAYS
 from accel_trainer.checkpoint.interop.dcp import METADATA_NAME
 from accel_trainer.checkpoint.interop.export import export_weights, find_weights
 from accel_trainer.checkpoint.train_state import read_on_main
@@ -56,10 +56,6 @@ class PreparedBy(Protocol):
     def unit_of(self, item: nn.Module | Optimizer) -> TrainUnit:
         """Return the unit of a prepared model or optimizer."""
         ...
-
-
-# What pickles of arrays and of random states refer to: numbers and their types, no code of anybody's.
-_SAFE_CLASSES = [np._core.multiarray._reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType]  # type: ignore[attr-defined]
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,7 +102,7 @@ def save(
 
 
 def load(f: str | PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
-    """Return an object that `torch.load` reads, of plain data, tensors and NumPy's arrays only: no code is run.
+    """Return an object that `torch.load` reads, of plain data, tensors and NumPy's arrays of numbers: no code is run.
 
     Args:
         **kwargs: arguments of `torch.load`; `weights_only=False` trusts the file.
@@ -115,7 +111,7 @@ def load(f: str | PathLike[str] | IO[bytes], map_location: Any = None, **kwargs:
         pickle.UnpicklingError: it holds objects of other classes.
     """
     kwargs.setdefault("weights_only", True)
-    with torch.serialization.safe_globals(_SAFE_CLASSES):
+    with torch.serialization.safe_globals(PLAIN_ARRAYS):
         return torch.load(f, map_location=map_location, **kwargs)
 
 

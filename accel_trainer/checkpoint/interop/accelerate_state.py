@@ -93,20 +93,7 @@ def _required(directory: Path, name: str) -> Path:
 
 
 def _load(path: Path, *, is_mapped: bool = False) -> Any:
-    with torch.serialization.safe_globals(_NUMPY):
-        return load_torch_file(path, is_mapped=is_mapped)
-
-
-# Random states have NumPy's arrays: the globals of their pickles, under the names of NumPy 2 and 1.
-_RECONSTRUCT: Any = np.zeros(0).__reduce__()[0]
-_NUMPY: list[Any] = [
-    np.ndarray,
-    np.dtype,
-    type(np.dtype(np.uint32)),
-    type(np.dtype(np.int64)),
-    (_RECONSTRUCT, "numpy._core.multiarray._reconstruct"),
-    (_RECONSTRUCT, "numpy.core.multiarray._reconstruct"),
-]
+    return load_torch_file(path, is_mapped=is_mapped, has_arrays=True)
 
 
 def _optimizer(directory: Path, index: int, own: Mapping[str, Any]) -> Mapping[str, Any]:

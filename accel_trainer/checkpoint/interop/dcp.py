@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from accel_trainer.checkpoint.format.boxes import Box, Index
+from accel_trainer.checkpoint.format.pickles import check_numbering
 from accel_trainer.checkpoint.format.regular_files import check_regular, read_regular
 from accel_trainer.checkpoint.shards import ShardedTensors, TensorShards
 from accel_trainer.checkpoint.weights.reading import check_torch_bytes
@@ -218,7 +219,9 @@ class DcpDirectory(ShardedTensors):
 def _read_records(path: Path) -> Any:
     if not path.is_file():
         raise CheckpointNotFoundError(f"no {path.name} in {path.parent.absolute()}: its save has not ended")
-    with io.BytesIO(read_regular(path, _MAX_METADATA_BYTES)) as file:
+    content = read_regular(path, _MAX_METADATA_BYTES)
+    check_numbering(content, path)
+    with io.BytesIO(content) as file:
         try:
             return _RecordUnpickler(file).load()
         except _RefusedError as error:

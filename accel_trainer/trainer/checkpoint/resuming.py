@@ -471,6 +471,7 @@ def check_contents(selection: Selection, process: ProcessContext) -> None:
 
     Raises:
         CorruptCheckpointError: a file is of other content; see `check_torch_file`.
+        IncompatibleCheckpointError: this rank's random streams are more than numbers.
     """
     path = selection.path
     if selection.stored is not None and process.is_main:
@@ -489,6 +490,9 @@ def check_contents(selection: Selection, process: ProcessContext) -> None:
         streams = _RANDOM_STREAMS.fullmatch(file.name)
         if file.suffix in _TORCH_SUFFIXES and (streams is None or int(streams[1] or 0) == process.rank):
             check_torch_file(file)
+            if streams is not None:
+                # Upstream reads them next, and lets NumPy make what it likes of their arrays; see `PLAIN_ARRAYS`.
+                load_torch_file(file, has_arrays=True)
 
 
 TRAINER_CHECKPOINTS = CheckpointKind(

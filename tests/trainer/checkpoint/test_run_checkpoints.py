@@ -9,12 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import TrainerCallback
 
 from accel_trainer.checkpoint import checkpointer
-from accel_trainer.errors import CorruptCheckpointError
+from accel_trainer.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from accel_trainer.trainer.checkpoint import run_checkpoints
 from accel_trainer.trainer.checkpoint.run_checkpoints import RunMetrics, UpdateNote
 from tests.trainer_jobs import build_trainer, summary
@@ -215,3 +216,31 @@ def test_a_checkpoint_of_the_stock_trainer_that_cannot_be_read_is_passed_over(
 class Buffer:
     def __reduce__(self) -> Any:
         return bytearray, (2**40,)
+
+
+class FalseArray:
+    """Numbers, four bytes of which are called "python", and are the address of an object."""
+
+    def __reduce__(self) -> Any:
+        reconstruct, arguments, _ = np.zeros(2, np.uint32).__reduce__()
+        return reconstruct, arguments, (1, (2,), FalseType(), False, b"A" * 8)
+
+
+class Objects:
+    def __reduce__(self) -> Any:
+        return np.dtype, ("O", False, True)
+
+
+class FalseType:
+    def __reduce__(self) -> Any:
+        fields = {"python": (Objects(), 0)}
+        return np.dtype, ("u4", False, True), (3, "<", None, ("python",), fields, -1, -1, 0)
+
+
+def test_random_streams_that_upstream_would_follow_an_address_in_are_refused(run_dir: Path):
+    without_manifest(run_dir)
+    torch.save(FalseArray(), run_dir / "checkpoint-6" / "rng_state.pth")
+    with pytest.raises(
+        IncompatibleCheckpointError, match=r"rng_state\.pth holds more than tensors, numbers and strings"
+    ):
+        resume(run_dir, max_steps=7)
