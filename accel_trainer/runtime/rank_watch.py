@@ -568,15 +568,22 @@ class RankWatch:
 
 def _classify(error: BaseException) -> tuple[bool, bool]:
     """Return whether a collective has timed out, and whether one has broken."""
-    text, is_distributed = str(error), isinstance(error, dist.DistError)
+    text, is_distributed = _text(error), isinstance(error, dist.DistError)
     if not is_distributed and not (isinstance(error, RuntimeError) and "gloo" in text):
         return False, False
     is_expired = any(words in text for words in _EXPIRED)
     return is_expired, is_distributed or any(words in text for words in _BROKEN)
 
 
+def _text(error: BaseException) -> str:
+    try:
+        return str(error).strip()
+    except Exception:  # of the error's own class, and no reason to tell of another error
+        return "<exception str() failed>"  # as its traceback has it
+
+
 def _short(error: BaseException) -> str:
-    text = str(error).strip()
+    text = _text(error)
     return text if len(text) <= 600 else f"{text[:600]}..."
 
 

@@ -182,6 +182,29 @@ def test_a_collective_of_torch_that_breaks_is_explained_where_it_is_printed():
     assert "Connection closed" not in failures[0]
 
 
+class WordlessError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def raise_without_words() -> None:
+    accelerator = Accelerator(cpu=True)
+    if accelerator.process_index == 1:
+        raise WordlessError
+    dist.all_reduce(torch.ones(1))
+
+
+def wordless_script() -> None:
+    as_script(raise_without_words)
+
+
+def test_an_error_whose_text_is_an_error_is_told_by_its_class():
+    failures = failures_of(wordless_script)
+
+    assert re.search(r"rank 1 failed \(.*\): WordlessError: <exception str\(\) failed>\. Rank 0 ", failures[0])
+    assert "WordlessError: <exception str() failed>" in failures[1]
+
+
 def stay_alive() -> None:
     """Fail on one rank, whose process lives on, as one does whose trackers finish."""
     accelerator = Accelerator(cpu=True)
