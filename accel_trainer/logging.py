@@ -6,12 +6,23 @@ The rank is set once by `runtime.process` when it is known; before that, a proce
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 from accel_trainer.errors import ConfigError
 
-__all__ = ["LEVEL_VARIABLE", "RankLogger", "current_rank", "get_logger", "set_level", "set_rank", "tqdm"]
+__all__ = [
+    "LEVEL_VARIABLE",
+    "RankLogger",
+    "current_rank",
+    "get_logger",
+    "set_level",
+    "set_rank",
+    "tqdm",
+    "write_stderr",
+]
 
 LEVEL_VARIABLE = "ACCEL_TRAINER_LOG_LEVEL"
 
@@ -48,6 +59,16 @@ def set_level(name: str) -> None:
         known = ", ".join(level.lower() for level in levels)
         raise ConfigError(f"environment variable {LEVEL_VARIABLE} is {name!r}; expected one of {known}")
     logging.getLogger("accel_trainer").setLevel(name.upper())
+
+
+def write_stderr(text: str) -> None:
+    """Write a line, or lines, to standard error where somebody reads it; a pipe to nobody ends nothing.
+
+    `accel-trainer launch ... 2>&1 | tee log`: ctrl-C ends `tee` as well, before the run has saved.
+    """
+    with suppress(OSError, ValueError, AttributeError):  # a pipe or a terminal that is gone, a closed stream, none
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def current_rank() -> int:

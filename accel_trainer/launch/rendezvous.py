@@ -7,7 +7,6 @@ import dataclasses
 import errno
 import json
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accel_trainer.config import LaunchConfig
 from accel_trainer.errors import ConfigError, ProcessGroupError
+from accel_trainer.logging import write_stderr
 from accel_trainer.runtime.launchers import DEFAULT_PORT, bracket_ipv6
 
 __all__ = ["BoundRendezvous", "Launchers", "MachineFailure", "build_rendezvous", "hosts_store", "parse_settings"]
@@ -270,7 +270,7 @@ def _wait(is_there: Callable[[], bool], who: str, whom: Callable[[], str], timeo
             return False
         if waited - said >= _NOTICE_SECONDS:
             said += _NOTICE_SECONDS
-            print(f"accel-trainer launch: {who} has waited {said} s for {whom()}", file=sys.stderr, flush=True)
+            write_stderr(f"accel-trainer launch: {who} has waited {said} s for {whom()}")
         time.sleep(_POLL_SECONDS)
     return True
 
@@ -389,7 +389,7 @@ class Launchers:
             time.sleep(_POLL_SECONDS)
         for machine in left:
             if self._is_silent(machine) and self._failure != _lost(machine):
-                print(f"accel-trainer launch: on machine {machine} {_lost(machine).text}", file=sys.stderr)
+                write_stderr(f"accel-trainer launch: on machine {machine} {_lost(machine).text}")
 
     def _run(self) -> None:
         try:

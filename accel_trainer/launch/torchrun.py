@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -40,6 +39,7 @@ from accel_trainer.launch.rendezvous import (
     hosts_store,
 )
 from accel_trainer.launch.tpu import set_tpu_variables
+from accel_trainer.logging import write_stderr
 
 __all__ = [
     "AGENT_LOGGERS",
@@ -344,10 +344,9 @@ class _Agent(LocalElasticAgent):
         if first is not None:
             size, before = len(worker_group.workers), len(self._pids)
             left = f" on {size} rank(s) instead of {before}" if size < before else ""
-            print(
+            write_stderr(
                 f"accel-trainer launch: {_describe(first)}; starting the workers again{left} "
-                f"({self._starts} of {self._job.launch.max_restarts} restarts)",
-                file=sys.stderr,
+                f"({self._starts} of {self._job.launch.max_restarts} restarts)"
             )
         self._starts += 1
         self.exits, self._stuck = [], []
@@ -385,10 +384,9 @@ class _Agent(LocalElasticAgent):
 
     def _pass_on(self, number: signal.Signals) -> None:
         """Send the workers a signal, and wait until they have saved and ended by themselves."""
-        print(
+        write_stderr(
             f"accel-trainer launch: {number.name} passed on to the workers, which have {self._grace} s to end; "
-            "another signal ends them at once",
-            file=sys.stderr,
+            "another signal ends them at once"
         )
         self._send(number)
         self._let_end(self._grace)
@@ -442,13 +440,13 @@ class _Agent(LocalElasticAgent):
             if not exit_.code and exit_.rank not in failures and exit_.seconds < first.seconds
         ]
         lines += [f"  rank {rank} hung: it did not end with the others, and was killed" for rank in self._stuck]
-        print("\n".join(lines), file=sys.stderr)
+        write_stderr("\n".join(lines))
 
 
 @functools.cache  # once: the workers here end because of it, and are not the cause
 def _report_machine(failure: MachineFailure, *, starts_again: bool = False) -> None:
     then = "the workers are started again once a machine has taken its place" if starts_again else "this ended the job"
-    print(f"accel-trainer launch: on machine {failure.machine} {failure.text}; {then}", file=sys.stderr)
+    write_stderr(f"accel-trainer launch: on machine {failure.machine} {failure.text}; {then}")
 
 
 def _describe(exit_: _Exit) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
@@ -42,6 +43,8 @@ PREEMPTED_EXIT_CODE = 85
 _ONE_REQUEST_SECONDS = 3.0
 """A job's signal often comes twice, from the scheduler and passed on by a launcher: within this time it is one."""
 _WORKER_SECONDS = 120
+_READERS_END_SECONDS = 0.2
+"""After ctrl-C: a terminal sends it to all programs of a pipeline."""
 _HEARD = b"\nSIGINT came: the run saves and ends where all ranks can next; again, 3 s later or more, it ends at once\n"
 
 
@@ -63,6 +66,20 @@ def _end_workers() -> None:
         with suppress(OSError), open(f"/proc/{process.pid}/comm") as file:
             if file.read().strip() == "pt_data_worker":
                 process.kill()
+
+
+def _leave_readers_that_ended(seconds: float) -> None:
+    """Have what nobody reads any more go nowhere: a progress bar of the last update may not end a run before its save.
+
+    Of `... 2>&1 | tee log` ctrl-C ends `tee` as well; a terminal that is closed takes its windows' output along.
+    """
+    outputs = select.poll()
+    for descriptor in (1, 2):
+        outputs.register(descriptor, 0)  # errors alone
+    for descriptor, _ in outputs.poll(1000 * seconds):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
 
 class StopSignals:
@@ -144,8 +161,10 @@ class StopSignals:
         now, came = time.monotonic(), signal.Signals(number)
         if not self.is_requested:
             self._came, self._seconds, self.is_requested = came, now, True
+            _leave_readers_that_ended(_READERS_END_SECONDS if came is signal.SIGINT else 0.0)
             if came is signal.SIGINT and find_rank() == 0:
-                os.write(2, _HEARD)  # print() may be what it has interrupted
+                with suppress(OSError):  # its reader may have ended with the same ctrl-C
+                    os.write(2, _HEARD)  # print() may be what it has interrupted
         # A script that has caught the end lives on, and its later signals act as ever.
         elif now - self._over_seconds >= _ONE_REQUEST_SECONDS if self._is_over else self._is_second(came):
             signal.signal(number, self._before[came])

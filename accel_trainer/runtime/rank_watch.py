@@ -19,7 +19,6 @@ import atexit
 import itertools
 import json
 import os
-import sys
 import threading
 import time
 import weakref
@@ -498,8 +497,7 @@ class RankWatch:
         self._end(stack, f"{HangError.__module__}.{HangError.__name__}: {text}", HangError.exit_code)
 
     def _end(self, stack: str, text: str, code: int) -> None:
-        sys.stderr.write(f"rank {self._rank} is here:\n{stack}{text}. Rank {self._rank} ends with exit code {code}\n")
-        sys.stderr.flush()
+        logging.write_stderr(f"rank {self._rank} is here:\n{stack}{text}. Rank {self._rank} ends with exit code {code}")
         if self._hosts_store:
             self._let_others_ask(lambda: False)
         os._exit(code)

@@ -181,3 +181,27 @@ def test_a_signal_after_the_last_look_is_not_lost() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         loop()
+
+
+def stop_without_readers() -> Any:
+    """Get SIGINT, as the reader of the output does, which ends 50 ms later; then write to it."""
+    accelerator = Accelerator(cpu=True)
+    reader, writer = os.pipe()
+    for descriptor in (1, 2):
+        os.dup2(writer, descriptor)
+    os.close(writer)
+    signal.signal(signal.SIGALRM, lambda *_: os.close(reader))
+    try:
+        with accelerator.preemptible():
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+            for descriptor in (1, 2):
+                os.write(descriptor, b"a progress bar")
+            assert accelerator.should_stop
+    except PreemptedExit as ended:
+        return ended.code
+
+
+def test_ctrl_c_that_ends_the_reader_of_the_output_as_well_leaves_the_run_its_save():
+    assert run_ranks(stop_without_readers, 1) == [85]

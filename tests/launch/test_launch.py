@@ -308,6 +308,24 @@ def test_workers_get_the_signal_and_time_to_save_and_their_code_is_the_job_s(
     assert (tmp_path / "saved1").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_workers_save_although_nobody_reads_what_the_launcher_says(
+    tmp_path: Path, background: Background, number: signal.Signals
+) -> None:
+    output = tmp_path / "output.txt"
+    os.mkfifo(output)
+    reader = os.open(output, os.O_RDONLY | os.O_NONBLOCK)
+    background.start(*TWO, write(tmp_path, SIGNALS.replace("SIGUSR1", "SIGINT")), "save")
+    wait_for(*ready(tmp_path))
+    os.close(reader)  # `| tee log` ends with the same ctrl-C
+    output.unlink()
+    output.touch()
+    background.send_signal(number)
+    assert background.wait()[0] == 85
+    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved1").exists()
+
+
 PREEMPTED = """
 import os, signal, sys, time
 from accel_trainer import Accelerator

@@ -150,6 +150,21 @@ def test_r10_ranks_that_do_not_move_end_the_job_at_the_limit_of_their_section(tm
         assert f"Rank {rank} ends with exit code 75" in each
 
 
+def hanging_unread(directory: str) -> None:
+    """Hang where nobody reads what the ranks say, as behind a `| head` that has ended."""
+    rank_watch._POLL_SECONDS = POLL_SECONDS
+    reader, writer = os.pipe()
+    os.dup2(writer, 2)
+    os.close(reader)
+    native_loop("ddp", directory, hang={"step_seconds": 0.5, "user_seconds": 0.5})
+
+
+def test_r10_ranks_that_do_not_move_end_although_nobody_reads_their_output(tmp_path):
+    failures = failures_of(hanging_unread, str(tmp_path), text="sleep@data.next:rank=1:step=1:seconds=30")
+
+    assert failures == {rank: f"rank {rank} died without an answer: exit code 75" for rank in range(2)}
+
+
 def compile_long(directory: str) -> None:
     rank_watch._POLL_SECONDS = POLL_SECONDS
     native_loop("ddp", directory, hang={"step_seconds": 0.5, "user_seconds": 0.5, "startup_seconds": 60.0})

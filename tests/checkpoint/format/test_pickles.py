@@ -137,9 +137,7 @@ def test_the_pickles_of_an_old_file_have_a_bound(tmp_path: Path, monkeypatch: py
     torch.save({"x": torch.ones(2000)}, path, _use_new_zipfile_serialization=False)
     assert load_torch_file(path)["x"].sum() == 2000
     torch.save({"x": "a" * 3000}, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(
-        CorruptCheckpointError, match=r"begins with more than 2,000 bytes of pickles, and no"
-    ):
+    with pytest.raises(CorruptCheckpointError, match=r"begins with more than 2,000 bytes of pickles, and no"):
         load_torch_file(path)
 
 
