@@ -53,6 +53,8 @@ __all__ = [
 # The workers may need this long to save after a signal; torch's agent kills after 30 s, in the middle of a large
 # checkpoint.
 _GRACE_SECONDS = 120
+_ONE_REQUEST_SECONDS = 0.5
+"""A signal often comes twice: `timeout` sends it to its program and to the group, others what a terminal has sent."""
 _HUNG_GRACE_SECONDS = 3.0
 """Of workers that do not end with those that found the job hung: they are stopped, or keep the interpreter's lock."""
 _FINAL_CODES = (76, 85, 93)
@@ -119,7 +121,8 @@ def shell_code(code: int) -> int:
 def run_workers(job: AgentJob) -> int:
     """Run the workers to their end and return the exit code of the job: of the worker that failed first, else 0.
 
-    A signal is passed on to the workers, which then have 120 s (TORCH_ELASTIC_SHUTDOWN_TIMEOUT); a second ends them.
+    A signal is passed on to the workers, which then have 120 s (TORCH_ELASTIC_SHUTDOWN_TIMEOUT); a second one, half a
+    second later or more, ends them.
 
     Raises:
         ConfigError: the machine has fewer devices than processes, or the rendezvous cannot be opened.
@@ -198,7 +201,16 @@ def _run_agent(agent: _Agent) -> int:
     return shell_code(first.code)
 
 
+_raised_seconds = float("-inf")
+"""When a signal last ended something, by the monotonic clock."""
+
+
 def _raise_signal(number: int, _frame: Any) -> None:
+    global _raised_seconds
+    now = time.monotonic()
+    if now - _raised_seconds < _ONE_REQUEST_SECONDS:
+        return
+    _raised_seconds = now
     raise SignalException(f"accel-trainer launch got {signal.Signals(number).name}", signal.Signals(number))
 
 

@@ -482,6 +482,19 @@ def test_a_second_signal_ends_workers_that_do_not_listen(tmp_path: Path, backgro
     assert code == 137, output
 
 
+@pytest.mark.parametrize("copy", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_comes_twice_at_once_is_one(tmp_path: Path, background: Background, copy: signal.Signals) -> None:
+    background.start(*TWO, write(tmp_path, SIGNALS), "save")
+    wait_for(*ready(tmp_path))
+    background.send_signal(signal.SIGTERM)
+    time.sleep(0.05)
+    background.send_signal(copy)
+    code, output = background.wait()
+    assert code == 85, output
+    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved1").exists()
+
+
 def test_workers_that_use_up_their_time_are_killed(tmp_path: Path, background: Background) -> None:
     background.start(*TWO, write(tmp_path, SIGNALS), "deaf", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
     wait_for(*ready(tmp_path))
