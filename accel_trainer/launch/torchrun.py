@@ -57,6 +57,8 @@ _ONE_REQUEST_SECONDS = 0.5
 """A signal often comes twice: `timeout` sends it to its program and to the group, others what a terminal has sent."""
 _HUNG_GRACE_SECONDS = 3.0
 """Of workers that do not end with those that found the job hung: they are stopped, or keep the interpreter's lock."""
+_WATCH_SECONDS = 1.0
+"""For the threads that wait for workers, to note an end that has come: mostly at once, on a busy machine soon."""
 _FINAL_CODES = (76, 85, 93)
 """Workers that end so are not started again here: NaN would come again, the machine is asked for, do not requeue."""
 AGENT_LOGGERS = [
@@ -301,14 +303,14 @@ class _Agent(LocalElasticAgent):
         """Let the watchers of workers that have ended note their codes, before the agent reaps them."""
         for watcher, pid in zip(self._watchers, self._pids.values(), strict=True):
             if watcher.is_alive() and _has_ended(pid):
-                watcher.join(1.0)
+                watcher.join(_WATCH_SECONDS)
 
     def _take_codes(self, failures: Mapping[int, Any], looked_at: float) -> None:
         """Note the codes of workers that ended in the very moment in which the agent looked, and were reaped by it.
 
         Their watchers woke up afterwards, perhaps after those of the others, which the agent ended because of them.
         """
-        self._let_end(1.0)
+        self._let_end(_WATCH_SECONDS)
         seen = {exit_.rank for exit_ in self.exits if exit_.code}
         for rank, failure in failures.items():
             if rank not in seen:
@@ -390,8 +392,7 @@ class _Agent(LocalElasticAgent):
             finally:
                 self._send(signal.SIGKILL)
                 # The agent reaps them next, and a worker that is reaped before its watcher wakes up has no code.
-                for watcher in self._watchers:
-                    watcher.join(10.0)
+                self._let_end(10 * _WATCH_SECONDS)
         super()._shutdown(*args, **kwargs)
 
     def _pass_on(self, number: signal.Signals) -> None:
@@ -411,6 +412,7 @@ class _Agent(LocalElasticAgent):
         self._send(signal.SIGKILL)
 
     def _let_end(self, seconds: float) -> None:
+        """Wait until all workers have ended, and their codes are noted, but no longer than so many seconds in all."""
         deadline = time.monotonic() + seconds
         for watcher in self._watchers:
             watcher.join(max(0.0, deadline - time.monotonic()))
@@ -438,8 +440,7 @@ class _Agent(LocalElasticAgent):
 
     def first_failure(self) -> _Exit | None:
         """Return the worker that was the first to end with an error, as far as it was seen."""
-        for watcher in self._watchers:
-            watcher.join(1.0)
+        self._let_end(_WATCH_SECONDS)
         failed = [exit_ for exit_ in self.exits if exit_.code]
         return min(failed, key=lambda exit_: exit_.seconds) if failed else None
 
