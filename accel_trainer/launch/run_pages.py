@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from accel_trainer.checkpoint.format.regular_files import as_corrupt
 from accel_trainer.errors import ConfigError
-from accel_trainer.report.page import write_page
+from accel_trainer.report.page import build_page, write_page
 from accel_trainer.report.recorded_run import PAGE_NAME, RecordedRun, read_run
 
 __all__ = ["run_report"]
@@ -40,7 +41,7 @@ def run_report(words: Sequence[str]) -> int:
         help=f"the page; default: {PAGE_NAME} in the directory of the run, or here for several",
     )
     arguments = parser.parse_args(words)
-    runs = [read_run(path) for path in arguments.runs]
+    runs = [_read(path) for path in arguments.runs]
     _tell_apart(runs, arguments.runs)
     page = arguments.output or _default_page(arguments.runs)
     if page.is_dir():
@@ -51,6 +52,14 @@ def run_report(words: Sequence[str]) -> int:
         raise ConfigError(f"{page} cannot be written ({error.strerror or error}); name another --output") from error
     print(page)
     return 0
+
+
+def _read(path: Path) -> RecordedRun:
+    """Return a run whose page can be made, whoever has written its files."""
+    with as_corrupt(path):
+        run = read_run(path)
+        build_page([run])
+    return run
 
 
 def _default_page(paths: Sequence[Path]) -> Path:

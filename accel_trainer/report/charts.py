@@ -152,7 +152,7 @@ class _Plot(NamedTuple):
         """Return a plane with all steps, from 0 on unless they begin late."""
         first, last = min(steps), max(steps)
         if first <= 0.1 * last:
-            first = 0
+            first, last = 0, last or 1  # 0: an evaluation before the first update
         elif first == last:
             first, last = first - 1, last + 1
         return cls(first, last, ticks[0], ticks[-1])

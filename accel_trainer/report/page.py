@@ -128,7 +128,8 @@ def write_page(path: Path, runs: Sequence[RecordedRun]) -> None:
     """
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with open(descriptor, "w", encoding="utf-8") as file:
+        # A run is called as its folder is, whose name may be of another encoding.
+        with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(build_page(runs))
         # As the file of a plain open(): mkstemp's is for its owner alone.
         mask = os.umask(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,38 @@ def test_mistakes_are_one_line_and_the_code_2(tmp_path: Path, capsys: pytest.Cap
         assert expected in error
         assert error.count("\n") == 1
     assert not list(tmp_path.glob("*.html"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("global_step", "four"),
+        ("max_steps", [1]),
+        ("log_history", [1]),
+        ("log_history", [{"loss": 10**400, "step": 1}]),
+        ("log_history", [{"loss": 1.0, "step": "</script>"}]),
+    ],
+)
+def test_a_state_of_other_contents_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: object
+):
+    state = {"log_history": [], "global_step": 4, "max_steps": 4, name: value}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    assert main(["report", str(tmp_path)]) == 2
+    assert "does not hold what its writer puts there" in capsys.readouterr().err
+
+
+def test_a_state_of_brackets_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "trainer_state.json").write_text("[" * 200_000)
+    assert main(["report", str(tmp_path)]) == 2
+    assert "RecursionError" in capsys.readouterr().err
+
+
+def test_a_run_in_a_folder_whose_name_is_of_another_encoding_has_a_page(tmp_path: Path):
+    run = tmp_path / os.fsdecode(b"r\xe9sum\xe9")
+    write_state(run / "trainer_state.json")
+    assert main(["report", str(run), "--output", str(tmp_path / "page.html")]) == 0
+    assert r"<title>r\udce9sum\udce9</title>" in (tmp_path / "page.html").read_text()
 
 
 def test_the_page_is_made_without_torch(tmp_path: Path):

@@ -175,6 +175,13 @@ def test_values_that_are_not_finite_are_counted_and_not_drawn():
     assert "infinity" in page  # the last figure, as it is
 
 
+def test_an_evaluation_before_the_first_update_alone_is_drawn_at_the_left_edge():
+    state = {"global_step": 0, "log_history": [{"step": 0, "eval_accuracy": 0.1}]}
+    page = build_page([build_run("start", state, {})])
+    legend, drawn = re.findall(r'<circle class="dot c0" cx="([\d.]+)"', page)
+    assert (legend, drawn) == ("12", "66.0")
+
+
 def test_a_run_that_logged_nothing_says_so():
     assert "The run has logged no values" in build_page([build_run("mute", {"global_step": 0, "log_history": []}, {})])
 
