@@ -182,7 +182,11 @@ class IndexSource:
         return {"batch_sampler": self.sampler, "in_order": self._in_order, **inner}
 
     def read(self, loader: Any, progress: Progress) -> Iterator[Any]:
-        """Yield this shard's batches."""
+        """Yield this shard's batches.
+
+        Raises:
+            ConfigError: a loader that reads as torch's does has ended before its plan.
+        """
         planned: deque[BatchRows] | None = None
         for batch in self._begin(loader, progress):
             if planned is None:  # a loader class of the user's own may ask for indices as late as for its first batch
@@ -192,6 +196,12 @@ class IndexSource:
                 progress.change(rows)
             progress.num_yielded += 1
             yield batch
+        if (self.sampler.planned if planned is None else planned) and loader.keeps_plan:
+            raise ConfigError(
+                f"a pass over the {type(self._dataset).__name__} ended after {progress.num_yielded} batches, and the "
+                "sampler had asked for more: the dataset or the collate function raised StopIteration, by which Python "
+                "ends a loop without an error. Return a sample for each index, or raise another error"
+            )
 
     def rounds(self, loader: Any, progress: Progress) -> Iterator[tuple[list[Any], BatchRows]]:
         """Yield the batches of all shards at each step; for a sampler that draws them in turn."""

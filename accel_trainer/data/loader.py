@@ -400,6 +400,12 @@ class PreparedDataLoader(DataLoader[Any]):
         """Return the iterator of the user's own loader class, over this loader's samplers."""
         return super().__iter__()
 
+    @property
+    def keeps_plan(self) -> bool:
+        """Whether the user's loader class leaves it to torch's to yield a batch for each that its sampler plans."""
+        iterate: Any = super().__iter__
+        return iterate.__func__ is DataLoader.__iter__
+
     def _get_iterator(self) -> Any:
         """Return torch's iterator of the batches; every way of reading a loader comes here for it."""
         reader = self

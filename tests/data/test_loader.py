@@ -649,3 +649,38 @@ def read_beside_garbage() -> list[list[Any]]:
 def test_workers_do_not_collect_the_garbage_of_their_rank() -> None:
     # A store in a cycle waits for its thread as it is destroyed, which a fork does not have: torch aborts.
     assert run_ranks(read_beside_garbage, 1) == [[[[0, 1], [2, 3]]] * 2]
+
+
+class EndsWithin(Dataset[torch.Tensor]):
+    """Reads from an iterator that is at its end before the last sample, as `next()` in a dataset may."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return next(iter([] if index == self.at else [torch.ones(1)]))
+
+
+class FirstThree(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(super().__iter__()):
+            if number == 3:
+                return
+            yield batch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("at", "ended"), [(0, 0), (7, 3), (11, 5)])
+def test_a_dataset_that_ends_a_pass_by_a_stop_iteration_is_an_error(workers: int, at: int, ended: int) -> None:
+    loader = prepare(DataLoader(EndsWithin(at), batch_size=2, num_workers=workers))
+    said = ""
+    try:
+        list(loader)
+    except ConfigError as error:  # not kept, and with it the iterator that has the workers
+        said = str(error)
+    gc.collect()
+    assert f"a pass over the EndsWithin ended after {ended} batches, and the sampler had asked for more" in said
+    assert len(list(prepare(FirstThree(EndsWithin(-1), batch_size=2)))) == 3
