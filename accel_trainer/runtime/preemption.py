@@ -77,9 +77,10 @@ def _leave_readers_that_ended(seconds: float) -> None:
     for descriptor in (1, 2):
         outputs.register(descriptor, 0)  # errors alone
     for descriptor, _ in outputs.poll(1000 * seconds):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, descriptor)
-        os.close(nowhere)
+        with suppress(OSError):  # too many open files
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
 
 
 class StopSignals:

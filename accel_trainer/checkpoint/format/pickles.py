@@ -117,6 +117,8 @@ class _NumberArray(np.ndarray[Any, Any]):
         return super().__new__(cls, (0,), np.uint8)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
+        if self.size:  # NumPy would free what a tensor of the same file may share by now
+            raise pickle.UnpicklingError("an array is set twice")
         version, shape, dtype, is_fortran, content = state
         # NumPy's own comes where a script has allowed it for all that torch reads.
         plain = np.dtype(dtype.str) if isinstance(dtype, _NumberType | np.dtype) else None

@@ -203,6 +203,19 @@ def test_an_array_is_as_long_as_its_bytes(tmp_path: Path):
         load_torch_file(tmp_path / "longer.pt", has_arrays=True)
 
 
+def test_an_array_is_set_once(tmp_path: Path):
+    """Else a tensor that shares its memory, by a function that torch allows, is left with memory that was freed."""
+    first = pickle.dumps(np.arange(2), protocol=2)
+    state = first[first.rindex(b"(K\x01K\x02\x85") : -1]
+    assert state.endswith(b"b")
+    path = tmp_path / "twice.pt"
+    path.write_bytes(archive(first[:-1] + state + b"."))
+    with pytest.raises(IncompatibleCheckpointError, match="holds more than tensors, numbers and strings"):
+        load_torch_file(path, has_arrays=True)
+    path.write_bytes(archive(first))
+    assert load_torch_file(path, has_arrays=True).tolist() == [0, 1]
+
+
 @pytest.mark.parametrize("dtype", ["?", "<u4", ">i8", "f2", "f8", "c16"])
 def test_arrays_of_numbers_are_read_and_can_be_written_again(tmp_path: Path, dtype: str):
     array = np.asfortranarray(np.arange(6).reshape(2, 3).astype(dtype))
