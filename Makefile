@@ -76,7 +76,7 @@ test-faults: $(VENV)/.installed ## one rank of two fails, is killed, stopped, ..
 	$(BIN)/python -m tests.fault_matrix $(FAULT_ARGS)
 
 .PHONY: test-families
-test-families: $(VENV)/.installed ## every family of transformers with a plan for tensor parallelism: two ranks beside one process
+test-families: $(VENV)/.installed ## every family of transformers with a plan for tensor or expert parallelism: two ranks beside one process
 	$(BIN)/python -m tests.family_matrix $(FAMILY_ARGS)
 
 .PHONY: soak

@@ -1,4 +1,4 @@
-"""Every family of transformers that declares a plan for tensor parallelism, tiny, on two ranks beside one process.
+"""Families of transformers that declare a plan for tensor or expert parallelism, tiny, on two ranks beside one process.
 
 `make test-families` compares them all; `make test` has those whose plans shard something in a way of their own.
 What a family's plan cannot do stands here with the words of its refusal, and the plan with which it is exact.
@@ -24,7 +24,18 @@ from torch import Tensor, nn
 from tests.mesh_loops import start
 from tests.ranks import RankFailure, preload, run_ranks
 
-__all__ = ["FAMILIES", "build", "compare", "declared_configs", "docs_table", "find_difference"]
+__all__ = [
+    "EXPERT_FAMILIES",
+    "FAMILIES",
+    "build",
+    "compare",
+    "compare_experts",
+    "declared_configs",
+    "docs_experts",
+    "docs_table",
+    "find_difference",
+    "find_expert_difference",
+]
 
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
 
@@ -43,7 +54,7 @@ _SIZES: Mapping[str, Any] = {
     "index_n_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_head_dim": 8, "linear_num_heads": 4, "image_size": 16, "patch_size": 4,
     "attention_dropout": 0.0, "hidden_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
-    "residual_dropout": 0.0, "embedding_dropout": 0.0,
+    "residual_dropout": 0.0, "embedding_dropout": 0.0, "output_router_logits": True,
 }  # fmt: skip
 """Those of them that a configuration has."""
 
@@ -94,7 +105,7 @@ FAMILIES: Mapping[str, Family] = {
     "axk1": Family(_FULL),
     "axk2": Family(_FULL),
     "bailing_hybrid": Family({**_FULL, **_MIXED, "num_expert_group": 1, "num_experts_per_token": 2}),
-    "beam": Family(),
+    "beam": Family(_SPARSE),
     "cohere": Family(),
     "cohere2": Family(),
     "cohere2_moe": Family(),
@@ -113,7 +124,7 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": Family(_FULL),
     "deepseek_v3": Family(_FULL),
     "deepseek_v32": Family(_FULL),
-    "deepseek_v4": Family(),
+    "deepseek_v4": Family({"mlp_layer_types": ["hash_moe", "moe"]}),
     "diffusion_gemma_text": Family(
         {**_SLIDING, "num_experts": 4, "top_k_experts": 2}, model="DiffusionGemmaEncoderTextModel"
     ),
@@ -162,7 +173,7 @@ FAMILIES: Mapping[str, Family] = {
     "exaone4": Family(),
     "exaone_moe": Family(),
     "flex_olmo": Family(),
-    "flint": Family(),
+    "flint": Family({"mlp_only_layers": [0]}),
     "gemma": Family(),
     "gemma2": Family(),
     "gemma3_text": Family(),
@@ -441,7 +452,7 @@ FAMILIES: Mapping[str, Family] = {
     "smollm3": Family(),
     "solar_open": Family(),
     "starcoder2": Family(),
-    "step3p5": Family(model="Step3p7TextModel"),
+    "step3p5": Family(_SPARSE, model="Step3p7TextModel"),
     "t5_gemma_module": Family({**_SLIDING, "dropout_rate": 0.0}, "T5GemmaEncoder"),
     "t5gemma2_decoder": Family(
         {**_SLIDING, "dropout_rate": 0.0},
@@ -463,6 +474,22 @@ FAMILIES: Mapping[str, Family] = {
     "youtu": Family(_FULL),
     "zaya": Family({"num_experts_per_tok": 1}, refused=_NO_PLAN),
 }
+
+_EXACT_EXPERTS = (
+    "afmoe aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_ocr2_text deepseek_v2 deepseek_v3 deepseek_v32 "
+    "deepseek_v4 diffusion_gemma_text dots1 dots3_note_text dots3_note_vision_encoder ernie4_5_moe "
+    "ernie4_5_vl_moe_text exaone_moe flex_olmo flint gemma4_text glm4_moe glm4_moe_lite glm4v_moe_text glm5_next_text "
+    "glm_moe_dsa gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared hunyuan_v1_moe hy_v3 hy_v4 "
+    "inkling2_text inkling_text jamba kimi_linear kolibri1 laguna lfm2_moe mellum mimo_v2_flash minimax minimax_m2 "
+    "minimax_m3_vl_text mistral4 mistral_large4_text mixtral nemotron_h olmoe openai_privacy_filter phimoe "
+    "qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen3_omni_moe_talker_text qwen3_omni_moe_text qwen3_vl_moe_text "
+    "qwen4_exp_text solar_open step3p5 unlimited_ocr_text zaya"
+)
+EXPERT_FAMILIES: Mapping[str, str] = {
+    **dict.fromkeys(_EXACT_EXPERTS.split(), ""),
+    "muse_spark_text": r"the experts of .*mlp\.experts have modules with a weight, which ranks cannot share",
+}
+"""Those that declare a plan for expert parallelism, with the words of its refusal, where it is refused."""
 
 
 # --- models and inputs ------------------------------------------------------------------------------------------------
@@ -530,41 +557,44 @@ def build(kind: str) -> nn.Module:
     return model
 
 
-def _tokens() -> Tensor:
-    return torch.randint(3, 64, (2, 10), generator=torch.Generator().manual_seed(1))
+def _tokens(reader: int) -> Tensor:
+    return torch.randint(3, 64, (2, 10), generator=torch.Generator().manual_seed(1 + 10 * reader))
 
 
-def _numbers(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(2))
+def _numbers(reader: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2 + 10 * reader))
 
 
-_INPUTS: Mapping[str, Callable[[], dict[str, Any]]] = {
-    "": lambda: {"input_ids": _tokens()},
-    "embedded": lambda: {"inputs_embeds": _numbers(2, 10, 32)},
-    "patches": lambda: {"inputs_embeds": _numbers(2, 10, 32), "num_patches": 5},
-    "picture": lambda: {"pixel_values": _numbers(2, 3, 16, 16)},
-    "grid": lambda: {"pixel_values": _numbers(16, 48), "grid_thw": torch.tensor([[1, 4, 4]])},
-    "hidden grid": lambda: {"hidden_states": _numbers(16, 48), "grid_thw": torch.tensor([[1, 4, 4]])},
-    "temporal grid": lambda: {"pixel_values": _numbers(16, 96), "grid_thw": torch.tensor([[1, 4, 4]])},
-    "places": lambda: {
-        "pixel_values": _numbers(2, 16, 48),
+_INPUTS: Mapping[str, Callable[[int], dict[str, Any]]] = {
+    "": lambda reader: {"input_ids": _tokens(reader)},
+    "embedded": lambda reader: {"inputs_embeds": _numbers(reader, 2, 10, 32)},
+    "patches": lambda reader: {"inputs_embeds": _numbers(reader, 2, 10, 32), "num_patches": 5},
+    "picture": lambda reader: {"pixel_values": _numbers(reader, 2, 3, 16, 16)},
+    "grid": lambda reader: {"pixel_values": _numbers(reader, 16, 48), "grid_thw": torch.tensor([[1, 4, 4]])},
+    "hidden grid": lambda reader: {"hidden_states": _numbers(reader, 16, 48), "grid_thw": torch.tensor([[1, 4, 4]])},
+    "temporal grid": lambda reader: {"pixel_values": _numbers(reader, 16, 96), "grid_thw": torch.tensor([[1, 4, 4]])},
+    "places": lambda reader: {
+        "pixel_values": _numbers(reader, 2, 16, 48),
         "pixel_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(2, 16, 2),
     },
-    "conditioned": lambda: {"inputs_embeds": _numbers(2, 10, 32), "t_cond": _numbers(1, 32)},
-    "draft": lambda: {"noise_embeds": _numbers(2, 4, 32), "context_hidden_states": _numbers(2, 10, 64)},
-    "decoding": lambda: {"input_ids": _tokens(), "encoder_hidden_states": _numbers(2, 10, 32)},
+    "conditioned": lambda reader: {"inputs_embeds": _numbers(reader, 2, 10, 32), "t_cond": _numbers(reader, 1, 32)},
+    "draft": lambda reader: {
+        "noise_embeds": _numbers(reader, 2, 4, 32),
+        "context_hidden_states": _numbers(reader, 2, 10, 64),
+    },
+    "decoding": lambda reader: {"input_ids": _tokens(reader), "encoder_hidden_states": _numbers(reader, 2, 10, 32)},
 }
 
 
-def _run(kind: str, model: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return a loss, of the model's own or of its first output, and that output."""
-    inputs = _INPUTS[FAMILIES[kind].inputs]()
+def _run(kind: str, model: nn.Module, reader: int) -> tuple[Tensor, Tensor]:
+    """Return a loss, of the model's own or of its first output, and that output, for the inputs of a reader."""
+    inputs = _INPUTS[FAMILIES[kind].inputs](reader)
     has_loss = type(model).__name__.endswith(("LM", "ForConditionalGeneration")) and "input_ids" in inputs
     torch.manual_seed(3)  # a router may draw
     output = model(**inputs, labels=inputs["input_ids"]) if has_loss else model(**inputs)
     first = output.logits if has_loss else output[0]
     loss = output.loss if has_loss else None
-    return (first.float() * _numbers(*first.shape)).mean() * 10 if loss is None else loss, first
+    return (first.float() * _numbers(reader, *first.shape)).mean() * 10 if loss is None else loss, first
 
 
 # --- comparison -------------------------------------------------------------------------------------------------------
@@ -592,29 +622,39 @@ def compare(kinds: Iterable[str], given: bool = True) -> dict[str, Compared]:
     Args:
         given: whether `tp_plan` has what the family's plan lacks.
     """
-    return {kind: _compare(kind, FAMILIES[kind].given if given else {}) for kind in kinds}
+    return {kind: _compare(kind, {"tp_size": 2, "tp_plan": FAMILIES[kind].given if given else {}}) for kind in kinds}
 
 
-def _compare(kind: str, given: Mapping[str, str]) -> Compared:
+def compare_experts(kinds: Iterable[str]) -> dict[str, Compared]:
+    """Return how far each family is from one process, where ranks share out experts and read data of their own.
+
+    On two ranks.
+    """
+    return {kind: _compare(kind, {"dp_shard_size": 2, "ep_size": 2}) for kind in kinds}
+
+
+def _compare(kind: str, sizes: Mapping[str, Any]) -> Compared:
     from accel_trainer.errors import ConfigError
 
     plain = build(kind)
     model = copy.deepcopy(plain)
-    accelerator = start(sizes={"tp_size": 2, "tp_plan": given})
+    accelerator = start(sizes=sizes)
+    readers = accelerator.readers
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     try:
         model, optimizers[1] = accelerator.prepare(model, optimizers[1])
-        loss, logits = _run(kind, model)
+        loss, logits = _run(kind, model, readers.rank)
         accelerator.backward(loss)
-        expected_loss, expected_logits = _run(kind, plain)
-        expected_loss.backward()
+        expected = [_run(kind, plain, reader) for reader in range(readers.world_size)]
+        torch.stack([each for each, _ in expected]).mean().backward()
+        expected_loss, expected_logits = expected[readers.rank]
         gradients = {name: p.grad for name, p in model.named_parameters()}
         differences = {name: _distance(p.grad, gradients[name]) for name, p in plain.named_parameters()}
         worst = max(differences, key=lambda name: differences[name])
         for optimizer in optimizers:
             optimizer.step()
         with torch.no_grad():
-            after = [_run(kind, each)[0].item() for each in (plain, model)]
+            after = [_run(kind, each, readers.rank)[0].item() for each in (plain, model)]
         num_local = sum(p.to_local().numel() for p in model.parameters())
         return Compared(
             abs(loss.item() - expected_loss.item()) / max(1.0, abs(expected_loss.item())),
@@ -638,7 +678,15 @@ def _distance(expected: Tensor | None, found: Any) -> float:
     return ((expected - values).abs().max() / expected.abs().max().clamp(min=1e-3)).item()
 
 
-def find_difference(kind: str, found: Compared) -> str:
+def find_expert_difference(kind: str, found: Compared) -> str:
+    """Return what is not as promised where ranks share out experts; empty where all is."""
+    refused = EXPERT_FAMILIES[kind]
+    if refused:
+        return "" if re.search(refused, found.refused) else f"is refused with {found.refused!r}"
+    return find_difference(found)
+
+
+def find_difference(found: Compared) -> str:
     """Return what is not as on one process; empty where all is."""
     limits = {"loss": TOLERANCE, "logits": TOLERANCE, "gradient": 20 * TOLERANCE, "after": 2 * TOLERANCE}
     far = [f"{name} {getattr(found, name):.1e}" for name, limit in limits.items() if getattr(found, name) > limit]
@@ -659,17 +707,25 @@ def docs_table() -> str:
     )
 
 
+def docs_experts() -> str:
+    """Return the line of docs/parallelism.md about expert parallelism: the families that are exact."""
+    exact = sorted(kind for kind, refused in EXPERT_FAMILIES.items() if not refused)
+    return f"{len(exact)} as they are: {', '.join(f'`{kind}`' for kind in exact)}."
+
+
 def main() -> None:
     """Compare all families, or those whose names match; print each one's distance from one process."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--only", default="", help="a regular expression for model types, as 'qwen.*'")
-    parser.add_argument("--table", action="store_true", help="print the table of docs/parallelism.md, and end")
+    parser.add_argument("--table", action="store_true", help="print the tables of docs/parallelism.md, and end")
     parser.add_argument("--chunk", type=int, default=12, help="families of one pair of processes")
     options = parser.parse_args()
     if options.table:
-        return print(docs_table())
-    declared = set(declared_configs())
-    broken = dict.fromkeys(declared ^ FAMILIES.keys(), "not in the table, or gone")
+        return print(docs_table(), docs_experts(), sep="\n\n")
+    declared = declared_configs()
+    broken = dict.fromkeys(declared.keys() ^ FAMILIES.keys(), "not in the table, or gone")
+    mixtures = {kind for kind, config in declared.items() if config.base_model_ep_plan}
+    broken |= dict.fromkeys(mixtures ^ EXPERT_FAMILIES.keys(), "not in the table of experts, or gone")
     kinds = [kind for kind in FAMILIES if re.search(options.only, kind) and kind in declared]
     for begin in range(0, len(kinds), options.chunk):
         for kind, text in _check(kinds[begin : begin + options.chunk]).items():
@@ -683,8 +739,9 @@ def _check(kinds: list[str]) -> dict[str, str]:
     """Return what is not as promised of each family, empty where all is."""
     refused = [kind for kind in kinds if FAMILIES[kind].refused]
     exact = [kind for kind in kinds if not FAMILIES[kind].refused or FAMILIES[kind].given]
+    mixtures = [kind for kind in kinds if kind in EXPERT_FAMILIES]
     try:
-        said, found = run_ranks(_compare_both, 2, refused, exact, timeout=300)[0]
+        said, found, shared = run_ranks(_compare_all, 2, refused, exact, mixtures, timeout=300)[0]
     except RankFailure as error:
         if len(kinds) == 1:
             return {kinds[0]: "".join(traceback.format_exception_only(error))[-1500:]}
@@ -694,14 +751,22 @@ def _check(kinds: list[str]) -> dict[str, str]:
         if not re.search(FAMILIES[kind].refused, said[kind].refused):
             broken[kind] = f"is refused with {said[kind].refused!r}"
     for kind in exact:
-        broken[kind] = broken[kind] or find_difference(kind, found[kind])
-        figures = ", ".join(f"{name} {x:.0e}" for name, x in found[kind]._asdict().items() if isinstance(x, float))
-        print(f"{kind}: {broken[kind] or 'as one process'} ({figures})", flush=True)
+        broken[kind] = broken[kind] or find_difference(found[kind])
+        _print_figures(kind, broken[kind], found[kind])
+    for kind in mixtures:
+        difference = find_expert_difference(kind, shared[kind])
+        broken[kind] = broken[kind] or difference and f"with shared experts: {difference}"
+        _print_figures(f"experts of {kind}", difference, shared[kind])
     return broken
 
 
-def _compare_both(refused: list[str], exact: list[str]) -> tuple[dict[str, Compared], dict[str, Compared]]:
-    return compare(refused, given=False), compare(exact)
+def _print_figures(name: str, difference: str, found: Compared) -> None:
+    figures = ", ".join(f"{name} {x:.0e}" for name, x in found._asdict().items() if isinstance(x, float))
+    print(f"{name}: {difference or found.refused or 'as one process'} ({figures})", flush=True)
+
+
+def _compare_all(refused: list[str], exact: list[str], mixtures: list[str]) -> tuple[dict[str, Compared], ...]:
+    return compare(refused, given=False), compare(exact), compare_experts(mixtures)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.parallel.plans import plan_experts
 from tests.conformance.models import MLP
+from tests.family_matrix import EXPERT_FAMILIES, compare_experts, docs_experts, find_expert_difference
 from tests.mesh_loops import adamw, start
 from tests.ranks import preload, run_ranks
 from tests.strategies.parallel.test_tensor_parallel import tiny_model
@@ -20,6 +21,17 @@ from tests.strategies.parallel.test_tensor_parallel import tiny_model
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
 
 KINDS = ("mixtral", "qwen3_moe", "starved")
+# Of each kind of experts one family (`make test-families` has all): with biases; without gates; two mixtures a layer;
+# beside a shared expert; chosen by the token's id; chosen with a correction of scores; and what is refused.
+FAMILIES = (
+    "gpt_oss",
+    "nemotron_h",
+    "ernie4_5_vl_moe_text",
+    "qwen2_moe",
+    "deepseek_v4",
+    "deepseek_v3",
+    "muse_spark_text",
+)
 SHARDED = {"dp_shard_size": 4, "ep_size": 2}
 REPLICATED = {"dp_replicate_size": 2, "dp_shard_size": 2, "ep_size": 2}
 
@@ -170,6 +182,24 @@ def test_a_window_goes_on_on_other_layouts(meshed: list[dict[str, Any]], alone: 
     for weights in (meshed[0]["saved"], meshed[0]["resumed"], resumed):
         assert weights.keys() == expected.keys()
         assert max((weights[name] - value).abs().max().item() for name, value in expected.items()) < 1e-6
+
+
+@pytest.fixture(scope="module")
+def families() -> list[dict[str, Any]]:
+    return run_ranks(compare_experts, 2, FAMILIES, timeout=150)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_family_with_a_plan_of_experts_is_exact_or_refused(kind: str, families: list[dict[str, Any]]):
+    for found in families:
+        assert not find_expert_difference(kind, found[kind])
+        assert found[kind].refused or found[kind].share == pytest.approx(0.5, abs=0.01)
+
+
+def test_the_page_has_the_families_whose_experts_ranks_share():
+    page = (Path(__file__).parents[3] / "docs" / "parallelism.md").read_text()
+    assert docs_experts() in page, "paste what python -m tests.family_matrix --table prints"
+    assert all(f"`{kind}`" in page.partition("## Expert parallelism")[2] for kind in EXPERT_FAMILIES)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
