@@ -97,7 +97,7 @@ def _reduce_over(group: dist.ProcessGroup, norms: dict[Groups, Tensor], norm_typ
     within = [groups for groups in norms if group in groups]
     values = torch.cat([norms[groups] for groups in within])
     if norm_type == float("inf"):
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+        values = _maximum(values, group)
     else:
         values = values**norm_type
         dist.all_reduce(values, group=group)
@@ -107,6 +107,17 @@ def _reduce_over(group: dist.ProcessGroup, norms: dict[Groups, Tensor], norm_typ
         rest = tuple(other for other in groups if other is not group)
         left[rest] = torch.cat([left[rest], reduced]) if rest in left else reduced
     return left
+
+
+def _maximum(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the maximum over ranks, NaN where a rank has NaN. Collective.
+
+    gloo's own passes over it, or does not, by the number of the rank.
+    """
+    is_nan = values.isnan()
+    both = torch.stack([values.masked_fill(is_nan, 0.0), is_nan.to(values.dtype)])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return both[0].masked_fill(both[1] > 0, float("nan"))
 
 
 def _shard_of(gradient: Tensor) -> tuple[Groups, Tensor]:

@@ -204,16 +204,33 @@ def clip_other_kinds() -> dict[str, Any]:
     with pytest.raises(ValueError, match=r"norm_type=0.0: norms of sharded gradients have a positive order; use 2.0"):
         norm_of(half, p=0)
     half_norm = norm_of(half)
+    largest = []
+    for rank in range(4):
+        broken = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)])
+        if rank == mesh.get_rank():
+            broken.to_local()[0, 0] = math.nan
+        largest.append(norm_of(broken, SHARDED, p=math.inf).item())
     return {
+        "largest": largest,
         "mixed": (mixed.item(), str(mixed.dtype), num_calls),
         "half": (half_norm.item(), str(half_norm.dtype)),
         "summand": norm_of(summand).item(),
     }
 
 
-def test_norms_of_shards_of_several_kinds_take_one_collective_for_each_axis():
-    for found in run_ranks(clip_other_kinds, 4):
+@pytest.fixture(scope="module")
+def other_kinds() -> list[dict[str, Any]]:
+    return run_ranks(clip_other_kinds, 4)
+
+
+def test_norms_of_shards_of_several_kinds_take_one_collective_for_each_axis(other_kinds: list[dict[str, Any]]):
+    for found in other_kinds:
         expected = p_norm([SHARDED, SHARDED[:1], PLAIN, SHARDED], 2.0)
         assert found["mixed"] == (pytest.approx(expected, rel=3e-3), "torch.float64", 2)
         assert found["half"] == (pytest.approx(p_norm([SHARDED], 2.0), rel=3e-3), "torch.float32")
         assert found["summand"] == pytest.approx(p_norm([SHARDED], 2.0), rel=1e-6)
+
+
+def test_a_nan_of_any_rank_is_the_infinite_norm_of_all(other_kinds: list[dict[str, Any]]):
+    for found in other_kinds:
+        assert all(map(math.isnan, found["largest"]))
