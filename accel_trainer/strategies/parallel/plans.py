@@ -16,7 +16,7 @@ from accel_trainer.checkpoint.weights.adapters import is_peft_model
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.torch_private import own_parameters
 
-__all__ = ["STYLES", "Plan", "Style", "plan_experts", "plan_layers", "planned_model"]
+__all__ = ["STYLES", "Plan", "Style", "plan_experts", "plan_layers", "planned_model", "sharded_parameters"]
 
 
 class Style(NamedTuple):
@@ -72,6 +72,14 @@ Plan = Mapping[str, Style]
 """The style of each module that a plan names, by the module's full name."""
 
 
+def sharded_parameters(module: nn.Module, style: Style) -> Iterator[tuple[str, nn.Parameter, int]]:
+    """Yield the parameters of a module's own that its style shards, with the dimension; a bias of inputs is not."""
+    for name, parameter in own_parameters(module).items():
+        dim = style.own.get(name, style.dim)
+        if parameter is not None and dim is not None and (name != "bias" or dim == 0):
+            yield name, parameter, dim
+
+
 def plan_layers(
     model: nn.Module,
     size: int,
@@ -96,6 +104,7 @@ def plan_layers(
     declared = {prefix + where: style for where, style in _declared_styles(inner, origin, given).items()}
     plan = {where: style for name, own in declared.items() for where, style in _spread(name, modules[name], own)}
     _follow_tied(modules, plan)
+    _check_tied(modules, plan, origin)
     left_out = {id(inner) for module in ignored for inner in module.modules()}
     for where, style in plan.items():
         _check_module(where, modules[where], style, size, id(modules[where]) in left_out, origin)
@@ -177,9 +186,12 @@ def _check_styles(name: str, found: Mapping[str, str], bare: Mapping[str, str], 
             "share sequences out over ranks with sp_size"
         )
     if unknown:
+        packed = "give a fused layer 'colwise_gather_output', or " * any(
+            style.startswith("packed_") for style in unknown
+        )
         raise ConfigError(
             f"{origin}: the plan of {name} has {', '.join(map(repr, unknown))}, and known are {', '.join(STYLES)} of "
-            "modules; set tp_size to 1 and shard with dp_shard_size"
+            f"modules; {packed}set tp_size to 1 and shard with dp_shard_size"
         )
 
 
@@ -303,6 +315,26 @@ def _follow_tied(modules: Mapping[str, nn.Module], plan: dict[str, Style]) -> No
             plan.setdefault(inner, STYLES["replicated_with_grad_allreduce"])
 
 
+def _check_tied(modules: Mapping[str, nn.Module], plan: Plan, origin: str) -> None:
+    """Refuse a weight that several modules have, where not all of them compute with it as it is sharded."""
+    sharded = {
+        id(parameter): (f"{where}.{name}", dim)
+        for where, style in plan.items()
+        for name, parameter, dim in sharded_parameters(modules[where], style)
+    }
+    for where, module in modules.items():
+        dims = {name: dim for name, _, dim in sharded_parameters(module, plan.get(where, Style()))}
+        for name, parameter in own_parameters(module).items():
+            first, dim = sharded.get(id(parameter), ("", None))
+            if dims.get(name) != dim:
+                own = "gives it none" if name not in dims else f"shards dimension {dims[name]}"
+                raise ConfigError(
+                    f"{origin}: the plan shards dimension {dim} of {first}, and {own} where {where}.{name} is tied to "
+                    f"it; give {where} a style that shards the same dimension, as 'colwise_gather_output' of a head "
+                    "does beside 'embedding_rowwise' of an embedding, or untie them"
+                )
+
+
 def _check_module(where: str, module: nn.Module, style: Style, size: int, is_ignored: bool, origin: str) -> None:
     """Refuse a module whose parameters cannot be shared out over so many ranks."""
     _check_own_dims(where, module, style, size, is_ignored, origin)
@@ -348,6 +380,13 @@ def _check_look_up(where: str, module: nn.Module, origin: str) -> None:
 
 def _check_experts(where: str, module: Any, size: int, origin: str) -> None:
     number = getattr(module, "num_experts", None)
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.shape[:1] == (number,):
+            raise ConfigError(
+                f"{origin}: the experts of {where} have a buffer {name}, {tuple(buffer.shape)}, which each rank would "
+                "read by the numbers of its own experts; make it a parameter without gradients, or set the size to 1 "
+                "and shard with dp_shard_size"
+            )
     for name, parameter in own_parameters(module).items():
         if parameter is not None and parameter.shape[:1] != (number,):
             raise ConfigError(

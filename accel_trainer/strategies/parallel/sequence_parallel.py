@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from accel_trainer.errors import ConfigError
@@ -341,6 +342,7 @@ class _RingAttention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return *ctx.ring.backward(gradient.contiguous(), *ctx.saved_tensors, ctx.rest), None, None
 
@@ -377,6 +379,7 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(x, shared, whole, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchange(gradient, ctx.whole, ctx.shared, ctx.group), None, None, None
 
@@ -565,5 +568,6 @@ class _Join(torch.autograd.Function):
         return slices.join(parts)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.slices.cut(gradient) * dist.get_world_size(ctx.slices.group), None

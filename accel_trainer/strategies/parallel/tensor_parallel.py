@@ -20,13 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.rng import OwnDraws
 from accel_trainer.runtime.torch_private import is_fake, own_parameters, version_of
-from accel_trainer.strategies.parallel.plans import STYLES, Plan, Style, planned_model
+from accel_trainer.strategies.parallel.plans import STYLES, Plan, Style, planned_model, sharded_parameters
 
 __all__ = ["check_loss", "draw_apart", "shard_layers", "shard_loss"]
 
@@ -206,13 +207,10 @@ def _has_no_forward(module: nn.Module) -> bool:
 
 
 def _sharded_dims(model: nn.Module, plan: Plan) -> dict[int, int]:
-    """Return the dimension along which each parameter is sharded, by its id; a bias of inputs is not."""
+    """Return the dimension along which each parameter is sharded, by its id."""
     dims: dict[int, int] = {}
     for where, style in plan.items():
-        for name, parameter in own_parameters(model.get_submodule(where)).items():
-            dim = style.own.get(name, style.dim)
-            if parameter is not None and dim is not None and (name != "bias" or dim == 0):
-                dims[id(parameter)] = dim
+        dims |= {id(parameter): dim for _, parameter, dim in sharded_parameters(model.get_submodule(where), style)}
     return dims
 
 
@@ -383,7 +381,10 @@ class _ShardedForward:
         return output
 
     def _look_up(self, ids: Tensor) -> Tensor:
-        """Return the vectors of the ids whose rows this rank has, and zeros for the others."""
+        """Return the vectors of the ids whose rows this rank has, and zeros for the others.
+
+        Those of ids beyond the vocabulary are NaN: torch stops there, but looking would wait for the device.
+        """
         module: Any = self.module
         num_rows = module.weight.shape[0]
         own, padding_idx = ids - num_rows * self.rank, module.padding_idx
@@ -396,7 +397,9 @@ class _ShardedForward:
         finally:
             if padding_idx is not None:
                 module.padding_idx = padding_idx + num_rows * self.rank
-        return vectors.masked_fill(~is_own.unsqueeze(-1), 0.0)
+        is_beyond = (ids < 0) | (ids >= num_rows * dist.get_world_size(self.group))
+        vectors = vectors.masked_fill(~is_own.unsqueeze(-1), 0.0)
+        return vectors.masked_fill(is_beyond.unsqueeze(-1), float("nan"))
 
 
 def _head(model: nn.Module) -> nn.Module | None:
@@ -535,6 +538,7 @@ class _CrossEntropy(torch.autograd.Function):
         return (sums[0].log() - sums[1]).masked_fill(is_beyond, float("nan")).masked_fill(~is_label, 0.0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, own, is_own, is_label = ctx.saved_tensors
         of_target = probabilities.gather(-1, own) - is_own.unsqueeze(-1).to(probabilities.dtype)
@@ -571,6 +575,7 @@ class _Exchange(torch.autograd.Function):
         return _all_to_all(x, num_received, num_sent, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         num_sent, num_received = ctx.sizes
         returned = _all_to_all(gradient, num_sent, num_received, ctx.group)
@@ -586,6 +591,7 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _all_reduce(gradient, ctx.group), None
 
@@ -598,6 +604,7 @@ class _Sum(torch.autograd.Function):
         return _all_reduce(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
@@ -611,6 +618,7 @@ class _Join(torch.autograd.Function):
         return _all_gather_last(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _own_of_last(gradient, ctx.group), None
 
@@ -624,6 +632,7 @@ class _Split(torch.autograd.Function):
         return _own_of_last(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _all_gather_last(gradient, ctx.group), None
 

@@ -214,6 +214,11 @@ class Experts(nn.Module):
             self.norm = nn.LayerNorm(2)
 
 
+def scaled(experts: Experts) -> Experts:
+    experts.register_buffer("scales", torch.ones(4))
+    return experts
+
+
 def with_experts(experts: nn.Module, plan: dict[str, str] | None = None) -> nn.Module:
     model = MLP()
     model.experts, model._ep_plan = experts, plan or {"experts": "ep_dispatch_experts", "experts.up": "grouped_gemm"}
@@ -227,6 +232,7 @@ def with_experts(experts: nn.Module, plan: dict[str, str] | None = None) -> nn.M
         (with_experts(Experts(), {"experts.up": "grouped_gemm"}), "declares no plan for expert parallelism"),
         (with_experts(Experts(3, 3)), "^ep_size=2 does not divide the 3 experts of experts; use a size that does"),
         (with_experts(Experts(4, 3)), r"whose up is \(3, 2, 2\), not of 4 experts; set the size to 1"),
+        (with_experts(scaled(Experts())), r"experts of experts have a buffer scales, \(4,\), which each rank would re"),
         (with_experts(Experts(norm=True)), "the experts of experts have modules with a weight, which ranks cannot"),
         (with_experts(nn.ModuleList([Experts()])), "the experts of experts have modules with a up"),
     ],

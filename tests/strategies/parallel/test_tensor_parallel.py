@@ -228,11 +228,91 @@ def shared_inputs(model: nn.Module) -> list[Any]:
     return [found for found in (getattr(forward, "shared", None) for forward in forwards) if found is not None]
 
 
+class OwnPlan(nn.Module):
+    """Layers of one's own: fused halves, siblings between which their input changes in place, and experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import AutoConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+        torch.manual_seed(0)
+        self.enter = nn.Linear(8, 8)
+        self.fused, self.leave = nn.Linear(8, 32), nn.Linear(16, 8)
+        # Without a gradient of its weight a layer keeps no input, and autograd allows the change.
+        self.early, self.late = (nn.Linear(8, 16).requires_grad_(False) for _ in range(2))
+        self.join = nn.Linear(16, 8)
+        config = AutoConfig.for_model("mixtral", hidden_size=8, intermediate_size=16, num_local_experts=4)
+        self.experts = MixtralExperts(config)
+        for parameter in self.experts.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.fused(self.enter(x)).chunk(2, dim=-1)
+        x = self.leave(torch.tanh(gate) * up) + 0
+        early = self.early(x)
+        x.mul_(-3)
+        x = self.join(torch.tanh(early) * self.late(x)) + 0
+        chosen = torch.arange(2 * len(x)).view(len(x), 2) % 4
+        return self.experts(x, chosen, torch.full(chosen.shape, 0.5)).square().mean()
+
+
+OWN_PLAN = {
+    "fused": "colwise_gather_output",
+    "leave": "rowwise_split_input",
+    "early": "colwise",
+    "late": "colwise",
+    "join": "rowwise",
+    "enter": "replicate",
+    "experts": "moe_tp_experts",
+    "experts.gate_up_proj": "packed_colwise",
+    "experts.down_proj": "rowwise",
+}
+
+
+class Penalized(nn.Module):
+    """A sharded layer beside a way around it, whose gradient is there without the layer's, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.pow(3).sum() + self.down(torch.tanh(self.up(x))).sum()
+
+
+def train_own_models() -> dict[str, Any]:
+    """Return what becomes of a plan of one's own, of ids beyond a vocabulary, and of gradients of gradients."""
+    accelerator = start(sizes={"tp_size": 2, "tp_plan": OWN_PLAN})
+    plain = OwnPlan()
+    model = accelerator.prepare(copy.deepcopy(plain))
+    losses = [each(torch.linspace(-1, 1, 48).view(6, 8)) for each in (plain, model)]
+    for loss in losses:
+        loss.backward()
+    trained = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.requires_grad}
+    differences = {name: (plain.get_parameter(name).grad - grad).abs().max().item() for name, grad in trained.items()}
+    found: dict[str, Any] = {"losses": [loss.item() for loss in losses], "gradients": differences}
+    found["shapes"] = {name: tuple(p.to_local().shape) for name, p in model.named_parameters()}
+    accelerator = start(sizes={"tp_size": 2})
+    ids = tokens(rows=3)
+    ids[0, 3], ids[1, 0] = 64, -1
+    with torch.no_grad():
+        found["beyond"] = accelerator.prepare(tiny_model("llama")).eval()(ids).logits.isnan().any(-1)
+    accelerator = start(sizes={"tp_size": 2, "tp_plan": {"up": "colwise", "down": "rowwise"}})
+    x = torch.ones(2, 8, requires_grad=True)
+    (gradient,) = torch.autograd.grad(accelerator.prepare(Penalized())(x), x, create_graph=True)
+    try:
+        gradient.square().sum().backward()
+    except RuntimeError as error:
+        found["twice"] = str(error)
+    return found
+
+
 def on_two_ranks(folder: str) -> dict[str, Any]:
     found = {"loaded": load_empty({"tp_size": 2}, folder), "dropout": drop_out()}
     found["sums"] = {way: count_sums(way) for way in WAYS}
     found |= {"gradients": compare(BY_GRADIENT), "refused": compare(["glm5_next_text"], given=False)}
-    return train_families() | found | {"sharded losses": make_sharded_losses()}
+    return train_families() | found | {"sharded losses": make_sharded_losses(), "own": train_own_models()}
 
 
 @pytest.fixture(scope="module")
@@ -278,6 +358,25 @@ def test_a_layer_that_is_given_all_inputs_for_its_shard_says_so(families: list[d
     for found in (of_rank["refused"]["glm5_next_text"].refused for of_rank in families):
         assert "'layers.0.self_attn.o_proj' as 'rowwise', for this rank's shard of its 32 inputs, and it is" in found
         assert "give it 'rowwise_split_input' in tp_plan" in found
+
+
+def test_fused_layers_experts_and_inputs_changed_in_place_are_exact_by_a_plan_of_ones_own(families: Any):
+    for found in (of_rank["own"] for of_rank in families):
+        assert found["losses"][1] == pytest.approx(found["losses"][0], abs=2e-6)
+        assert found["gradients"].keys() >= {"enter.weight", "fused.weight", "leave.weight", "experts.gate_up_proj"}
+        assert max(found["gradients"].values()) < 2e-6, found["gradients"]
+        assert found["shapes"]["experts.gate_up_proj"] == (2, 32, 8)  # each rank has two experts in full
+        assert found["shapes"]["fused.weight"] == (16, 8)
+
+
+def test_an_id_beyond_the_vocabulary_makes_its_row_nan(families: list[dict[str, Any]]):
+    for found in (of_rank["own"]["beyond"] for of_rank in families):
+        assert found.tolist() == [[True] * 10, [True] * 10, [False] * 10]
+
+
+def test_gradients_of_gradients_are_refused_by_sharded_layers(families: list[dict[str, Any]]):
+    for found in families:
+        assert "trying to differentiate twice" in found["own"]["twice"]
 
 
 def test_the_page_has_the_families_and_what_the_others_need():
@@ -445,6 +544,13 @@ class Sinks(nn.Module):
         self.sinks, self.scale = nn.Parameter(torch.zeros(heads)), nn.Parameter(torch.ones(()))
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+
 class Marked(nn.Embedding):
     def __init__(self, rows: int, width: int) -> None:
         super().__init__(rows, width)
@@ -467,6 +573,15 @@ def planned(plan: dict[str, str], **changes: Any) -> nn.Module:
         (planned({"first": "sequence_parallel"}), "has 'sequence_parallel', whose modules take .*no style of transfo"),
         (planned({"first": "diagonal"}), "the plan of MLP has 'diagonal', and known are colwise"),
         (planned({"first": "colwise", "first.weight": "packed_colwise"}), "has 'packed_colwise', and known are"),
+        (planned({"first": "packed_colwise"}), "of modules; give a fused layer 'colwise_gather_output', or set tp_s"),
+        (
+            planned({"first.embed": "embedding_rowwise"}, first=Tied()),
+            "shards dimension 0 of first.embed.weight, and gives it none where first.head.weight is tied to it; give",
+        ),
+        (
+            planned({"first.embed": "embedding_colwise", "first.head": "colwise_gather_output"}, first=Tied()),
+            "shards dimension 0 of first.head.weight, and shards dimension 1 where first.embed.weight is tied to it",
+        ),
         (
             planned({"first": "local_params", "first.sinks": "colwise"}, first=Sinks()),
             "'local_params' for first, and no style for first.scale, with which it computes; give it, or",
