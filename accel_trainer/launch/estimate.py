@@ -11,8 +11,13 @@ import dataclasses
 import importlib
 import itertools
 import json
+import multiprocessing
 import os
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +26,7 @@ from accel_trainer.errors import CheckpointNotFoundError, ConfigError, MissingEx
 from accel_trainer.launch.cli import as_subcommand
 from accel_trainer.launch.flags import Options
 from accel_trainer.launch.job import read_options, resolve_options
+from accel_trainer.runtime.cores import usable_cores
 
 if TYPE_CHECKING:
     from accel_trainer.launch.planner import LayoutPlan
@@ -56,6 +62,7 @@ def run_estimate(words: Sequence[str]) -> int:
     if others and not _plans(args):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     args.layout_options = others
+    args.num_workers = usable_cores()  # programs that call the functions may have no guard around their main part
     estimate_command(args)
     return 0
 
@@ -255,24 +262,57 @@ def _plan(args: argparse.Namespace, options: Options, flags: Mapping[str, Any]) 
     return plan_layout(model, resolved, launch.num_processes, workload, cluster)
 
 
+_ALONE_SECONDS = 5.0
+"""How long layouts are compared in this process alone: another one imports torch and transformers for that long."""
+
+
 def _all_plans(args: argparse.Namespace, options: Options) -> Iterator[LayoutPlan]:
     """Yield the plans of layouts that the model and the number of processes allow."""
     found = 0
     error: ConfigError | None = None
     refused: set[tuple[str, int]] = set()
     """Sizes that do not fit the model, with nothing beside them."""
-    for flags in _candidates(args, options):
-        asked = {(path, flags[path]) for path in _SIZES_OF_MODELS if flags.get(path, 1) > 1}
-        if asked & refused:
-            continue
-        try:
-            yield _plan(args, options, flags)
-            found += 1
-        except ConfigError as problem:  # no plan for tensor parallelism, or a size that does not divide
-            error = problem
+    for flags, outcome in _outcomes(args, options, refused):
+        if isinstance(outcome, ConfigError):
+            error, asked = outcome, _sizes_of_models(flags)
             refused |= asked if len(asked) == 1 else set()
+        else:
+            found += 1
+            yield outcome
     if not found and error is not None:
         raise error
+
+
+def _sizes_of_models(flags: Mapping[str, Any]) -> set[tuple[str, int]]:
+    return {(path, flags[path]) for path in _SIZES_OF_MODELS if flags.get(path, 1) > 1}
+
+
+def _outcomes(
+    args: argparse.Namespace, options: Options, refused: set[tuple[str, int]]
+) -> Iterator[tuple[dict[str, Any], LayoutPlan | ConfigError]]:
+    """Yield each layout with its plan, or with what refuses it, but those of sizes that have been refused by then.
+
+    What is left after some seconds is shared out over processes, one for each core: a process is a rank of one job.
+    """
+    begun, num_workers = time.perf_counter(), getattr(args, "num_workers", 1)
+    candidates = deque(_candidates(args, options))
+    while candidates and (num_workers == 1 or time.perf_counter() - begun < _ALONE_SECONDS):
+        flags = candidates.popleft()
+        if not _sizes_of_models(flags) & refused:
+            yield flags, _try_plan(args, options, flags)
+    rest = [flags for flags in candidates if not _sizes_of_models(flags) & refused]
+    if rest:
+        # Not forked: torch's threads do not survive that.
+        spawned = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(num_workers, len(rest)), mp_context=spawned) as pool:
+            yield from zip(rest, pool.map(partial(_try_plan, args, options), rest), strict=True)
+
+
+def _try_plan(args: argparse.Namespace, options: Options, flags: Mapping[str, Any]) -> LayoutPlan | ConfigError:
+    try:
+        return _plan(args, options, flags)
+    except ConfigError as problem:  # no plan for tensor parallelism, or a size that does not divide
+        return problem
 
 
 def _candidates(args: argparse.Namespace, options: Options) -> Iterator[dict[str, Any]]:

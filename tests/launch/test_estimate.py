@@ -193,6 +193,19 @@ def test_layouts_that_fit_are_ranked(llama: str, capsys: pytest.CaptureFixture[s
         assert (f"{axis}_size {fastest['sizes'][axis]}" in lines[-1]) == (fastest["sizes"][axis] > 1)
 
 
+def test_processes_that_share_out_layouts_find_the_same_plans(
+    llama: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["estimate", llama, "--num_processes", "2", "--compare", "--sequence", "32", "--json"]
+    monkeypatch.setattr(estimate, "_ALONE_SECONDS", float("inf"))
+    assert main(words) == 0
+    expected = capsys.readouterr().out
+    monkeypatch.setattr(estimate, "_ALONE_SECONDS", 0.0)
+    monkeypatch.setattr(estimate, "usable_cores", lambda: 2)
+    assert main(words) == 0
+    assert capsys.readouterr().out == expected
+
+
 def test_a_mixture_is_planned_as_if_its_experts_got_as_many_tokens_each(tmp_path: Path, capsys: Any) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, **sizes}
