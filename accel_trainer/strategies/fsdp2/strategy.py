@@ -54,9 +54,10 @@ from accel_trainer.strategies.fsdp2.wrapping import (
     units_below_root,
     warn_of_one_unit,
 )
+from accel_trainer.strategies.parallel.loss_parallel import shard_loss
 from accel_trainer.strategies.parallel.meshes import Meshes
 from accel_trainer.strategies.parallel.sequence_parallel import shard_sequences
-from accel_trainer.strategies.parallel.tensor_parallel import draw_apart, shard_layers, shard_loss
+from accel_trainer.strategies.parallel.tensor_parallel import draw_apart, shard_layers
 from accel_trainer.strategies.quantized import keep_scales
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, with_optimizers
 from accel_trainer.tree import leaves

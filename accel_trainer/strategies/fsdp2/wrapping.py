@@ -18,10 +18,10 @@ from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import TrainJob, WrapPolicyFunction
+from accel_trainer.strategies.parallel.loss_parallel import check_loss
 from accel_trainer.strategies.parallel.meshes import sizes_of
 from accel_trainer.strategies.parallel.plans import Plan, plan_experts, plan_layers
 from accel_trainer.strategies.parallel.sequence_parallel import find_language_model
-from accel_trainer.strategies.parallel.tensor_parallel import check_loss
 from accel_trainer.strategies.quantized import refuse_8bit_shards
 
 __all__ = [
