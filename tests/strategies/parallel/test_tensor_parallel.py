@@ -290,7 +290,8 @@ def train_own_models() -> dict[str, Any]:
     for loss in losses:
         loss.backward()
     trained = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.requires_grad}
-    differences = {name: (plain.get_parameter(name).grad - grad).abs().max().item() for name, grad in trained.items()}
+    expected = {name: plain.get_parameter(name).grad for name in trained}
+    differences = {name: ((x - trained[name]).abs().max() / x.abs().max()).item() for name, x in expected.items()}
     found: dict[str, Any] = {"losses": [loss.item() for loss in losses], "gradients": differences}
     found["shapes"] = {name: tuple(p.to_local().shape) for name, p in model.named_parameters()}
     accelerator = start(sizes={"tp_size": 2})
@@ -362,9 +363,9 @@ def test_a_layer_that_is_given_all_inputs_for_its_shard_says_so(families: list[d
 
 def test_fused_layers_experts_and_inputs_changed_in_place_are_exact_by_a_plan_of_ones_own(families: Any):
     for found in (of_rank["own"] for of_rank in families):
-        assert found["losses"][1] == pytest.approx(found["losses"][0], abs=2e-6)
+        assert found["losses"][1] == pytest.approx(found["losses"][0], rel=1e-5)
         assert found["gradients"].keys() >= {"enter.weight", "fused.weight", "leave.weight", "experts.gate_up_proj"}
-        assert max(found["gradients"].values()) < 2e-6, found["gradients"]
+        assert max(found["gradients"].values()) < 1e-5, found["gradients"]
         assert found["shapes"]["experts.gate_up_proj"] == (2, 32, 8)  # each rank has two experts in full
         assert found["shapes"]["fused.weight"] == (16, 8)
 
