@@ -108,7 +108,7 @@ def test_r14_the_process_ends_with_a_code_of_its_own(tmp_path: Path):
 
 
 EPSILON = 1e-4
-"""Of AdamW: at its default of 1e-8 the sign of a gradient that is next to nothing, which rounding decides, is a step."""
+"""Of AdamW: at its default of 1e-8 a gradient next to nothing, whose sign rounding decides, makes a whole step."""
 
 
 class PoisonedRun:
