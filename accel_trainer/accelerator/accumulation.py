@@ -91,7 +91,7 @@ class PreparedUnit:
     """Whether the current micro-batch has had its backward."""
     tokens: TokenWindow | None = None
     """Tokens that the window's losses were summed over; None before a loss has been weighed by tokens."""
-    corrected: bool = False
+    corrected: bool = True
     """Whether the gradients are the mean over the window's micro-batches, and nothing is left to scale.
 
     A field that is set where a window changes, and no property: every update asks for it.
