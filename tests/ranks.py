@@ -182,7 +182,8 @@ class _Rank:
                 self.failure = data
         except (EOFError, ConnectionResetError):
             self.process.join(5)
-            self.failure = f"rank {self.index} died without an answer: {_describe_exit(self.process.exitcode)}"
+            death = _describe_exit(self.process.exitcode)
+            self.failure = f"rank {self.index} died without an answer: {death}\n{self._stack()}".rstrip()
         except Exception:
             self.failure = f"the result of rank {self.index} cannot be unpickled here\n{traceback.format_exc()}"
 
@@ -194,8 +195,12 @@ class _Rank:
             os.kill(self.process.pid, signal.SIGCONT)  # one that was stopped hears nothing before
         self.process.join(2)
         self.kill()
-        stack = Path(self.stack_path).read_text(errors="replace") if Path(self.stack_path).exists() else ""
-        self.failure = f"rank {self.index} {reason}\n{stack or '(no stack: the rank had not started)'}"
+        self.failure = f"rank {self.index} {reason}\n{self._stack() or '(no stack: the rank had not started)'}"
+
+    def _stack(self) -> str:
+        """Return what the rank's faulthandler has written, also at a fatal signal of its own; no list of modules."""
+        path = Path(self.stack_path)
+        return path.read_text(errors="replace").partition("\nExtension modules:")[0] if path.exists() else ""
 
     def kill(self) -> None:
         """Make sure that the rank and the processes it started are gone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import re
@@ -117,6 +118,10 @@ def test_each_rank_has_one_thread_and_the_working_directory(tmp_path: Path, monk
     assert len({os.getpid(), *(result[2] for result in results)}) == 3
 
 
+def read_null() -> None:
+    ctypes.string_at(0)
+
+
 def cpu_seconds() -> float:
     """What this process has computed since it was forked."""
     return time.process_time()
@@ -150,6 +155,12 @@ def test_a_dead_rank_is_named() -> None:
     with pytest.raises(RankFailure, match=r"rank 1 died without an answer: killed by signal 9 \(SIGKILL\)") as caught:
         run_ranks(kill_self, 2, 1)
     assert list(caught.value.failures) == [1]
+
+
+def test_a_crash_shows_where_the_rank_was() -> None:
+    with pytest.raises(RankFailure, match=r"rank 0 died without an answer: killed by signal 11 \(SIGSEGV\)") as caught:
+        run_ranks(read_null, 1)
+    assert re.search(r"Segmentation fault(.|\n)* in read_null", caught.value.failures[0])
 
 
 def test_a_hanging_rank_is_named_with_its_stack() -> None:

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/kit.py [PART ...] [--device cpu --tiny] [--out FOLDER] [--again] [--write-docs]
 
-Each part is a process of its own, writes its JSON lines to FOLDER, and can run alone. One that has ended well before is
+Each part is a process of its own, writes its JSON lines and a log to FOLDER, and can run alone. One that has ended well before is
 left out, so that the kit goes on where it was stopped. Nothing is installed: the package runs from this source tree.
 """
 
@@ -70,18 +70,22 @@ def run(name: str, options: argparse.Namespace) -> bool:
     begin = time.monotonic()
     try:
         ended = subprocess.run(
-            command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, timeout=part.limit_seconds
-        )
+            command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            timeout=part.limit_seconds,
+        )  # fmt: skip
         code, output = ended.returncode, ended.stdout
     except subprocess.TimeoutExpired as error:
         code, output = -1, (error.stdout or b"").decode()
     seconds = time.monotonic() - begin
+    lines.with_suffix(".log").write_text(output)
     found = [line for line in output.splitlines() if line.startswith('{"what":')]
     if name == "tests":
         found = [json.dumps({"what": "tests", "result": output.strip().splitlines()[-1] if output.strip() else ""})]
     last = {"what": "failed" if code else "done", "code": code, "seconds": round(seconds, 1), **setting(options)}
     lines.write_text("".join(f"{line}\n" for line in [*found, json.dumps(last)]))
     print(f"{name}: {last['what']} in {seconds:.0f} s")
+    if code:
+        print(*output.splitlines()[-60:], sep="\n")
     for line in found:
         print(f"  {line}")
     return not code

@@ -36,7 +36,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     made.add_argument("--tiny", action="store_true", help="sizes that a CPU does in seconds")
-    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--rounds", type=int, default=5)
     return made
 
 
