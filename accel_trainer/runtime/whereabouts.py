@@ -1,26 +1,23 @@
 """Where a rank is, in words: the section of the run, the collective it waits in, and the line of the user's code.
 
-Read from frames, when somebody asks: a run does nothing for it. Another thread's frames are only ever read as text: to
-hold one, for however short a time, is to keep its variables beyond its return and to destroy them in the wrong thread;
-torch's guards among them, which then write to the dispatcher's state of a thread that is in the midst of an operation.
+Read from frames, when somebody asks: a run does nothing for it. Another thread's frames are held only while it cannot
+go on: one held beyond its return keeps its variables, and destroys them in the wrong thread; torch's guards among them,
+which then write to the dispatcher's state of a thread that is in the midst of an operation.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import os
-import re
+import operator
 import sys
 import sysconfig
-import tempfile
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import takewhile
+from itertools import accumulate, chain, repeat, takewhile
 from pathlib import Path
 from types import FrameType
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 __all__ = [
     "COMPARISON",
@@ -112,9 +109,8 @@ class _Call(NamedTuple):
     line: int
 
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*:\n", re.MULTILINE)
-_ESCAPE = re.compile(r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})")
-_CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_READ_FRAME = operator.attrgetter("f_code.co_filename", "f_code.co_name", "f_lineno")
+_READ_LIMIT = 100
 
 
 def position_of(thread_id: int) -> int:
@@ -145,26 +141,20 @@ def _calls(frames: Iterable[tuple[FrameType, int]]) -> list[_Call]:
 
 
 def _calls_of(thread_id: int) -> list[_Call]:
-    """Return the calls that a thread is in, outermost first: the innermost 100; empty for one that has ended."""
-    with _open_scratch() as file:
-        # All threads in one breath, with the interpreter's lock held, and no frame is made or kept.
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        # Of a thread's id, threads' names and calls, in ASCII; what a path has beyond that is escaped.
-        _, *parts = _THREAD.split(file.read().decode("ascii", "replace"))
-    threads = dict(zip((int(number, 16) for number in parts[::2]), parts[1::2], strict=True))
-    found = _CALL.findall(threads.get(thread_id, ""))
-    return [_Call(_unescape(path), name, int(line)) for path, line, name in reversed(found)]
+    """Return the calls that a thread is in, outermost first: the innermost 100; empty for one that has ended.
 
-
-def _open_scratch() -> IO[bytes]:
-    if sys.platform == "linux":
-        return open(os.memfd_create("stacks"), "w+b", buffering=0)
-    return tempfile.TemporaryFile(buffering=0)
-
-
-def _unescape(text: str) -> str:
-    return _ESCAPE.sub(lambda found: chr(int(found[found.lastindex or 0], 16)), text)
+    One call of C asks for the frames and drops each once it is read: the interpreter changes threads between
+    instructions of Python, of which there is none in it. No name holds its iterators, the last of which may hold a
+    frame. Not faulthandler: it walks the list of threads without its lock, and crashes where one of gloo's is just
+    being added (Python 3.11).
+    """
+    innermost = map(operator.itemgetter(thread_id), map(operator.call, (sys._current_frames,)))
+    steps = chain(innermost, repeat("f_back", _READ_LIMIT - 1))
+    try:
+        found = list(map(_READ_FRAME, takewhile(operator.truth, accumulate(steps, getattr))))
+    except KeyError:
+        return []
+    return [_Call(path, name, line or 0) for path, name, line in reversed(found)]
 
 
 def _describe(calls: list[_Call]) -> Whereabouts:

@@ -2,8 +2,9 @@
 
     python benchmarks/gpu/kit.py [PART ...] [--device cpu --tiny] [--out FOLDER] [--again] [--write-docs]
 
-Each part is a process of its own, writes its JSON lines and a log to FOLDER, and can run alone. One that has ended well before is
-left out, so that the kit goes on where it was stopped. Nothing is installed: the package runs from this source tree.
+Each part is a process of its own, writes its JSON lines and a log to FOLDER, and can run alone. One that has ended
+well before is left out, so that the kit goes on where it was stopped. Nothing is installed: the package runs from this
+source tree.
 """
 
 from __future__ import annotations

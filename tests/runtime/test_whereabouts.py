@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from accel_trainer.runtime.whereabouts import Whereabouts, describe_thread, position_of
+from tests.ranks import run_ranks
 
 
 class Guard:
@@ -32,8 +34,9 @@ def switching():
     sys.setswitchinterval(interval)
 
 
+@pytest.mark.parametrize("depth", [4, 150])
 @pytest.mark.parametrize("look", [position_of, describe_thread])
-def test_a_look_at_a_thread_keeps_none_of_its_variables(look, switching):
+def test_a_look_at_a_thread_keeps_none_of_its_variables(look, depth, switching):
     watched, is_over = threading.get_ident(), threading.Event()
     destroyed_in: set[int] = set()
 
@@ -49,8 +52,8 @@ def test_a_look_at_a_thread_keeps_none_of_its_variables(look, switching):
     excluded = torch._C._dispatch_tls_local_exclude_set()
     watcher = threading.Thread(target=watch)
     watcher.start()
-    for _ in range(4_000):
-        within(4)
+    for _ in range(16_000 // depth):
+        within(depth)
     for _ in range(500):
         repr(torch.ones(1))  # holds a guard of the dispatcher in a variable
     is_over.set()
@@ -58,6 +61,33 @@ def test_a_look_at_a_thread_keeps_none_of_its_variables(look, switching):
 
     assert destroyed_in == {watched}
     assert torch._C._dispatch_tls_local_exclude_set().raw_repr() == excluded.raw_repr()
+
+
+def look_while_threads_enter(num_threads: int) -> int:
+    """Start threads of C that call back, each of which makes itself known to the interpreter, and look at this one."""
+    sys.setswitchinterval(5e-4)
+    calls = []
+    callback_type = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+    callback = callback_type(calls.append)
+    libc, number = ctypes.CDLL(None), ctypes.c_ulong()
+    watched, is_over = threading.get_ident(), threading.Event()
+
+    def watch() -> None:
+        while not is_over.is_set():
+            position_of(watched)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for _ in range(num_threads):
+        assert libc.pthread_create(ctypes.byref(number), None, callback, None) == 0
+        libc.pthread_join(number, None)
+    is_over.set()
+    watcher.join()
+    return len(calls)
+
+
+def test_a_look_while_threads_enter_the_interpreter_is_safe():
+    assert run_ranks(look_while_threads_enter, 1, 4_000) == [4_000]
 
 
 SOURCE = """
