@@ -36,6 +36,16 @@ _MOE = "transformer_moe_cls_names"
 # Names of the plugin's fields in a block of the configuration, where they differ.
 _BLOCK_NAMES = {_MOE: "deepspeed_moe_layer_cls_names"}
 
+_READ_BY_SCRIPTS = (
+    ("train_batch_size", _AUTO),
+    ("train_micro_batch_size_per_gpu", _AUTO),
+    ("gradient_accumulation_steps", _AUTO),
+    ("gradient_clipping", _AUTO),
+    ("zero_optimization.offload_optimizer.device", "none"),
+    ("zero_optimization.offload_param.device", "none"),
+    ("zero_optimization.stage3_gather_16bit_weights_on_model_save", False),
+)
+
 
 class HfDeepSpeedConfig:
     """A DeepSpeed configuration that can be asked, by dotted paths.
@@ -145,6 +155,7 @@ class DeepSpeedPlugin(OptionObject):
         block = self._block()
         self.hf_ds_config = HfDeepSpeedConfig(block)
         self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
+        self._complete()
         self.building: Callable[[bool], contextlib.AbstractContextManager[None]] | None = None
         """Switch of the strategy of the Accelerator that uses the plugin: true shards models while they are built."""
         self.selected = False
@@ -172,6 +183,13 @@ class DeepSpeedPlugin(OptionObject):
                 block[key] = value
         return block
 
+    def _complete(self) -> None:
+        """Add what scripts read, as accelerate's plugin has it from the start: keys with what their absence means."""
+        absent = _READ_BY_SCRIPTS if self._given["hf_ds_config"] is None else ()
+        self._added = {path: value for path, value in absent if get_key(self.deepspeed_config, path) is None}
+        for path, value in self._added.items():
+            set_key(self.deepspeed_config, path, value)
+
     def _show(self) -> None:
         """Set the fields to the values of the configuration."""
         ask = self.hf_ds_config.get_value
@@ -191,7 +209,11 @@ class DeepSpeedPlugin(OptionObject):
         """Return the options that were set, by dotted path."""
         options: dict[str, Any] = {"strategy": "deepspeed"}
         if self.deepspeed_config != self._shown:
-            return {**options, "deepspeed": copy.deepcopy(self.deepspeed_config)}
+            changed: dict[str, Any] = {}
+            for path, value in leaves(self.deepspeed_config):
+                if self._added.get(path) != value:
+                    set_key(changed, path, copy.deepcopy(value))
+            return {**options, "deepspeed": changed}
         steps = self._given["gradient_accumulation_steps"]
         block = self._block()
         if self._given["hf_ds_config"] is None:

@@ -63,7 +63,8 @@ def test_every_field_reaches_the_configuration():
         "gradient_clipping": 1.0,
     }
     assert read_block(config.deepspeed).data == expected
-    assert plugin.deepspeed_config == {**expected, "gradient_accumulation_steps": 4}
+    open_ones = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    assert plugin.deepspeed_config == {**expected, **open_ones, "gradient_accumulation_steps": 4}
     plugin.refresh(config)
     assert plugin.deepspeed_config == {**expected, "gradient_accumulation_steps": 4}
     assert plugin.transformer_moe_cls_names == "A,B"
@@ -114,6 +115,23 @@ def test_what_a_field_leaves_open_comes_from_the_other_sources():
     plugin.refresh(config)
     assert (plugin.zero_stage, plugin.gradient_clipping, plugin.gradient_accumulation_steps) == (3, 1.0, 1)
     assert plugin.hf_ds_config.is_zero3()
+
+
+def test_the_configuration_has_the_keys_that_scripts_read_from_the_start():
+    plugin = DeepSpeedPlugin()
+    absent = {"device": "none"}
+    assert plugin.deepspeed_config == {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": absent,
+            "offload_param": absent,
+            "stage3_gather_16bit_weights_on_model_save": False,
+        },
+    }
 
 
 def test_changes_of_the_configuration_are_taken():
