@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accel_trainer import logging
 from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.placement import local_box, local_tensor, wrap_local_like
 from accel_trainer.errors import ConfigError
@@ -30,7 +31,17 @@ from accel_trainer.strategies.loss_scale import LossScale
 from accel_trainer.strategies.ownership import check_disjoint, check_optimizer_belongs
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO, state_follows_parameters
 
-__all__ = ["NativeUnit", "SingleStrategy", "check_optimizers", "place", "require_values", "with_optimizers"]
+__all__ = [
+    "NativeUnit",
+    "SingleStrategy",
+    "check_optimizers",
+    "make_contiguous",
+    "place",
+    "require_values",
+    "with_optimizers",
+]
+
+logger = logging.get_logger(__name__)
 
 
 def require_values(model: nn.Module) -> None:
@@ -48,6 +59,27 @@ def place(model: nn.Module, job: TrainJob, process: ProcessContext) -> None:
     """Move the model to this rank's device, tied weights staying tied; nothing moves when it is there already."""
     if job.device_placement:
         move_module(model, process.device)
+
+
+def make_contiguous(model: nn.Module, engine: str) -> None:
+    """Lay out parameters row by row whose memory is in another order, which `engine` cannot split; it is logged.
+
+    Raises:
+        ConfigError: one shares its memory with another parameter, as a transposed view does, and would part from it.
+    """
+    shuffled = {name: p for name, p in model.named_parameters() if not p.is_contiguous()}
+    for name, parameter in shuffled.items():
+        memory = parameter.untyped_storage()._cdata
+        for other, theirs in model.named_parameters():
+            if other != name and theirs.untyped_storage()._cdata == memory:
+                raise ConfigError(
+                    f"{name} of {type(model).__name__} is not contiguous, and a view of the memory of {other}: "
+                    f"{engine} would make two parameters of them. Tie them by one Parameter object, transposed in forward "
+                    "(nn.functional.linear(x, other.weight.t())), or train with strategy: ddp"
+                )
+        parameter.data = parameter.data.contiguous()
+    if shuffled:
+        logger.info("%s splits parameters by rows: %s are now contiguous in memory", engine, ", ".join(shuffled))
 
 
 def check_optimizers(job: TrainJob) -> None:

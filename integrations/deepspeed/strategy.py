@@ -31,7 +31,7 @@ from accel_trainer.strategies.optimizer_placeholder import OptimizerPlaceholder
 from accel_trainer.strategies.own_methods import gather_in_save_pretrained, refuse_merges
 from accel_trainer.strategies.ownership import check_kind
 from accel_trainer.strategies.parameter_state.matching import uncompiled_name
-from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, require_values
+from accel_trainer.strategies.single import NativeUnit, check_optimizers, make_contiguous, place, require_values
 from accel_trainer.tree import map_leaves
 
 __all__ = ["DeepSpeedStrategy"]
@@ -184,6 +184,7 @@ class DeepSpeedStrategy(BaseStrategy):
         if not job.optimizers and config.stage < 3:
             return _replicate(job, precision, process)
         release_earlier(job.model)
+        make_contiguous(job.model, "DeepSpeed")
         optimizer = job.optimizers[0] if job.optimizers else None
         groups = _group_names(job.model, optimizer)
         placeholder = optimizer if isinstance(optimizer, OptimizerPlaceholder) else None

@@ -59,7 +59,7 @@ from accel_trainer.strategies.parallel.meshes import Meshes
 from accel_trainer.strategies.parallel.sequence_parallel import shard_sequences
 from accel_trainer.strategies.parallel.tensor_parallel import draw_apart, shard_layers
 from accel_trainer.strategies.quantized import keep_scales
-from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, with_optimizers
+from accel_trainer.strategies.single import NativeUnit, check_optimizers, make_contiguous, place, with_optimizers
 from accel_trainer.tree import leaves
 
 __all__ = ["CheckpointedForward", "FSDP2Strategy", "apply_activation_checkpointing", "choose_regions"]
@@ -199,6 +199,7 @@ class FSDP2Strategy(BaseStrategy):
             return with_optimizers(NativeUnit(model, model, job.loss_scale), job)
         if job.wrap_policy is None:
             warn_of_one_unit(model, selection.layers, job.resolved)
+        make_contiguous(model, "FSDP2")
         tied = _tied_names(model)
         # Weak: an optimizer that is bound later keeps alive the parameters it holds, and no others are needed.
         originals = [(name, weakref.ref(p)) for name, p in model.named_parameters() if p not in selection.unsharded]
