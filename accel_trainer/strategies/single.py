@@ -74,8 +74,8 @@ def make_contiguous(model: nn.Module, engine: str) -> None:
             if other != name and theirs.untyped_storage()._cdata == memory:
                 raise ConfigError(
                     f"{name} of {type(model).__name__} is not contiguous, and a view of the memory of {other}: "
-                    f"{engine} would make two parameters of them. Tie them by one Parameter object, transposed in forward "
-                    "(nn.functional.linear(x, other.weight.t())), or train with strategy: ddp"
+                    f"{engine} would make two parameters of them. Tie them by one Parameter object, transposed in "
+                    "forward (nn.functional.linear(x, other.weight.t())), or train with strategy: ddp"
                 )
         parameter.data = parameter.data.contiguous()
     if shuffled:
