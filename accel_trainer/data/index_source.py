@@ -197,20 +197,29 @@ class IndexSource:
             progress.num_yielded += 1
             yield batch
         if (self.sampler.planned if planned is None else planned) and loader.keeps_plan:
-            raise ConfigError(
-                f"a pass over the {type(self._dataset).__name__} ended after {progress.num_yielded} batches, and the "
-                "sampler had asked for more: the dataset or the collate function raised StopIteration, by which Python "
-                "ends a loop without an error. Return a sample for each index, or raise another error"
-            )
+            raise self._ended_early(progress.num_yielded)
 
     def rounds(self, loader: Any, progress: Progress) -> Iterator[tuple[list[Any], BatchRows]]:
-        """Yield the batches of all shards at each step; for a sampler that draws them in turn."""
+        """Yield the batches of all shards at each step; for a sampler that draws them in turn. Errors as in `read`."""
         batches = self._begin(loader, progress)
         planned: deque[BatchRows] | None = None
+        num_read = 0
         while together := list(islice(batches, self.sampler.num_processes)):
             if planned is None:
                 planned, progress.start = self.sampler.planned, self.sampler.began_at
+            num_read += len(together)
+            if len(together) < self.sampler.num_processes and loader.keeps_plan:
+                break
             yield together, planned.popleft()
+        if (self.sampler.planned if planned is None else planned) and loader.keeps_plan:
+            raise self._ended_early(num_read)
+
+    def _ended_early(self, num_batches: int) -> ConfigError:
+        return ConfigError(
+            f"a pass over the {type(self._dataset).__name__} ended after {num_batches} batches, and the sampler had "
+            "asked for more: the dataset or the collate function raised StopIteration, by which Python ends a loop "
+            "without an error. Return a sample for each index, or raise another error"
+        )
 
     def position(self, epoch: int, progress: Progress | None) -> Position:
         """Return the position of a pass, or of the beginning of the next one."""

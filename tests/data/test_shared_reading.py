@@ -9,7 +9,7 @@ import datasets
 import pytest
 import torch
 from datasets.distributed import split_dataset_by_node
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_trainer.config.schema import DataConfig
 from accel_trainer.data import prepare_data_loader, skip_first_batches, trim_gathered
@@ -225,6 +225,35 @@ def test_d22_rank_0_reads_and_strings_and_ragged_samples_travel() -> None:
 
 def test_an_empty_stream_ends_on_every_rank() -> None:
     assert [taken for taken, *_ in run_ranks(dispatch, 2, 0, {})] == [[], []]
+
+
+class EndsWithin(Dataset[int]):
+    """Raises StopIteration for one index, as `next()` in a dataset may."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        return next(iter([] if index == self.at else [index]))
+
+
+def dispatch_what_ends(at: int) -> str:
+    process, config = join(), DataConfig(dispatch_batches=True)
+    prepared = prepare_data_loader(DataLoader(EndsWithin(at), 2), process=process, config=config, seed=1)
+    with pytest.raises((ConfigError, ProcessGroupError)) as caught:
+        list(prepared)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("at", "ended"), [(0, 0), (3, 1), (7, 3), (11, 5)])
+def test_a_dataset_that_ends_the_pass_of_rank_0_by_a_stop_iteration_is_an_error_on_all(at: int, ended: int) -> None:
+    first, second = run_ranks(dispatch_what_ends, 2, at)
+    said = f"a pass over the EndsWithin ended after {ended} batches, and the sampler had asked for more"
+    assert said in first
+    assert said in second
 
 
 def test_skipping_and_uneven_batches_of_rank_0() -> None:
