@@ -124,7 +124,8 @@ class AcceleratedOptimizer(Optimizer):
             ConfigError: it holds parameters of several models, and only some of their windows end.
         """
         if not self.ends_window:
-            self._require_one_window()
+            if len(self.prepared) > 1:
+                self._require_one_window()
             return None
         PROGRESS.updates += 1
         if self._has_updated:
