@@ -144,9 +144,9 @@ def _calls_of(thread_id: int) -> list[_Call]:
     """Return the calls that a thread is in, outermost first: the innermost 100; empty for one that has ended.
 
     One call of C asks for the frames and drops each once it is read: the interpreter changes threads between
-    instructions of Python, of which there is none in it. No name holds its iterators, the last of which may hold a
-    frame. Not faulthandler: it walks the list of threads without its lock, and crashes where one of gloo's is just
-    being added (Python 3.11).
+    instructions of Python, of which there is none in it. `accumulate` keeps the last frame, and ends with the call: it
+    has no name here. Not faulthandler: it walks the list of threads without its lock, and crashes where one of gloo's
+    is just being added (Python 3.11).
     """
     innermost = map(operator.itemgetter(thread_id), map(operator.call, (sys._current_frames,)))
     steps = chain(innermost, repeat("f_back", _READ_LIMIT - 1))
