@@ -69,9 +69,9 @@ def make_contiguous(model: nn.Module, engine: str) -> None:
     """
     shuffled = {name: p for name, p in model.named_parameters() if not p.is_contiguous()}
     for name, parameter in shuffled.items():
-        memory = parameter.untyped_storage()._cdata
+        memory = parameter.untyped_storage().data_ptr()
         for other, theirs in model.named_parameters():
-            if other != name and theirs.untyped_storage()._cdata == memory:
+            if memory and other != name and theirs.untyped_storage().data_ptr() == memory:
                 raise ConfigError(
                     f"{name} of {type(model).__name__} is not contiguous, and a view of the memory of {other}: "
                     f"{engine} would make two parameters of them. Tie them by one Parameter object, transposed in "
