@@ -78,9 +78,6 @@ class Whereabouts:
     """The user's: "collate (train.py:41)"."""
     stack: str
 
-    def __str__(self) -> str:
-        return f"{self.section or 'the loop'}, {self.line}"
-
 
 @dataclass(frozen=True, slots=True)
 class RankState:

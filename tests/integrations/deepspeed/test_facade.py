@@ -100,6 +100,8 @@ def two_engines() -> Any:
         "pieces": hasattr(first, "ds_tensor") and first.ds_tensor.numel() < first.ds_numel,
         "selected": [plugin.selected for plugin in plugins.values()],
         "unknown": refused(lambda: made.state.select_deepspeed_plugin("techer")),
+        "asked": made.state.get_deepspeed_plugin("student") is plugins["student"],
+        "asked_unknown": refused(lambda: made.state.get_deepspeed_plugin("studen")),
         "student": whole(made, student),
         "teacher": whole(made, teacher),
     }
@@ -110,6 +112,8 @@ def test_models_get_engines_of_their_own_by_the_plugin_that_is_selected():
     assert first["stages"] == second["stages"] == [2, 3]
     assert first["pieces"]
     assert first["selected"] == [False, True]
+    assert first["asked"]
+    assert "'studen'; did you mean 'student'?" in first["asked_unknown"]
     assert "'techer'; did you mean 'teacher'? This Accelerator has 'student', 'teacher'" in first["unknown"]
     equal(first["student"], alone(lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
     equal(first["teacher"], [p.detach() for p in build().parameters()])
