@@ -18,7 +18,7 @@ from accel_trainer.config.description import commented_yaml, json_schema
 from accel_trainer.config.dialects.accelerate import DYNAMO, PARALLEL_SIZES
 from accel_trainer.config.dialects.fsdp import fsdp_keys
 from accel_trainer.config.readers.yaml_reader import dump_yaml
-from accel_trainer.config.schema import RunConfig, get_value
+from accel_trainer.config.schema import MixedPrecision, RunConfig, get_value
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.default_file import accelerate_config_path, default_config_path, find_default_config
 from accel_trainer.launch.flags import launch_flags
@@ -48,7 +48,7 @@ _HEAD = "# Written by accel-trainer config. Every option with its value and sour
 _DEFAULTS = """\
 # Every option with its value and source: accel-trainer explain. What each one does: accel-trainer launch --help.
 strategy: {strategy}  # auto, single, ddp, fsdp2, deepspeed
-mixed_precision: '{precision}'  # 'no', bf16, fp16
+mixed_precision: '{precision}'  # 'no', bf16, fp16, fp8
 use_cpu: false
 accumulation:
   num_steps: 1
@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
             "--config_file", "--config-file", metavar="FILE", default=unset, help="the file, instead of the default"
         )
     default.add_argument(
-        "--mixed_precision", "--mixed-precision", default="no", choices=("no", "bf16", "fp16"), help="default: no"
+        "--mixed_precision", "--mixed-precision", default="no", choices=tuple(MixedPrecision), help="default: no"
     )
     default.add_argument(
         "--zero_stage", "--zero-stage", type=int, choices=(1, 2, 3), help="shard with DeepSpeed: its ZeRO stage"
@@ -333,9 +333,9 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
     if path.exists():
         print(f"{path} exists already and was left as it is; remove it, or run `accel-trainer config`")
         return False
-    known = ("no", "bf16", "fp16")
-    if mixed_precision not in known:
-        raise ConfigError(f"mixed_precision={mixed_precision!r} is unknown; expected one of {', '.join(known)}")
+    if mixed_precision not in tuple(MixedPrecision):
+        known = ", ".join(MixedPrecision)
+        raise ConfigError(f"mixed_precision={mixed_precision!r} is unknown; expected one of {known}")
     run_config(["default", "--config_file", str(path), "--mixed_precision", mixed_precision])
     return path
 

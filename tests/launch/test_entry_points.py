@@ -128,8 +128,9 @@ def test_a_basic_configuration_is_written_once(tmp_path: Path, capsys: pytest.Ca
     assert load_config_from_file(path).mixed_precision == "bf16"
     assert write_basic_config() is False
     assert "exists already and was left as it is" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"mixed_precision='bf17' is unknown; expected one of no, bf16, fp16"):
+    with pytest.raises(ConfigError, match=r"mixed_precision='bf17' is unknown; expected one of no, bf16, fp16, fp8"):
         write_basic_config("bf17", tmp_path / "other.yaml")
+    assert load_config_from_file(write_basic_config("fp8", tmp_path / "other.yaml")).mixed_precision == "fp8"
     assert Path(default_config_file).suffix == ".yaml"
 
 

@@ -11,6 +11,7 @@ from functools import partial, wraps
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -31,6 +32,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.precision import AutocastForward, PrecisionPolicy, apply_autocast, apply_float8
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import tree_leaves
+from accel_trainer.runtime.transport import backend_takes_cpu
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
 from accel_trainer.strategies.compile import apply_compile, repeated_blocks
 from accel_trainer.strategies.fsdp2.initial_values import (
@@ -290,6 +292,13 @@ def _options_of_experts(axes: DeviceMesh, precision: PrecisionPolicy) -> dict[st
 
 def _check(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> Selection:
     selection, parallel = Selection(), job.config.parallel
+    if job.config.fsdp.offload_params and process.device.type != "cpu" and not backend_takes_cpu():
+        joined = dist.get_backend_config()
+        raise ConfigError(
+            f"{job.resolved.describe('fsdp.offload_params')} keeps shards and gradients on the CPU, where their norm "
+            f"and whole tensors are made, and the process group was initialised with backend {joined!r}, which carries "
+            f"no tensors of the CPU; initialise it with 'cpu:gloo,{joined}'"
+        )
     for optimizer in job.optimizers:
         check_optimizer_can_shard(optimizer, in_parts=max(parallel.tp_size, parallel.ep_size) > 1)
     if not isinstance(job.model, FSDPModule):

@@ -20,7 +20,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel_trainer import Accelerator
+from accel_trainer.config import resolve
+from accel_trainer.errors import ConfigError
 from accel_trainer.plugins import FullyShardedDataParallelPlugin
+from accel_trainer.precision import build_precision
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.strategies.api import TrainJob
+from accel_trainer.strategies.fsdp2.strategy import FSDP2Strategy
 from accel_trainer.strategies.loss_scale import LossScale
 from tests.ranks import preload, run_ranks
 from tests.scenarios import Outcome, Scenarios, refused
@@ -71,6 +77,30 @@ def test_offloading_changes_no_number():
     model(batch()).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
     assert results("offloaded") == [(REFERENCE, pytest.approx(norm, rel=1e-5))] * 2
+
+
+def offload_with(backend: str) -> str:
+    """Ask for offloaded shards in a job of GPUs whose group has a backend; torch's fake one takes the place of all."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=2)
+    process = ProcessContext(0, 0, 2, 2, torch.device("cuda", 0), "fake")
+    job = TrainJob(build(), [], resolve(explicit={"fsdp.offload_params": True}, environ={}))
+    try:
+        FSDP2Strategy().check(job, build_precision("no", torch.device("cpu")), process)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return ""
+
+
+def test_shards_on_the_host_need_a_group_that_carries_them():
+    (said,) = run_ranks(offload_with, 1, "cuda:fake")
+    assert "fsdp.offload_params" in said
+    assert "'cuda:fake', which carries no tensors of the CPU" in said
+    assert "initialise it with 'cpu:gloo,cuda:" in said
+    assert run_ranks(offload_with, 1, "cpu:fake,cuda:fake") == [""]
 
 
 @SCENARIOS.add
