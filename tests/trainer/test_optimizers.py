@@ -12,7 +12,7 @@ import torch
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from accel_trainer.errors import ConfigError
+from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.trainer import Trainer
 from tests.ranks import preload, run_ranks
 from tests.trainer_jobs import TokenDataset, arguments, build_model, strategy_arguments, weights_of
@@ -213,3 +213,55 @@ def test_a_method_that_the_engines_configuration_replaces_is_named(tmp_path):
     [seen, _] = run_ranks(replaced, 2, str(tmp_path))
     [message] = seen
     assert message.startswith("create_optimizer() of WithoutArguments is not called: the engine's configuration")
+
+
+class Grouped(Trainer):
+    """Has the parameters at some rates: the last two alone, if there are two rates; and groups without any."""
+
+    rates: tuple[float, ...] = (1e-2,)
+    num_empty = 0
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.optimizer is None:
+            held = list(self.model.parameters())
+            parts = [held] if len(self.rates) == 1 else [held[:-2], held[-2:]]
+            groups = [{"params": part, "lr": rate} for part, rate in zip(parts, self.rates, strict=True)]
+            self.optimizer = AdamW(groups + [{"params": [], "lr": 1e-2} for _ in range(self.num_empty)])
+        return self.optimizer
+
+
+def grouped(output_dir: Any, rates: tuple[float, ...], num_empty: int, **changes: Any) -> list[tuple[float, float]]:
+    """Train on one process or shards on two, and return losses and learning rates."""
+    made = type("Grouped", (Grouped,), {"rates": rates, "num_empty": num_empty})
+    resume = changes.pop("resume", None)
+    args = arguments(output_dir, max_steps=8, save_strategy="steps", save_steps=4, **changes)
+    trainer = made(build_model(), args, train_dataset=TokenDataset(32))
+    trainer.train(resume_from_checkpoint=resume)
+    return [(entry["loss"], entry["learning_rate"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("rates", [(1e-2,), (1e-2, 3e-3)])
+def test_groups_without_parameters_may_differ_from_those_of_a_checkpoint_of_shards(tmp_path, rates):
+    sharded = {**strategy_arguments("fsdp"), "per_device_train_batch_size": 2}
+    whole, _ = run_ranks(grouped, 2, str(tmp_path / "whole"), rates, 0, **sharded)
+    found = grouped(tmp_path / "resumed", rates, 2, resume=str(tmp_path / "whole" / "checkpoint-4"))
+    np.testing.assert_allclose(found, whole, rtol=2e-6)
+
+
+@pytest.mark.multirank
+def test_a_schedule_of_groups_that_are_not_known_from_each_other_is_refused(tmp_path):
+    sharded = {**strategy_arguments("fsdp"), "per_device_train_batch_size": 2}
+    run_ranks(grouped, 2, str(tmp_path / "whole"), (3e-3,), 1, **sharded)
+    message = r"saved for 2 parameter groups with rates \[0.003, 0.01\], and this optimizer has 1, 1 of them with param"
+    with pytest.raises(IncompatibleCheckpointError, match=message):
+        grouped(tmp_path / "other", (3e-3,), 0, resume=str(tmp_path / "whole" / "checkpoint-4"))
+
+
+def test_a_plain_state_of_other_groups_is_refused_with_its_path(tmp_path):
+    grouped(tmp_path / "whole", (1e-2, 3e-3), 0)
+    message = (
+        r"checkpoint-4 does not fit this run's, whose parameter groups have \[\d+\] parameters: .*pass the directory"
+    )
+    with pytest.raises(IncompatibleCheckpointError, match=message):
+        grouped(tmp_path / "resumed", (1e-2,), 0, resume=str(tmp_path / "whole" / "checkpoint-4"))

@@ -34,7 +34,7 @@ from accel_trainer.checkpoint.weights.adapters import (
 from accel_trainer.checkpoint.weights.writing import users_class
 from accel_trainer.config import NonFiniteAction
 from accel_trainer.data.loader import PreparedDataLoader, skip_first_batches
-from accel_trainer.errors import AccelTrainerError, ConfigError
+from accel_trainer.errors import AccelTrainerError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.report.recorded_run import RECORD_KEY
 from accel_trainer.runtime.nonfinite import check_weights
 from accel_trainer.runtime.preemption import PREEMPTED_EXIT_CODE, PreemptedExit, StopSignals
@@ -429,7 +429,15 @@ class CheckpointMethods(_Upstream):
                     checkpoint,
                 )
             elif Path(checkpoint, upstream_files.PLAIN_OPTIMIZER_NAME).is_file() and not self.is_sharded:
-                super()._load_optimizer_and_scheduler(checkpoint)
+                try:
+                    super()._load_optimizer_and_scheduler(checkpoint)
+                except ValueError as error:
+                    sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+                    raise IncompatibleCheckpointError(
+                        f"the state of optimizer and schedule in {checkpoint} does not fit this run's, whose parameter "
+                        f"groups have {sizes} parameters: {error}. Build the model and the optimizer that were saved, "
+                        "or begin a new training from the checkpoint's weights: pass the directory as the model"
+                    ) from error
             else:
                 upstream_files.load_optimizer(self, Path(checkpoint))
                 upstream_files.load_scheduler(self, Path(checkpoint))
