@@ -29,10 +29,21 @@ from accel_trainer.config.schema import (
 )
 from accel_trainer.errors import did_you_mean
 
-__all__ = ["UNUSED_UNDER", "WrongValueError", "coerce", "cross_problems", "show", "show_plain", "unused_notes"]
+__all__ = [
+    "BOOLEAN_WORDS",
+    "UNUSED_UNDER",
+    "WrongValueError",
+    "coerce",
+    "cross_problems",
+    "show",
+    "show_plain",
+    "unused_notes",
+]
 
 _TRUE_WORDS = ("true", "1", "yes", "y", "t", "on")
 _FALSE_WORDS = ("false", "0", "no", "n", "f", "off")
+BOOLEAN_WORDS = frozenset((*_TRUE_WORDS, *_FALSE_WORDS))
+"""Ways to write true and false on a command line and in variables, in lower case."""
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -185,9 +196,9 @@ def _bool(value: Any, lenient: bool) -> bool:
         return value
     if lenient and isinstance(value, str | int):
         word = str(value).strip().lower()
-        if word in _TRUE_WORDS or word in _FALSE_WORDS:
+        if word in BOOLEAN_WORDS:
             return word in _TRUE_WORDS
-    quoted = isinstance(value, str) and value.strip().lower() in (*_TRUE_WORDS, *_FALSE_WORDS)
+    quoted = isinstance(value, str) and value.strip().lower() in BOOLEAN_WORDS
     raise WrongValueError("true or false", " without quotes" if quoted else "")
 
 

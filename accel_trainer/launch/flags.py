@@ -26,7 +26,7 @@ from accel_trainer.config.dialects.accelerate import (
 )
 from accel_trainer.config.layer import Layer, SourceKind
 from accel_trainer.config.readers.document import Entry
-from accel_trainer.config.validation import WrongValueError, coerce
+from accel_trainer.config.validation import BOOLEAN_WORDS, WrongValueError, coerce
 from accel_trainer.errors import ConfigError, did_you_mean
 
 __all__ = ["Flag", "Options", "launch_flags", "options_parser", "parse_options", "print_help"]
@@ -124,6 +124,12 @@ class Flag:
     """The value that a switch stands for, when that is not true or false."""
     help: str = ""
     metavar: str | None = None
+
+    def may_take(self, word: str) -> bool:
+        """Whether the next word is the value of a switch; of one that accelerate has a value for, in all its ways."""
+        if self.name.startswith("fsdp_"):
+            return word.lower() in BOOLEAN_WORDS or _is_strategy_of_fsdp1(self, word)
+        return word.lower() in _BOOLEANS
 
     @property
     def takes_no_value(self) -> bool:
@@ -230,16 +236,18 @@ def _spell_option(words: list[str], position: int) -> int:
         return position + (2 if fsdp_dialect.is_known_key(_name(name)) else 1)
     if flag.takes_no_value:
         return position + 1
-    if flag.is_switch and (position + 1 == len(words) or words[position + 1].lower() not in _BOOLEANS):
+    if flag.is_switch and (position + 1 == len(words) or not flag.may_take(words[position + 1])):
         words[position] += "=true"
         return position + 1
     return position + 2
 
 
-def _boolean(text: str) -> bool:
-    if text.lower() not in _BOOLEANS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
-    return _BOOLEANS[text.lower()]
+def _boolean(text: str) -> bool | str:
+    if text.lower() in _BOOLEANS:
+        return _BOOLEANS[text.lower()]
+    if text.lower() in BOOLEAN_WORDS or fsdp_dialect.strategy_name(text) is not None:
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
 
 
 def options_parser(usage: str | None, description: str) -> argparse.ArgumentParser:
@@ -290,7 +298,7 @@ def parse_options(argv: Sequence[str], command: str) -> Options:
         position += used
         if flag.path == _PARALLELISM:
             sizes[str(flag.key)] = Entry(flag.name, _parse_size(value), token.partition("=")[0], f"--{flag.name}")
-        elif flag.path == "fsdp":
+        elif flag.path == "fsdp" or _is_strategy_of_fsdp1(flag, value):
             entries.append(Entry(flag.name, value, token.partition("=")[0], f"--{flag.name}"))
         else:
             _apply(options, flag, value, token)
@@ -301,6 +309,8 @@ def parse_options(argv: Sequence[str], command: str) -> Options:
     if layer.problems:
         raise ConfigError("; ".join(layer.problems))
     for path, setting in layer.settings.items():
+        if path == "strategy" and options.flags.get(path) == "fsdp2":
+            del options.flags[path]  # of --use_fsdp, which NO_SHARD says more of
         options.flags.setdefault(path, schema.thaw(setting.value))
         _note_spelling(options, path, setting.source.where)
     options.notes = tuple(layer.notes)
@@ -317,10 +327,16 @@ def _read_flag(argv: Sequence[str], position: int, command: str) -> tuple[Flag, 
     following = argv[position + 1] if position + 1 < len(argv) else None
     if flag.is_switch:
         takes_word = flag.path is not None and flag.preset is None and following is not None
-        return (flag, following, 2) if takes_word and str(following).lower() in _BOOLEANS else (flag, True, 1)
+        return (flag, following, 2) if takes_word and flag.may_take(str(following)) else (flag, True, 1)
     if following is None or following.startswith("--") and _name(following) in launch_flags():
         raise ConfigError(f"option {written} of {command} needs a value, and {following or 'nothing'} follows it")
     return flag, following, 2
+
+
+def _is_strategy_of_fsdp1(flag: Flag, value: Any) -> bool:
+    """Whether a value is the name of one of FSDP1's strategies, which stand for several options, and no switch."""
+    is_switch = str(value).lower() in BOOLEAN_WORDS
+    return flag.name == "fsdp_reshard_after_forward" and not is_switch and fsdp_dialect.strategy_name(value) is not None
 
 
 def _parse_size(text: str) -> int | str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from accel_trainer.config import field_specs, resolve
+from accel_trainer.config.schema import get_value
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.flags import Options, launch_flags, options_parser, parse_options
 
@@ -201,6 +202,25 @@ def test_a_switch_takes_true_and_false_and_no_other_word() -> None:
     assert resolve(flags=parse("--cpu=no").flags).config.use_cpu is False
 
 
+@pytest.mark.parametrize(
+    ("words", "path", "value"),
+    [
+        ("--fsdp_reshard_after_forward SHARD_GRAD_OP", "fsdp.reshard_after_forward", False),
+        ("--fsdp_reshard_after_forward full_shard", "fsdp.reshard_after_forward", True),
+        ("--fsdp_reshard_after_forward=SHARD_GRAD_OP", "fsdp.reshard_after_forward", False),
+        ("--fsdp_reshard_after_forward no", "fsdp.reshard_after_forward", False),
+        ("--fsdp_reshard_after_forward", "fsdp.reshard_after_forward", True),
+        ("--fsdp_offload_params 1", "fsdp.offload_params", True),
+        ("--fsdp_offload_params no", "fsdp.offload_params", False),
+    ],
+)
+def test_a_switch_takes_what_accelerate_takes_where_it_has_a_value_there(words: str, path: str, value: bool) -> None:
+    options = parse("--use_fsdp", *words.split(), "train.py")
+    assert options.rest == ("train.py",)
+    assert get_value(resolve(flags=options.flags).config, path) is value
+    options_parser(None, "").parse_args(["--use_fsdp", *words.split()])  # as other libraries parse them
+
+
 def test_a_switch_with_a_wrong_word_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"--debug is 'maybe'; expected true or false"):
         resolve(flags=parse("--debug=maybe").flags)
@@ -265,6 +285,19 @@ def test_accelerate_s_spellings_of_fsdp_flags_are_translated() -> None:
     assert config.fsdp.state_dict_type == "sharded"
     assert not config.fsdp.reshard_after_forward
     assert "mapped: fsdp_sharding_strategy; without effect: fsdp_use_orig_params" in options.notes[0]
+
+
+@pytest.mark.parametrize("flag", ["--fsdp_sharding_strategy", "--fsdp_reshard_after_forward"])
+def test_strategies_of_fsdp1_mean_all_that_they_mean_under_either_flag(flag: str) -> None:
+    hybrid = resolve(flags=parse("--use_fsdp", flag, "HYBRID_SHARD_ZERO2").flags).config
+    assert (hybrid.strategy, hybrid.fsdp.replicate_per_node, hybrid.fsdp.reshard_after_forward) == (
+        "fsdp2",
+        True,
+        False,
+    )
+    options = parse("--use_fsdp", flag, "NO_SHARD")
+    assert resolve(flags=options.flags).config.strategy == "ddp"
+    assert "every rank keeps the whole model, so strategy 'ddp' is used" in options.notes[0]
 
 
 def test_a_wrong_value_in_accelerate_s_spelling_is_named() -> None:
