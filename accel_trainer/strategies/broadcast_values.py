@@ -1,14 +1,25 @@
-"""Broadcast of rank 0's values, so that all ranks start from the same."""
+"""Broadcast of rank 0's values: all ranks start from the same, and evaluate the same."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-__all__ = ["broadcast_module_states", "broadcast_tensors", "buckets_of", "split_like"]
+from accel_trainer.runtime.torch_private import non_persistent_buffers
+
+__all__ = [
+    "broadcast_buffers",
+    "broadcast_module_states",
+    "broadcast_tensors",
+    "buckets_of",
+    "share_buffers_in_evaluation",
+    "split_like",
+]
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -35,6 +46,45 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> 
             # full model in memory.
             if not torch.equal(tensor, received := received.to(tensor.device)):
                 tensor.copy_(received)
+
+
+@torch.no_grad()
+def broadcast_buffers(model: nn.Module, device: torch.device) -> None:
+    """Give every rank rank 0's saved buffers, which a checkpoint has. Collective."""
+    broadcast_tensors(_saved_buffers(model), device)
+
+
+def _saved_buffers(model: nn.Module) -> list[torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        left_out = non_persistent_buffers(module)
+        own = ((name, value) for name, value in module.named_buffers(recurse=False) if name not in left_out)
+        found.update((id(value), value) for _, value in own if not isinstance(value, DTensor))
+    return list(found.values())
+
+
+def share_buffers_in_evaluation(called: nn.Module, model: nn.Module, device: torch.device) -> None:
+    """Have all ranks evaluate with rank 0's saved buffers, if a model has any, where the engine does not see to it.
+
+    Statistics of a batch norm are each rank's own since its last forward of training. DDP sends rank 0's before every
+    forward; here the first one in evaluation mode after training does, and is collective for it.
+
+    Args:
+        called: the module that the loop calls.
+        model: with the buffers; in evaluation mode after its `eval()`.
+        device: where they are exchanged.
+    """
+    if not _saved_buffers(model):
+        return
+    has_trained = False
+
+    def follow(module: nn.Module, args: Any) -> None:
+        nonlocal has_trained
+        if has_trained and not model.training:
+            broadcast_buffers(model, device)
+        has_trained = model.training
+
+    called.register_forward_pre_hook(follow)
 
 
 def buckets_of(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -18,18 +18,16 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import enable_full_determinism, set_seed
 
 from accel_trainer import logging
 from accel_trainer.accelerator.accelerator import Accelerator
 from accel_trainer.accelerator.shared_state import AcceleratorState, PartialState, is_initialized
-from accel_trainer.big_models.module_tensors import get_non_persistent_buffers
 from accel_trainer.config import NonFiniteAction, Resolved, SchedulerSteps
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DummyOptim, DummyScheduler
 from accel_trainer.strategies.api import TrainUnit
-from accel_trainer.strategies.broadcast_values import broadcast_tensors
+from accel_trainer.strategies.broadcast_values import broadcast_buffers
 from accel_trainer.trainer.accelerate_states import share_accelerator
 from accel_trainer.trainer.arguments.deepspeed_arguments import complete_engine_config
 from accel_trainer.trainer.arguments.fsdp_arguments import check_recomputation, recomputes_activations
@@ -263,17 +261,6 @@ def _overrides(trainer: PreparingTrainer, name: str) -> bool:
     return getattr(type(trainer), name) is not getattr(transformers.Trainer, name)
 
 
-@torch.no_grad()
-def _share_buffers(model: nn.Module, device: torch.device) -> None:
-    """Give every rank those of rank 0, which a checkpoint has: the model that is evaluated is the one that is saved.
-
-    Statistics of a batch norm are each rank's own since the last forward of training. Collective.
-    """
-    left_out = get_non_persistent_buffers(model, recurse=True, fqns=True)
-    named = ((name, value) for name, value in model.named_buffers() if not isinstance(value, DTensor))
-    broadcast_tensors([value for name, value in named if name not in left_out], device)
-
-
 class ModelPreparation:
     """The prepared model of one Trainer, and the optimizer state that outlives an engine around it.
 
@@ -330,7 +317,7 @@ class ModelPreparation:
             self._adopt(trainer, model)
             return model, round(time.time() - start_time, 4)
         if accelerator.num_processes > 1 and not accelerator.unit_of(trainer.model).keeps_buffers_apart:
-            _share_buffers(trainer.model, accelerator.device)
+            broadcast_buffers(trainer.model, accelerator.device)
         # An engine, in training too: it computes in its own dtype, and gathers the parameters that it has sharded.
         return (trainer.model_wrapped if trainer.is_sharded else model), None
 

@@ -8,7 +8,7 @@ number of the rank, the others in files with the numbers after the last rank, it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_trainer.checkpoint.commit.staging import StagedDirectory
-from accel_trainer.checkpoint.format.boxes import Box, balance_bytes
+from accel_trainer.checkpoint.format.boxes import Box
 from accel_trainer.checkpoint.format.json_codec import encode
 from accel_trainer.checkpoint.format.safetensors_file import LazyRead
-from accel_trainer.checkpoint.shards import ShardedTensors
+from accel_trainer.checkpoint.shards import ShardedTensors, own_share
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.integrations.deepspeed.partitions import Partitions, Run, RunBox, opened_partition, unsharded_shape
 from accel_trainer.strategies.parameter_state.base_io import BaseCheckpointIO, HeldBoxes, PendingTensor, Reads
@@ -331,7 +331,8 @@ class PartitionShards:
                 self.add_run(name, tensor.dtype, run, partial(_read_frozen, tensor, run))
             else:
                 replicated[name] = tensor
-        self.add_replicated(replicated)
+        # Of a batch norm's statistics, which differ, rank 0's are the model's.
+        self.add_replicated(replicated, {name for name, t in replicated.items() if not isinstance(t, nn.Parameter)})
 
     def add_run(self, name: str, dtype: torch.dtype, run: Run, read: Callable[[], Tensor]) -> None:
         """Add a run of a tensor, each of its boxes in a file of its own; `read` returns its elements, flat."""
@@ -341,13 +342,11 @@ class PartitionShards:
             if own.box != Box.full(run.shape):
                 slices[name] = (run.shape, own.box.offsets)
 
-    def add_replicated(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add this rank's share of tensors that every rank holds."""
-        takers = balance_bytes([tensor.nbytes for tensor in tensors.values()], len(self._ranks))
-        rank = dist.get_rank()
-        own = {name: t for (name, t), taker in zip(tensors.items(), takers, strict=True) if self._ranks[taker] == rank}
+    def add_replicated(self, tensors: Mapping[str, Tensor], of_first_rank: Collection[str] = ()) -> None:
+        """Add this rank's share of tensors that every rank holds; the first one takes `of_first_rank`."""
+        own = own_share(tensors, dist.get_rank(), self._ranks, of_first_rank)
         if own:
-            self._file(0)[0].update(own)
+            self._file(0)[0].update((name, tensors[name]) for name in own)
 
     def _file(self, number: int) -> tuple[dict[str, Tensor | LazyRead], dict[str, Any]]:
         while len(self._files) <= number:

@@ -25,7 +25,7 @@ from accel_trainer.precision import PrecisionPolicy, apply_autocast
 from accel_trainer.runtime.availability import is_transformers_available
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
-from accel_trainer.strategies.broadcast_values import broadcast_module_states
+from accel_trainer.strategies.broadcast_values import broadcast_module_states, share_buffers_in_evaluation
 from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.optimizer_placeholder import OptimizerPlaceholder
 from accel_trainer.strategies.own_methods import gather_in_save_pretrained, refuse_merges
@@ -201,6 +201,8 @@ class DeepSpeedStrategy(BaseStrategy):
             )
         if placeholder is not None:
             placeholder.adopt(engine.basic_optimizer)
+        if process.is_distributed:
+            share_buffers_in_evaluation(engine, job.model, process.device)
         hooks = _cast_around(job.model, config, job.config)
         apply_compile(job.model, job.config.compile, job.compile_options)
         compared_over = process if job.config.debug else None

@@ -34,6 +34,7 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import tree_leaves
 from accel_trainer.runtime.transport import backend_takes_cpu
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
+from accel_trainer.strategies.broadcast_values import share_buffers_in_evaluation
 from accel_trainer.strategies.compile import apply_compile, repeated_blocks
 from accel_trainer.strategies.fsdp2.initial_values import (
     awaited_tensors,
@@ -225,6 +226,7 @@ class FSDP2Strategy(BaseStrategy):
         fill_sharded_model(model, values, awaited, process.device, shard_device)
         _check_tied(model, tied)
         exchange_full_state(model, process)
+        share_buffers_in_evaluation(model, model, process.device)
         refuse_copies(model)
         return with_optimizers(FSDP2Unit(root, originals, job.loss_scale), job)
 
