@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
@@ -30,12 +30,16 @@ class StepPlan:
 
     def __init__(self, trainer: SteppingTrainer, model: nn.Module) -> None:
         self.model = model
-        self.unit = trainer.accelerator.unit_of(model)
+        accelerator = trainer.accelerator
+        is_plain = accelerator.num_processes == 1 and not accelerator.strategy.capabilities.builds_engine
+        # A script may call training_step() by itself, on a model that is not prepared: there is nothing to average.
+        is_own = is_plain and not accelerator.is_prepared(model)
+        self.backward: Callable[..., None] = Tensor.backward if is_own else accelerator.unit_of(model).backward
         own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         self._optimizer: Any = trainer.optimizer if callable(getattr(own, "train", None)) else None
         modules = tuple(model.modules())
-        is_plain = all(type(module).train.__module__.startswith(_PLAIN_TRAIN) for module in modules)
-        self._modules = modules if is_plain else None
+        trains_as_usual = all(type(module).train.__module__.startswith(_PLAIN_TRAIN) for module in modules)
+        self._modules = modules if trains_as_usual else None
         self.has_loss_context = not _is_upstreams(trainer, "compute_loss_context_manager") or not isinstance(
             trainer.autocast_smart_context_manager(), nullcontext
         )

@@ -456,7 +456,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         guard, options = self.accelerator.nonfinite_guard, dict[str, Any]()
         if guard is not None and guard.spreads:
             guard.spread(loss, options)
-        plan.unit.backward(loss, **options)
+        plan.backward(loss, **options)
         return loss.detach()
 
     def _prepare_inputs(self, inputs: Any) -> Any:

@@ -7,6 +7,7 @@ from collections import Counter
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -111,6 +112,19 @@ def test_methods_of_a_subclass_are_called_for_every_micro_batch_or_update(tmp_pa
 
     assert trainer.calls == {"input": STEPS * ACCUMULATION * 3, "clip": STEPS, "tokens": STEPS * ACCUMULATION}
     assert contexts >= STEPS * ACCUMULATION
+
+
+def test_a_step_that_a_script_takes_by_itself_is_that_of_a_plain_loop(tmp_path):
+    trainer = Trainer(build_model(), arguments(tmp_path), train_dataset=TokenDataset(4))
+    batch = next(iter(trainer.get_train_dataloader()))
+
+    loss = trainer.training_step(trainer.model, dict(batch))
+
+    expected = build_model()
+    expected(**batch).loss.backward()
+    assert loss.item() == pytest.approx(expected(**batch).loss.item(), rel=1e-6)
+    for (name, parameter), other in zip(trainer.model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_gradients_are_gone_after_an_update(tmp_path):

@@ -239,6 +239,8 @@ class CheckpointMethods(_Upstream):
             or bool(self._signals_to_note())
             and self.args.gradient_accumulation_steps > 1,
         )
+        if given in ("True", "true", "False", "false") and not os.path.exists(given):
+            given = given.lower() == "true"  # scripts hand on what stood on their command lines
         if given is not True:
             given = checkpoints.find_own(Path(self.args.output_dir)) or given
         if given is not None and given is not False:

@@ -542,6 +542,14 @@ def test_a_path_that_names_no_checkpoint_is_refused_before_anything_is_built(tmp
     assert trainer.optimizer is None
 
 
+def test_words_of_a_command_line_ask_for_the_newest_and_for_none(tmp_path: Path) -> None:
+    train(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
+    assert train(tmp_path, "True", max_steps=4)["step"] == 4
+    assert build_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint="False").global_step == 2
+    with pytest.raises(CheckpointNotFoundError, match="Can't find a valid checkpoint at Truth, which does not exist"):
+        build_trainer(tmp_path).train(resume_from_checkpoint="Truth")
+
+
 def refused_path(folder: str, strategy: str) -> str:
     trainer = build_trainer(folder, strategy=strategy)
     with pytest.raises((CheckpointNotFoundError, ProcessGroupError)) as refused:
