@@ -196,6 +196,9 @@ class CheckpointingTrainer(RunningTrainer, Protocol):
     """Ours: of the present train()."""
     run_record: RunRecord
     """Ours: of the same."""
+    _tr_loss: Tensor
+    """Sum of this rank's losses since the last log."""
+    _globalstep_last_logged: int
     _train_batch_size: int
     """Samples of a micro-batch on one rank."""
     get_total_train_batch_size: Callable[[Any], int]

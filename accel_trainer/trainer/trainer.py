@@ -396,6 +396,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
     ) -> None:
         if self.run_checkpoints.metrics.begun_at is None:
             self.run_checkpoints.metrics.begun_at = self.state.global_step
+            self.resume_running_loss()
             self.run_record.begin_updates(self)
         self.begin_decisions()
         is_resumed = epoch == epochs_trained and resume_from_checkpoint is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import re
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -245,13 +246,16 @@ def test_r14_rollbacks_are_refused_where_they_cannot_be(tmp_path: Path, options:
 
 def test_weights_are_saved_and_loaded_where_the_environment_says_warn(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("ACCEL_TRAINER_ON_NONFINITE", "warn")
-    trainer = build_trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    trainer = build_trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=1, logging_steps=2)
     with torch.no_grad():
         next(trainer.model.parameters()).fill_(float("nan"))
 
     trainer.train()
-    again = build_trainer(tmp_path, max_steps=2)
+    again = build_trainer(tmp_path, max_steps=2, logging_steps=2)
+    # The loss of this update alone is a number.
+    again.compute_loss = lambda model, inputs, **_: next(model.parameters()).nan_to_num().sum()
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
     assert again.state.global_step == 2
+    assert math.isnan(next(entry["loss"] for entry in again.state.log_history if "loss" in entry))
     assert next(again.model.parameters()).isnan().any()

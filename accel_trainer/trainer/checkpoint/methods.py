@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -393,6 +394,21 @@ class CheckpointMethods(_Upstream):
             ):
                 super()._load_rng_state(checkpoint)
 
+    def resume_running_loss(self) -> None:
+        """Go on with the mean since the last log, where a checkpoint lies between two. Not collective.
+
+        `train_loss` stays that of the updates since the resume, as with transformers.
+        """
+        run, process = self.run_checkpoints, self.accelerator.process
+        saved = None if run.resumption is None else run.resumption.progress.get("running_loss")
+        if saved is None:
+            return
+        by_rank = [math.nan if loss is None else loss for loss in saved["by_rank"]]
+        mean = sum(by_rank) / len(by_rank)
+        self._tr_loss += by_rank[process.rank] if len(by_rank) == process.world_size else mean
+        self._total_loss_scalar, self._globalstep_last_logged = -mean, saved["since"]
+        run.running_losses[self.state.global_step] = self._tr_loss.clone(), -mean, saved["since"]
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         directory, own = Path(resume_from_checkpoint), self.model if model is None else model
         with self.run_checkpoints.metrics.resuming("load"):
@@ -655,7 +671,7 @@ def _save_state(trainer: CheckpointingTrainer, path: str) -> None:
 
 
 def _describe_progress(trainer: CheckpointingTrainer) -> dict[str, Any]:
-    """Return the progress of a run, as plain JSON, for the manifest of the checkpoint that it writes."""
+    """Return the progress of a run, as plain JSON, for the manifest of the checkpoint that it writes. Collective."""
     position = trainer.run_checkpoints.position(trainer.callback_handler.train_dataloader)
     if position is not None:
         try:
@@ -671,12 +687,22 @@ def _describe_progress(trainer: CheckpointingTrainer) -> dict[str, Any]:
         "accumulation_steps": trainer.args.gradient_accumulation_steps,
         "order_batch": trainer.order_batch(),
         "taken_back": trainer.run_checkpoints.num_taken_back,
+        "running_loss": _describe_running_loss(trainer),
         "has_training_state": not trainer.args.save_only_model,
         "position": position,
         "job": trainer.run_checkpoints.job,
         # Where a signal ends the run: the evaluation of this update, and a save after it.
         "pending": {"evaluate": True, "save": trainer.control.should_save} if trainer.control.should_evaluate else None,
     }
+
+
+def _describe_running_loss(trainer: CheckpointingTrainer) -> dict[str, Any] | None:
+    """Return the ranks' losses since the last log, and when that was; None where it was now. Collective."""
+    since = trainer._globalstep_last_logged
+    if trainer.run_checkpoints.is_in_update or since == trainer.state.global_step:
+        return None
+    by_rank = trainer.accelerator.gather(trainer._tr_loss).tolist()
+    return {"since": since, "by_rank": [loss if math.isfinite(loss) else None for loss in by_rank]}  # JSON has no NaN
 
 
 def _check_weights(trainer: CheckpointMethods, model: nn.Module, section: str, doing: Literal["save", "load"]) -> None:

@@ -112,6 +112,8 @@ class RunCheckpoints:
         """The last update of which this train() has saved a checkpoint."""
         self.num_taken_back = 0
         """Updates that were read, and that a rollback has taken back, since the beginning of the run."""
+        self.is_in_update = False
+        """Whether micro-batches of an update have been read that is not done: who resumes begins it again."""
         self.running_losses: dict[int, tuple[Tensor, float, int]] = {}
         """By update that was saved: the loss since the last log, the sum of those logged, and the last that was."""
 
@@ -233,12 +235,14 @@ class RunCheckpoints:
 
     def begin_update(self, loader: Any) -> None:
         """Remember the position of the training loader, before the batches of an update are read."""
+        self.is_in_update = True
         self._position = loader.noted_state_dict() if isinstance(loader, PreparedDataLoader) else None
         if self._saves_within_updates:
             self._streams = get_rng_state()
 
     def end_update(self, step: int | None) -> None:
         """Forget that position, and note the update; None where there were no batches for one."""
+        self.is_in_update = False
         self._position = self._streams = None
         if self._note is not None and step is not None:
             self._note.write(step)

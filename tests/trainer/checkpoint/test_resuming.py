@@ -550,6 +550,30 @@ def test_words_of_a_command_line_ask_for_the_newest_and_for_none(tmp_path: Path)
         build_trainer(tmp_path).train(resume_from_checkpoint="Truth")
 
 
+def train_whole_and_resumed(folder: str, strategy: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    options: dict[str, Any] = {"strategy": strategy, "max_steps": 8, "save_strategy": "steps", "save_steps": 3}
+    options |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1, "logging_steps": 4}
+    whole = train(f"{folder}/whole", **options)
+    return whole, train(f"{folder}/resumed", f"{folder}/whole/checkpoint-6", **options)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_the_first_log_after_a_resume_is_of_all_updates_since_the_last_one(tmp_path: Path, strategy: str) -> None:
+    whole, resumed = on_ranks(strategy, train_whole_and_resumed, str(tmp_path))[0]
+    assert len(whole["losses"]) == 2
+    assert resumed["losses"] == whole["losses"]
+    size = 2 if strategy == "single" else 4
+    each = train(tmp_path / "each", max_steps=8, logging_steps=1, per_device_train_batch_size=size)["losses"]
+    assert whole["losses"] == pytest.approx([sum(each[:4]) / 4, sum(each[4:]) / 4], rel=1e-5)
+    assert resumed["train_loss"] == pytest.approx(sum(each[6:]) / 2, rel=1e-5)
+
+    if strategy == "fsdp":  # on another number of ranks
+        changed = {"max_steps": 8, "logging_steps": 4, "per_device_train_batch_size": 4}
+        alone = train(tmp_path / "alone", str(tmp_path / "whole" / "checkpoint-6"), **changed)
+        assert alone["losses"] == pytest.approx(whole["losses"], rel=1e-6)
+
+
 def refused_path(folder: str, strategy: str) -> str:
     trainer = build_trainer(folder, strategy=strategy)
     with pytest.raises((CheckpointNotFoundError, ProcessGroupError)) as refused:
