@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import re
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
