@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -77,12 +78,14 @@ def share_buffers_in_evaluation(called: nn.Module, model: nn.Module, device: tor
     if not _saved_buffers(model):
         return
     has_trained = False
+    owner = weakref.ref(model)  # which holds the hook
 
     def follow(module: nn.Module, args: Any) -> None:
         nonlocal has_trained
-        if has_trained and not model.training:
-            broadcast_buffers(model, device)
-        has_trained = model.training
+        inner = owner() or module
+        if has_trained and not inner.training:
+            broadcast_buffers(inner, device)
+        has_trained = inner.training
 
     called.register_forward_pre_hook(follow)
 
