@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -32,8 +34,11 @@ def keep_scales(model: nn.Module) -> None:
     bitsandbytes writes what it finds at the parameter, and sharding has replaced that; the layer has it, too.
     """
     for module in model.modules():
-        weight, scales = getattr(module, "weight", None), getattr(module, "quant_state", None)
-        if weight is not None and scales is not None:
+        scales: Any = getattr(module, "quant_state", None)
+        if scales is None:  # asked for first: the weight of a parametrization is computed
+            continue
+        weight: Any = getattr(module, "weight", None)
+        if weight is not None:
             weight.quant_state = scales
 
 

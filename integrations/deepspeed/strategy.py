@@ -168,7 +168,7 @@ class DeepSpeedStrategy(BaseStrategy):
         for optimizer in job.optimizers:
             check_kind(optimizer, _UNSUPPORTED, self.name)
         _check_groups(job)
-        _check_scalars(job, config)
+        _check_parameters(job, config)
         _check_leaf_classes(job, config)
         check_can_start(process, config.data)
 
@@ -329,15 +329,26 @@ def _check_groups(job: TrainJob) -> None:
             )
 
 
-def _check_scalars(job: TrainJob, config: EngineConfig) -> None:
-    """Refuse parameters of no dimension under ZeRO-3, whose first broadcast fails for them without a word of why."""
-    numbers = [name for name, p in job.model.named_parameters() if not p.ndim and not hasattr(p, "ds_id")]
-    if numbers and config.stage == 3:
-        raise ConfigError(
-            f"{numbers[0]!r} of {type(job.model).__name__} is a parameter of no dimension, which ZeRO-3 of DeepSpeed "
-            "cannot lay out; give it one (torch.ones(1) in place of torch.tensor(1.0)), or use stage 2 or strategy "
-            "'fsdp2'"
-        )
+def _check_parameters(job: TrainJob, config: EngineConfig) -> None:
+    """Refuse parameters that the engine would cast, and under ZeRO-3 those that it fails for without a word of why."""
+    kind = type(job.model).__name__
+    for name, parameter in job.model.named_parameters():
+        if job.optimizers and (parameter.is_complex() or parameter.dtype == torch.float64):
+            raise ConfigError(
+                f"{name!r} of {kind} is in {parameter.dtype}, and DeepSpeed trains in fp32, bf16 or fp16: it would be "
+                "cast, or lost; convert it (model.float()), or use strategy 'ddp'"
+            )
+        if config.stage < 3 or hasattr(parameter, "ds_id"):
+            continue
+        if not parameter.ndim or not parameter.numel():
+            what = "no elements" if parameter.ndim else "no dimension"
+            hint = (
+                "leave it out of the model" if parameter.ndim else "give it one (torch.ones(1), not torch.tensor(1.0))"
+            )
+            raise ConfigError(
+                f"{name!r} of {kind} is a parameter of {what}, which ZeRO-3 of DeepSpeed cannot lay out; {hint}, or "
+                "use stage 2 or strategy 'fsdp2'"
+            )
 
 
 def _check_leaf_classes(job: TrainJob, config: EngineConfig) -> None:

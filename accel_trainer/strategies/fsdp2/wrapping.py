@@ -77,7 +77,7 @@ def select_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessCo
     layers = find_blocks(model, job.resolved, job.wrap_policy)
     ignored = find_ignored_modules(model, job.resolved)
     # fully_shard cuts along rows, and a scalar has none.
-    unsharded = {p for p in model.parameters() if p.ndim == 0}
+    unsharded = {p for p in model.parameters() if p.ndim == 0 or not p.numel()}  # torch scatters no empty gradient
     unsharded.update(p for module in ignored for p in module.parameters())
     _check_combination(job, layers, unsharded)
     refuse_8bit_shards(model)
