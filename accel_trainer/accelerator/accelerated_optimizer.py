@@ -207,7 +207,16 @@ class AcceleratedOptimizer(Optimizer):
         self.prepared[0].unit.zero_grad(set_to_none, optimizer=self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters of the prepared models."""
+        """Add a group of parameters of the prepared models.
+
+        Raises:
+            ConfigError: the optimizer is an engine's, which has laid out its parameters.
+        """
+        if any(prepared.unit.fixes_parameters for prepared in self.prepared):
+            raise ConfigError(
+                f"{type(self.optimizer).__name__} is in an engine, which trains the parameters that it was built with; "
+                "call free_memory(), and prepare the model with an optimizer of all groups"
+            )
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:

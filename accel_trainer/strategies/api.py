@@ -265,6 +265,8 @@ class TrainUnit(Protocol):
     """The user's own, in the order in which they were bound."""
     local_replicas: LocalReplicas | None = None
     """For updates of each rank's replica by itself; None where ranks hold no replicas, or exchange nothing."""
+    fixes_parameters: bool = False
+    """Whether the parameters that are trained are those that it was built with."""
     keeps_buffers_apart: bool = False
     """Whether the ranks are to keep buffers of their own, as was asked for; else rank 0's are the model's."""
     is_released: bool = False

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -22,6 +22,7 @@ from accel_trainer.strategies.broadcast_values import broadcast_module_states
 from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.local_replicas import LocalReplicas
 from accel_trainer.strategies.loss_scale import LossScale
+from accel_trainer.strategies.ownership import check_frozen
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, require_values, with_optimizers
 
@@ -51,9 +52,48 @@ class DDPUnit(NativeUnit):
         # that are averaged already is the same, so a window may exchange once more.
         self._must_sync = self._replicas is not None and self._replicas.static_graph
         self.local_replicas = None
+        self._has_exchanged = False
+        self._frozen = () if self._replicas is None else tuple(p for p in module.parameters() if not p.requires_grad)
+        """Parameters that DDP averages no gradients of."""
         if self._replicas is not None:
             self.local_replicas = LocalReplicas(self._replicas, self.optimizers, is_asked_for=updates_locally)
             _outlive_reducer(self._replicas)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Accumulate gradients of `loss`. Collective where they are exchanged.
+
+        Raises:
+            ConfigError: a parameter was frozen when the model was prepared, and is trained now; or this is a second
+                backward of one forward.
+        """
+        check_frozen(self.module, self._frozen, "DDP would leave its gradients unlike on each rank")
+        if self._replicas is not None:
+            if self._has_exchanged:
+                self._refuse_second_exchange(loss)
+            if kwargs.get("retain_graph") and self._replicas.require_backward_grad_sync:
+                self._note_exchange(self._replicas)
+        super().backward(loss, **kwargs)
+
+    def _note_exchange(self, replicas: DistributedDataParallel) -> None:
+        """Remember, until the next forward, that a backward has exchanged gradients and left its graph."""
+
+        def forget(*args: Any) -> None:
+            self._has_exchanged = False
+            handle.remove()
+
+        if not self._has_exchanged:
+            self._has_exchanged = True
+            handle = replicas.register_forward_pre_hook(forget)
+
+    def _refuse_second_exchange(self, loss: Tensor) -> None:
+        """Refuse a second backward of one forward: DDP exchanges in the first, and would add this rank's gradients."""
+        reached = leaves_of(loss)
+        if any(id(parameter) in reached for parameter in self.module.parameters()):
+            raise ConfigError(
+                f"backward() was called a second time after one forward of {type(self.module).__name__}, and DDP "
+                "exchanges gradients in the first only; add the losses and call backward() once, or use strategy "
+                "'fsdp2'"
+            )
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Exchange gradients in the next backward, or keep them local. The setter that DDP.no_sync() itself uses."""
@@ -132,6 +172,22 @@ def build_ddp_options(job: TrainJob, process: ProcessContext) -> dict[str, Any]:
     if process.device.type != "cpu" and job.device_placement:
         options.update(device_ids=[process.device.index], output_device=process.device.index)
     return options
+
+
+def leaves_of(loss: Tensor) -> set[int]:
+    """Return the ids of the tensors that a backward of `loss` adds gradients to."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        waiting += [following for following, _ in node.next_functions]
+    return found
 
 
 class DDPStrategy(BaseStrategy):

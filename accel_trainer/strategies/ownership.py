@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_trainer.errors import ConfigError
 
-__all__ = ["check_disjoint", "check_kind", "check_optimizer_belongs", "parameters_of"]
+__all__ = ["check_disjoint", "check_frozen", "check_kind", "check_optimizer_belongs", "parameters_of"]
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -64,3 +67,18 @@ def check_kind(optimizer: Optimizer, unsupported: Mapping[str, str], strategy: s
                 f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot train with strategy {strategy!r}: "
                 f"{reason}"
             )
+
+
+def check_frozen(model: nn.Module, frozen: Sequence[nn.Parameter], why: str) -> None:
+    """Raise ConfigError where a parameter that was frozen when a model was prepared is trained now.
+
+    Args:
+        why: it would not be as on one process.
+    """
+    if any(map(_REQUIRES_GRAD, frozen)):
+        unfrozen = {id(parameter) for parameter in frozen if parameter.requires_grad}
+        name = next((name for name, parameter in model.named_parameters() if id(parameter) in unfrozen), "a parameter")
+        raise ConfigError(
+            f"{name!r} of {type(model).__name__} was frozen when the model was prepared, and is trained now: {why}. "
+            "Call free_memory(), and prepare the model again once it is unfrozen"
+        )

@@ -23,6 +23,7 @@ from accel_trainer.runtime.collective_checks import note_call
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import foreach_add_, foreach_zero_
 from accel_trainer.strategies.api import CheckpointIO, Layout, StepOutcome, TrainUnit
+from accel_trainer.strategies.ownership import check_frozen
 from accel_trainer.strategies.parameter_state.matching import uncompiled_name
 from accel_trainer.strategies.single import NativeUnit
 
@@ -92,6 +93,8 @@ class DeepSpeedUnit(TrainUnit):
     before the step, and the gradients of an open window stay in the engine.
     """
 
+    fixes_parameters = True
+
     def __init__(
         self,
         engine: Any,
@@ -122,6 +125,7 @@ class DeepSpeedUnit(TrainUnit):
         """The parameters themselves: the module may have lost some when the engine goes, to PEFT's merging for one."""
         self._compared_over = compared_over
         self._trained = frozenset(id(p) for p in self.module.parameters() if p.requires_grad)
+        self._frozen = tuple(p for p in self.module.parameters() if not p.requires_grad)
         self._configured_bound: float = getattr(self._zero, "clip_grad", 0.0)
         self._bound: float | None = None
         self._norm: Tensor | None = None
@@ -153,6 +157,7 @@ class DeepSpeedUnit(TrainUnit):
                 f"backward() got {', '.join(unknown)}, which DeepSpeed's engine cannot pass on; it knows retain_graph"
             )
         self._require_optimizer()
+        check_frozen(self.module, self._frozen, "the engine has no place for its gradients")
         self._compare("backward")
         earlier = self._keep_exchanged()
         # The facade has divided the loss; the engine is to leave it as it is.
@@ -234,7 +239,7 @@ class DeepSpeedUnit(TrainUnit):
         if closure is not None:
             raise ConfigError(
                 f"{type(self.optimizers[0]).__name__}.step(closure) cannot be combined with DeepSpeed, whose step "
-                "takes the gradients that are there; use an optimizer that needs no closure, or strategy 'fsdp2'"
+                "takes the gradients that are there; use an optimizer that needs no closure, or strategy 'ddp'"
             )
         if not self._holds_gradients:
             return StepOutcome(applied=True)

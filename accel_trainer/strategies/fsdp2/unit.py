@@ -139,6 +139,8 @@ _UNSUPPORTED = {
     "apollo_torch": _NEEDS_FULL,
     "galore_torch.Adafactor": _NEEDS_FULL,
     "torch.Adafactor": "it mixes shards with norms of them; use that of transformers (optim='adafactor')",
+    "torch.LBFGS": "its directions come of products over all parameters, and a rank would take those of its shards; "
+    "use another optimizer, or strategy 'ddp'",
     "torch.Rprop": "it indexes by masks, which shards cannot; use another optimizer, or strategy 'ddp'",
 }
 _UNSUPPORTED_IN_PARTS = {

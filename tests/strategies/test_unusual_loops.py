@@ -1,0 +1,155 @@
+"""Loops that are right on one process, and that engines take for others: alike under each, or refused by words."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accel_trainer.errors import ConfigError
+from tests.ranks import preload, run_ranks
+
+preload("accel_trainer.accelerator")
+BATCH = 8
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+
+def begin(strategy: str) -> Any:
+    from accel_trainer import Accelerator
+
+    config: dict[str, Any] = {"strategy": strategy}
+    if strategy.startswith("zero"):
+        stage = {"zero_optimization": {"stage": int(strategy[4:])}, "train_micro_batch_size_per_gpu": BATCH // 2}
+        config = {"strategy": "deepspeed", "deepspeed": stage}
+    return Accelerator(cpu=True, config=config)
+
+
+def build(seed: int = 0, width: int = 4) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def own_rows(accelerator: Any, step: int) -> Tensor:
+    rows = torch.randn(BATCH, 4, generator=torch.Generator().manual_seed(step))
+    return rows.chunk(accelerator.num_processes)[accelerator.process_index]
+
+
+def adversaries(strategy: str) -> list[float]:
+    """Train a generator against a discriminator, each in its own window, with the other frozen."""
+    accelerator = begin(strategy)
+    generator, judge = build(), build(1, width=1)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (generator, judge)]
+    generator, judge, *optimizers = accelerator.prepare(generator, judge, *optimizers)
+    losses = []
+    for step in range(4):
+        rows = own_rows(accelerator, step)
+        with accelerator.accumulate(judge):
+            loss = judge(generator(rows).detach()).square().mean() + (judge(rows[:, :1]) - 1).square().mean()
+            accelerator.backward(loss)
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        accelerator.unwrap_model(judge).requires_grad_(False)
+        with accelerator.accumulate(generator):
+            loss = (judge(generator(rows)) - 1).square().mean()
+            accelerator.backward(loss)
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        accelerator.unwrap_model(judge).requires_grad_(True)
+    return losses
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "fsdp2", *(pytest.param(f"zero{stage}", marks=needs_deepspeed) for stage in (2, 3))]
+)
+def test_two_models_that_train_against_each_other_are_those_of_one_process(strategy: str) -> None:
+    [alone] = run_ranks(adversaries, 1, "single")
+    assert run_ranks(adversaries, 2, strategy)[0] == pytest.approx(alone, rel=1e-5)
+
+
+def two_losses_of_one_forward(strategy: str) -> list[float]:
+    accelerator = begin(strategy)
+    model = build()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+    losses = []
+    for step in range(4):
+        output = model(own_rows(accelerator, step))
+        first, second = output.square().mean(), (output - 1).abs().mean()
+        accelerator.backward(first, retain_graph=True)
+        accelerator.backward(torch.ones((), requires_grad=True) * 2)  # of no parameter
+        accelerator.backward(second)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce((first + second).detach(), "mean").item())
+        if step:
+            model(own_rows(accelerator, step)).sum().item()  # a forward without a backward between
+    return losses
+
+
+def test_the_gradients_of_two_backwards_of_one_forward_are_averaged_under_fsdp2() -> None:
+    [alone] = run_ranks(two_losses_of_one_forward, 1, "single")
+    assert run_ranks(two_losses_of_one_forward, 2, "fsdp2")[0] == pytest.approx(alone, rel=1e-5)
+
+
+def refusal(strategy: str, loop: Callable[[Any, Any, Any], None]) -> str:
+    accelerator = begin(strategy)
+    model = build()
+    model[0].requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained))
+    with pytest.raises(ConfigError) as refused:
+        loop(accelerator, model, optimizer)
+    return str(refused.value)
+
+
+def unfreeze(accelerator: Any, model: Any, optimizer: Any) -> None:
+    accelerator.unwrap_model(model).requires_grad_(True)
+    accelerator.backward(model(own_rows(accelerator, 0)).square().mean())
+
+
+def add_a_group(accelerator: Any, model: Any, optimizer: Any) -> None:
+    optimizer.add_param_group({"params": list(accelerator.unwrap_model(model)[0].parameters())})
+
+
+def step_backward_twice(accelerator: Any, model: Any, optimizer: Any) -> None:
+    for _ in range(2):
+        accelerator.backward(model(own_rows(accelerator, 0)).square().mean(), retain_graph=True)
+    accelerator.backward(torch.ones((), requires_grad=True) * 2)  # of no parameter of the model
+    output = model(own_rows(accelerator, 0))
+    accelerator.backward(output.square().mean(), retain_graph=True)
+    accelerator.backward(output.abs().mean())
+
+
+def prepare_another(accelerator: Any, model: Any, optimizer: Any) -> None:
+    another = build(1)
+    accelerator.prepare(another, torch.optim.AdamW(another.parameters()))
+    accelerator.backward(model(own_rows(accelerator, 0)).square().mean())
+
+
+def prepare_lbfgs(accelerator: Any, model: Any, optimizer: Any) -> None:
+    another = build(1)
+    accelerator.prepare(another, torch.optim.LBFGS(another.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "loop", "message"),
+    [
+        (
+            "ddp",
+            unfreeze,
+            "'0.weight' of Sequential was frozen when the model was prepared, and is trained now: DDP wo",
+        ),
+        ("ddp", step_backward_twice, "backward() was called a second time after one forward of Sequential, and DDP"),
+        ("fsdp2", prepare_lbfgs, "torch.optim.lbfgs.LBFGS cannot train with strategy 'fsdp2': its directions come of"),
+        pytest.param("zero2", unfreeze, "'0.weight' of Sequential was frozen when the model", marks=needs_deepspeed),
+        pytest.param("zero2", add_a_group, "AdamW is in an engine, which trains the parameters", marks=needs_deepspeed),
+        pytest.param("zero2", prepare_another, "backward() was called with several models", marks=needs_deepspeed),
+    ],
+)
+def test_what_an_engine_would_train_otherwise_is_refused(strategy: str, loop: Any, message: str) -> None:
+    assert all(said.startswith(message) for said in run_ranks(refusal, 2, strategy, loop))
