@@ -224,9 +224,7 @@ class AcceleratorStepping(AcceleratorSettings):
             return self.lomo_backward(loss, **kwargs)
         if self._checkpointer.background is not None and self.sync_gradients:
             self._checkpointer.background.poll()
-        units = self._prepared.current or self._prepared.units
-        if len(units) > 1 and not self._prepared.current:
-            units = [self._leading_unit()]
+        units = self._prepared.current or self._leading_units()
         if not units:
             return self._backward_alone(loss, **kwargs)
         leading, in_window = units[0], bool(self._prepared.current)
@@ -242,14 +240,14 @@ class AcceleratorStepping(AcceleratorSettings):
         for prepared in units:
             prepared.take_backward(in_window)
 
-    def _leading_unit(self) -> PreparedUnit:
-        """Return the unit that a backward outside of `accumulate()` is given to, of several.
+    def _leading_units(self) -> list[PreparedUnit]:
+        """Return the unit that a backward outside of `accumulate()` is given to; none before one is prepared.
 
-        The first will do, but for an engine's: it takes part in the backward of its own model alone.
+        Of several the first will do, but for an engine's: it takes part in the backward of its own model alone.
         """
         units = self._prepared.units
-        if not self.strategy.capabilities.builds_engine:
-            return units[0]
+        if len(units) < 2 or not self.strategy.capabilities.builds_engine:
+            return units[:1]
         trained = [prepared for prepared in units if prepared.unit.optimizers]
         if len(trained) > 1:
             names = ", ".join(type(prepared.unit.module).__name__ for prepared in trained)
@@ -258,7 +256,7 @@ class AcceleratorStepping(AcceleratorSettings):
                 "loss is its model's: call it within `with accelerator.accumulate(model):`, with the parameters of the "
                 "others frozen (model.requires_grad_(False)), or use strategy 'ddp' or 'fsdp2'"
             )
-        return trained[0] if trained else units[0]
+        return trained or units[:1]
 
     def _weigh(self, loss: Tensor, divisor: int) -> Tensor:
         """Return the loss by the samples that this rank holds of the step, over the micro-batches of a window."""

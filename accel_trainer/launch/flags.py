@@ -306,6 +306,13 @@ def parse_options(argv: Sequence[str], command: str) -> Options:
         position += 1
     layer = _fsdp_layer(entries)
     put_parallelism(sizes, layer)
+    _take_layer(options, layer)
+    options.rest = tuple(argv[position:])
+    return options
+
+
+def _take_layer(options: Options, layer: Layer) -> None:
+    """Add the options that accelerate's spellings stand for, where no flag of ours has set them."""
     if layer.problems:
         raise ConfigError("; ".join(layer.problems))
     for path, setting in layer.settings.items():
@@ -314,8 +321,6 @@ def parse_options(argv: Sequence[str], command: str) -> Options:
         options.flags.setdefault(path, schema.thaw(setting.value))
         _note_spelling(options, path, setting.source.where)
     options.notes = tuple(layer.notes)
-    options.rest = tuple(argv[position:])
-    return options
 
 
 def _read_flag(argv: Sequence[str], position: int, command: str) -> tuple[Flag, Any, int]:

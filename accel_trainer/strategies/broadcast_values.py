@@ -75,7 +75,7 @@ def share_buffers_in_evaluation(called: nn.Module, model: nn.Module, device: tor
         model: with the buffers; in evaluation mode after its `eval()`.
         device: where they are exchanged.
     """
-    if not _saved_buffers(model):
+    if dist.get_world_size() == 1 or not _saved_buffers(model):
         return
     has_trained = False
     owner = weakref.ref(model)  # which holds the hook

@@ -201,8 +201,7 @@ class DeepSpeedStrategy(BaseStrategy):
             )
         if placeholder is not None:
             placeholder.adopt(engine.basic_optimizer)
-        if process.is_distributed:
-            share_buffers_in_evaluation(engine, job.model, process.device)
+        share_buffers_in_evaluation(engine, job.model, process.device)
         hooks = _cast_around(job.model, config, job.config)
         apply_compile(job.model, job.config.compile, job.compile_options)
         compared_over = process if job.config.debug else None
