@@ -23,6 +23,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.kwargs import AutocastKwargs
 from accel_trainer.runtime.rank_watch import raise_if_theirs
 from accel_trainer.strategies.api import TrainUnit
+from accel_trainer.strategies.gradients import leaves_of
 
 __all__ = ["AcceleratorStepping"]
 
@@ -224,7 +225,7 @@ class AcceleratorStepping(AcceleratorSettings):
             return self.lomo_backward(loss, **kwargs)
         if self._checkpointer.background is not None and self.sync_gradients:
             self._checkpointer.background.poll()
-        units = self._prepared.current or self._leading_units()
+        units = self._prepared.current or self._leading_units(loss)
         if not units:
             return self._backward_alone(loss, **kwargs)
         leading, in_window = units[0], bool(self._prepared.current)
@@ -240,23 +241,25 @@ class AcceleratorStepping(AcceleratorSettings):
         for prepared in units:
             prepared.take_backward(in_window)
 
-    def _leading_units(self) -> list[PreparedUnit]:
+    def _leading_units(self, loss: Tensor) -> list[PreparedUnit]:
         """Return the unit that a backward outside of `accumulate()` is given to; none before one is prepared.
 
-        Of several the first will do, but for an engine's: it takes part in the backward of its own model alone.
+        Of several that are trained the first will do, but for an engine's: it takes part in the backward of its own
+        model alone.
         """
-        units = self._prepared.units
-        if len(units) < 2 or not self.strategy.capabilities.builds_engine:
-            return units[:1]
-        trained = [prepared for prepared in units if prepared.unit.optimizers]
-        if len(trained) > 1:
-            names = ", ".join(type(prepared.unit.module).__name__ for prepared in trained)
-            raise ConfigError(
-                f"backward() was called with several models prepared ({names}), and an engine has to be told that the "
-                "loss is its model's: call it within `with accelerator.accumulate(model):`, with the parameters of the "
-                "others frozen (model.requires_grad_(False)), or use strategy 'ddp' or 'fsdp2'"
-            )
-        return trained or units[:1]
+        trained = [prepared for prepared in self._prepared.units if prepared.unit.optimizers] or self._prepared.units
+        if len(trained) < 2 or not self.strategy.capabilities.builds_engine:
+            return trained[:1]
+        reached = leaves_of(loss)
+        found = [each for each in trained if any(id(p) in reached for p in each.unit.module.parameters())]
+        if len(found) == 1:
+            return found
+        names = ", ".join(type(prepared.unit.module).__name__ for prepared in found or trained)
+        raise ConfigError(
+            f"backward() was called with a loss of {len(found)} prepared models ({names}), and an engine takes part in "
+            "the backward of its own model alone: freeze the parameters of the others (model.requires_grad_(False)), "
+            "or use strategy 'ddp' or 'fsdp2'"
+        )
 
     def _weigh(self, loss: Tensor, divisor: int) -> Tensor:
         """Return the loss by the samples that this rank holds of the step, over the micro-batches of a window."""

@@ -20,6 +20,7 @@ from accel_trainer.runtime.torch_private import abandon_exchange, exposed_exchan
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, CheckpointIO, StepOutcome, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states
 from accel_trainer.strategies.compile import apply_compile
+from accel_trainer.strategies.gradients import leaves_of
 from accel_trainer.strategies.local_replicas import LocalReplicas
 from accel_trainer.strategies.loss_scale import LossScale
 from accel_trainer.strategies.ownership import check_frozen
@@ -172,22 +173,6 @@ def build_ddp_options(job: TrainJob, process: ProcessContext) -> dict[str, Any]:
     if process.device.type != "cpu" and job.device_placement:
         options.update(device_ids=[process.device.index], output_device=process.device.index)
     return options
-
-
-def leaves_of(loss: Tensor) -> set[int]:
-    """Return the ids of the tensors that a backward of `loss` adds gradients to."""
-    found: set[int] = set()
-    seen: set[Any] = set()
-    waiting = [loss.grad_fn]
-    while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        waiting += [following for following, _ in node.next_functions]
-    return found
 
 
 class DDPStrategy(BaseStrategy):

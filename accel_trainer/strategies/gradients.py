@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.torch_private import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_, foreach_norm
 
-__all__ = ["choose_samples", "clip_grad_norm", "clip_grad_value", "gradients_of", "sample_sum", "scale_gradients"]
+__all__ = [
+    "choose_samples",
+    "clip_grad_norm",
+    "clip_grad_value",
+    "gradients_of",
+    "leaves_of",
+    "sample_sum",
+    "scale_gradients",
+]
 
 _NUM_SAMPLES = 4
 _SMALL = 1 << 14
@@ -55,6 +64,22 @@ def _is_one_kind(gradients: list[Tensor]) -> bool:
         if gradient.dtype != dtype or gradient.device != device:
             return False
     return True
+
+
+def leaves_of(loss: Tensor) -> set[int]:
+    """Return the ids of the tensors that a backward of `loss` adds gradients to."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        waiting += [following for following, _ in node.next_functions]
+    return found
 
 
 def total_norm(gradients: list[Tensor], norm_type: float) -> Tensor:

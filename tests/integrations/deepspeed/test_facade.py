@@ -398,7 +398,7 @@ def refusals() -> Any:
         ),
         ("norm type", "norm_type is 1, and DeepSpeed computes norms of type 2 only; use norm_type=2"),
         ("some", "was given parameters without 3 of the 4 that this engine trains.*pass model.parameters()"),
-        ("closure", "AdamW.step(closure) cannot be combined with DeepSpeed.*or strategy 'fsdp2'"),
+        ("closure", "AdamW.step(closure) cannot be combined with DeepSpeed.*or strategy 'ddp'"),
         ("graph", "backward() got create_graph, which DeepSpeed's engine cannot pass on; it knows retain_graph"),
         ("accumulation", "gradient_accumulation_steps = 4: strategy 'deepspeed' has its number.*pass it to the Accel"),
         ("later", "AdamW was prepared after its model Net, and DeepSpeed builds its engine around model and optimizer"),
