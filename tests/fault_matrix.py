@@ -306,6 +306,8 @@ def observe(case: Case, base: Path) -> Observed:
         how = failed.failures
     begin = float(path.read_text()) if (path := folder / "happened").exists() else float("nan")
     ends = [path.read_text().split() if (path := folder / f"{rank}.end").exists() else None for rank in (0, 1)]
+    # One that was stopped goes on while it is ended from here, and its watch may be quicker.
+    ends = [None if "was still running" in how.get(rank, "") else end for rank, end in enumerate(ends)]
     return Observed(
         codes=[None if end is None else int(end[0]) for end in ends],
         seconds=[float("nan") if end is None else float(end[1]) - begin for end in ends],
