@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch.utils.data import Dataset, IterableDataset
 from transformers import TrainerCallback
 
@@ -566,7 +568,9 @@ def test_the_first_log_after_a_resume_is_of_all_updates_since_the_last_one(tmp_p
     size = 2 if strategy == "single" else 4
     each = train(tmp_path / "each", max_steps=8, logging_steps=1, per_device_train_batch_size=size)["losses"]
     assert whole["losses"] == pytest.approx([sum(each[:4]) / 4, sum(each[4:]) / 4], rel=1e-5)
-    assert resumed["train_loss"] == pytest.approx(sum(each[6:]) / 2, rel=1e-5)
+    # Of the updates since the resume; earlier releases of transformers divide their sum by those of the whole run.
+    num_updates = 2 if "_initial_global_step" in inspect.getsource(transformers.trainer) else 8
+    assert resumed["train_loss"] == pytest.approx(sum(each[6:]) / num_updates, rel=1e-5)
 
     if strategy == "fsdp":  # on another number of ranks
         changed = {"max_steps": 8, "logging_steps": 4, "per_device_train_batch_size": 4}
