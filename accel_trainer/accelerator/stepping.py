@@ -23,7 +23,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.kwargs import AutocastKwargs
 from accel_trainer.runtime.rank_watch import raise_if_theirs
 from accel_trainer.strategies.api import TrainUnit
-from accel_trainer.strategies.gradients import leaves_of
+from accel_trainer.strategies.gradients import has_any, leaves_of
 
 __all__ = ["AcceleratorStepping"]
 
@@ -247,11 +247,14 @@ class AcceleratorStepping(AcceleratorSettings):
         Of several that are trained the first will do, but for an engine's: it takes part in the backward of its own
         model alone.
         """
-        trained = [prepared for prepared in self._prepared.units if prepared.unit.optimizers] or self._prepared.units
+        units = self._prepared.units
+        if len(units) < 2:
+            return units
+        trained = [prepared for prepared in units if prepared.unit.optimizers] or units
         if len(trained) < 2 or not self.strategy.capabilities.builds_engine:
             return trained[:1]
         reached = leaves_of(loss)
-        found = [each for each in trained if any(id(p) in reached for p in each.unit.module.parameters())]
+        found = [prepared for prepared in trained if has_any(prepared.unit.module, reached)]
         if len(found) == 1:
             return found
         names = ", ".join(type(prepared.unit.module).__name__ for prepared in found or trained)

@@ -20,7 +20,7 @@ from accel_trainer.runtime.torch_private import abandon_exchange, exposed_exchan
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, CheckpointIO, StepOutcome, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states
 from accel_trainer.strategies.compile import apply_compile
-from accel_trainer.strategies.gradients import leaves_of
+from accel_trainer.strategies.gradients import has_any, leaves_of
 from accel_trainer.strategies.local_replicas import LocalReplicas
 from accel_trainer.strategies.loss_scale import LossScale
 from accel_trainer.strategies.ownership import check_frozen
@@ -88,8 +88,7 @@ class DDPUnit(NativeUnit):
 
     def _refuse_second_exchange(self, loss: Tensor) -> None:
         """Refuse a second backward of one forward: DDP exchanges in the first, and would add this rank's gradients."""
-        reached = leaves_of(loss)
-        if any(id(parameter) in reached for parameter in self.module.parameters()):
+        if has_any(self.module, leaves_of(loss)):
             raise ConfigError(
                 f"backward() was called a second time after one forward of {type(self.module).__name__}, and DDP "
                 "exchanges gradients in the first only; add the losses and call backward() once, or use strategy "

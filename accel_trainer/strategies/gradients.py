@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from functools import reduce
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from accel_trainer.errors import ConfigError
@@ -21,6 +21,7 @@ __all__ = [
     "clip_grad_norm",
     "clip_grad_value",
     "gradients_of",
+    "has_any",
     "leaves_of",
     "sample_sum",
     "scale_gradients",
@@ -80,6 +81,11 @@ def leaves_of(loss: Tensor) -> set[int]:
             found.add(id(node.variable))
         waiting += [following for following, _ in node.next_functions]
     return found
+
+
+def has_any(module: nn.Module, leaves: Set[int]) -> bool:
+    """Return whether a module has parameters among those that `leaves_of` has found."""
+    return any(id(parameter) in leaves for parameter in module.parameters())
 
 
 def total_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
