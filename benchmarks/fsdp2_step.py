@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from timing import SHORT, Row, interleave, ratio_row
+from timing import WAITING, Row, interleave, ratio_row
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -56,7 +56,7 @@ def rows(rounds: int) -> list[Row]:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    seconds = interleave({"by hand": hand_steps, "ours": our_steps}, SHORT * rounds)
+    seconds = interleave({"by hand": hand_steps, "ours": our_steps}, WAITING * rounds)
     return [ratio_row("FSDP2 step, 2 processes", "fully_shard by hand", seconds["ours"], seconds["by hand"], 1.05)]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from timing import SHORT, Row, interleave, ratio_row
+from timing import WAITING, Row, interleave, ratio_row
 from torch import nn
 from two_ranks import print_measured
 
@@ -61,7 +61,7 @@ def measure(rounds: int) -> list[Row]:
     run = _build(accelerator)
     runs = {name: partial(run, name == "on") for name in ("on", "off")}
     with accelerator.preemptible():
-        seconds = interleave(runs, 4 * SHORT * rounds, clock=time.process_time)
+        seconds = interleave(runs, WAITING * rounds, clock=time.process_time)
     number = accelerator.num_processes
     name = "guards, one process" if number == 1 else f"guards, {number} processes"
     return [ratio_row(name, "the same step without", seconds["on"], seconds["off"], 1.01 if number == 1 else 1.02)]

@@ -7,10 +7,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
-__all__ = ["SHORT", "Row", "interleave", "print_rows", "ratio_row"]
+__all__ = ["SHORT", "WAITING", "Row", "interleave", "print_rows", "ratio_row"]
 
 SHORT = 5
 """How many times more rounds a function of a tenth of a second is measured: a median of few of those is noise."""
+
+WAITING = 4 * SHORT
+"""The same where two processes wait for each other in it: single rounds differ by a third on a machine of two cores."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def training_rows(rounds: int, folder: str, peer: bool, accumulation: int, bound
     }
     if peer:
         functions["upstream"] = lambda: train(transformers)
-    seconds = interleave(functions, rounds)
+    seconds = interleave(functions, 3 * rounds)
     what = "Trainer.train (tiny llama)" + ("" if accumulation == 1 else f", {accumulation} a window")
     rows = [ratio_row(what, "plain PyTorch loop", seconds["ours"], seconds["plain"], bound)]
     if peer:

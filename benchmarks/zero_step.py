@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fsdp2_step import STEPS, _llama
-from timing import SHORT, Row, interleave, ratio_row
+from timing import WAITING, Row, interleave, ratio_row
 from two_ranks import print_measured
 
 from accel_trainer import Accelerator, DeepSpeedPlugin
@@ -60,7 +60,7 @@ def rows(rounds: int) -> list[Row]:
     measured = []
     for stage in (1, 2, 3):
         ours = _ours(stage, tokens)  # joins the job
-        seconds = interleave({"by hand": _by_hand(stage, tokens), "ours": ours}, SHORT * rounds)
+        seconds = interleave({"by hand": _by_hand(stage, tokens), "ours": ours}, WAITING * rounds)
         name = f"ZeRO-{stage} step, 2 processes"
         measured.append(ratio_row(name, "deepspeed.initialize by hand", seconds["ours"], seconds["by hand"], 1.05))
     return measured

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from accel_trainer.errors import ConfigError, NonFiniteError
 from accel_trainer.runtime.nonfinite import check_weights
 from tests.ranks import preload, run_ranks
 from tests.stand_in import ALONE, build, install
+from tests.strategy_configs import needs_deepspeed
 
 preload("accel_trainer.accelerator")
 
@@ -189,7 +189,7 @@ def train_with_engine() -> list[dict[str, Any]]:
     return [train(action, **engine) for action in ("raise", "skip_step")]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@needs_deepspeed
 def test_r14_an_engine_that_steps_by_itself_leaves_the_update_out_and_tells() -> None:
     for rank, (raising, skipping) in enumerate(run_ranks(train_with_engine, 2, timeout=100)):
         assert raising["error"].startswith(
@@ -301,10 +301,7 @@ def test_r14_a_loop_that_is_rolled_back_goes_on_behind_the_update(tmp_path: Path
     check_rollbacks(run_ranks(roll_back, 1, str(tmp_path), "auto"))
 
 
-HAS_ENGINE = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", pytest.param("deepspeed", marks=HAS_ENGINE)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", pytest.param("deepspeed", marks=needs_deepspeed)])
 def test_r14_ranks_are_rolled_back_together(tmp_path: Path, strategy: str) -> None:
     check_rollbacks(run_ranks(roll_back, 2, str(tmp_path), strategy))
 

@@ -1,12 +1,12 @@
 """finetune_classifier.py and native_loop.py: one result on every layout, and what they print and save."""
 
 import functools
-import importlib.util
 import re
 
 import pytest
 
 from tests.example_runs import LAYOUTS, TINY, run_example, save_tiny_pretrained, save_tiny_texts
+from tests.strategy_configs import needs_deepspeed
 
 SNIPPETS = ["--snippets_per_package", "16", "--snippet_chars", "120"]
 SCRIPTS = {
@@ -37,7 +37,7 @@ def test_the_strategy_does_not_change_the_result(script, alone, tmp_path):
 
 
 @pytest.mark.multirank
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@needs_deepspeed
 @pytest.mark.parametrize(
     ("script", "option"), [("finetune_classifier", "--deepspeed"), ("native_loop", "--strategy_config")]
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ranks import preload, run_ranks
+from tests.strategy_configs import config_of, marked
 
 preload("accel_trainer.accelerator")
-STRATEGIES = ["ddp", "fsdp2", "compiled", "zero1", "zero2", "zero3"]
-CONFIGS: dict[str, Any] = {
-    "compiled": {"strategy": "fsdp2", "compile": {"backend": "eager", "regional": False}},
-    **{
-        f"zero{stage}": {
-            "strategy": "deepspeed",
-            "deepspeed": {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": 4},
-        }
-        for stage in (1, 2, 3)
-    },
-}
+COMPILED = {"strategy": "fsdp2", "compile": {"backend": "eager", "regional": False}}
 HELD_OUT = torch.randn(6, 4, generator=torch.Generator().manual_seed(9))
 
 
@@ -58,7 +48,7 @@ def train(accelerator: Any, model: Any, optimizer: Any, seed: int) -> None:
 def run(strategy: str, folder: str) -> dict[str, Any]:
     from accel_trainer import Accelerator
 
-    accelerator = Accelerator(cpu=True, config=CONFIGS.get(strategy, {"strategy": strategy}))
+    accelerator = Accelerator(cpu=True, config=COMPILED if strategy == "compiled" else config_of(strategy, 4))
     model = build()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
     inner = accelerator.unwrap_model(model)
@@ -78,10 +68,8 @@ def run(strategy: str, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", marked("ddp", "fsdp2", "compiled", "zero1", "zero2", "zero3"))
 def test_the_statistics_of_rank_0_are_evaluated_and_saved(tmp_path: Path, strategy: str) -> None:
-    if strategy.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed")
     first, second = run_ranks(run, 2, strategy, str(tmp_path / "state"))
     trained = first["after training"]
     assert any(not torch.equal(value, second["after training"][name]) for name, value in trained.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import numpy as np
@@ -11,19 +10,15 @@ import torch
 from torch import nn
 
 from tests.ranks import preload, run_ranks
+from tests.strategy_configs import config_of, marked, needs_deepspeed
 
 preload("accel_trainer.accelerator")
-STRATEGIES = ["single", "ddp", "fsdp2", "zero2", "zero3"]
-ENGINES = {f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in (2, 3)}
 
 
 def begin(strategy: str) -> Any:
-    from accel_trainer import Accelerator, DeepSpeedPlugin
+    from accel_trainer import Accelerator
 
-    if strategy in ENGINES:
-        config = {**ENGINES[strategy], "train_micro_batch_size_per_gpu": 4}
-        return Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
-    return Accelerator(cpu=True, config={"strategy": strategy})
+    return Accelerator(cpu=True, config=config_of(strategy, 4))
 
 
 def build() -> nn.Module:
@@ -49,10 +44,8 @@ def train(strategy: str) -> tuple[list[float], dict[str, Any]]:
     return losses, {name: value.numpy() for name, value in accelerator.get_state_dict(model).items()}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+@pytest.mark.parametrize("strategy", marked("ddp", "fsdp2", "zero2", "zero3"))
 def test_weights_in_another_order_train_as_on_one_process(strategy):
-    if strategy in ENGINES and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed")
     (expected, weights), *_ = run_ranks(train, 1, "single")
     losses, found = run_ranks(train, 2, strategy)[0]
     assert losses == pytest.approx(expected, rel=1e-6)
@@ -80,10 +73,10 @@ def refuse(strategy: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("strategy", "engine"), [("fsdp2", "FSDP2"), ("zero3", "DeepSpeed")])
+@pytest.mark.parametrize(
+    ("strategy", "engine"), [("fsdp2", "FSDP2"), pytest.param("zero3", "DeepSpeed", marks=needs_deepspeed)]
+)
 def test_a_transposed_view_of_another_weight_is_refused_where_it_would_part_from_it(strategy, engine):
-    if strategy in ENGINES and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed")
     message = (
         f"decoder.weight of Twin is not contiguous, and a view of the memory of encoder.weight: {engine} would make "
         "two parameters of them. Tie them by one Parameter object, transposed in forward "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -11,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from tests.ranks import preload, run_ranks
+from tests.strategy_configs import config_of, marked, needs_deepspeed
 
 preload("accel_trainer.accelerator")
-ENGINES = {f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in (1, 2, 3)}
-STRATEGIES = ["ddp", "fsdp2", *ENGINES]
 BATCH, STEPS = 8, 4
 
 
@@ -68,13 +66,7 @@ def build(kind: str) -> nn.Module:
 def train(strategy: str, kind: str, folder: str) -> dict[str, Any]:
     from accel_trainer import Accelerator
 
-    config: dict[str, Any] = {"strategy": strategy}
-    if strategy in ENGINES:
-        config = {
-            "strategy": "deepspeed",
-            "deepspeed": {**ENGINES[strategy], "train_micro_batch_size_per_gpu": BATCH // 2},
-        }
-    accelerator = Accelerator(cpu=True, config=config)
+    accelerator = Accelerator(cpu=True, config=config_of(strategy, BATCH // 2))
     model = build(kind)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=0.02))
@@ -110,14 +102,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return run_ranks(train_all, 1, "single", kinds, str(tmp_path_factory.mktemp("alone")))[0]
 
 
-def skip_without_deepspeed(strategy: str) -> None:
-    if strategy in ENGINES and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed")
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", marked("ddp", "fsdp2", "zero1", "zero2", "zero3"))
 def test_parameters_of_all_kinds_train_as_on_one_process(tmp_path: Any, strategy: str, alone: dict[str, Any]) -> None:
-    skip_without_deepspeed(strategy)
     kinds = [kind for kind in alone if (strategy, kind) != ("zero3", "scaled")]
     found, _ = run_ranks(train_all, 2, strategy, kinds, str(tmp_path))
     for kind in kinds:
@@ -143,12 +129,13 @@ def refuse(strategy: str, wrong: str) -> str:
             "complex": torch.ones(2, dtype=torch.complex64),
         }
         model.extra = nn.Parameter(value[wrong])
-    accelerator = Accelerator(cpu=True, config={"strategy": "deepspeed", "deepspeed": ENGINES[strategy]})
+    accelerator = Accelerator(cpu=True, config=config_of(strategy, BATCH // 2))
     with pytest.raises(ConfigError) as refused:
         accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     return str(refused.value)
 
 
+@needs_deepspeed
 @pytest.mark.parametrize(
     ("strategy", "wrong", "message"),
     [
@@ -163,5 +150,4 @@ def refuse(strategy: str, wrong: str) -> str:
     ],
 )
 def test_deepspeed_refuses_parameters_that_it_cannot_train(strategy: str, wrong: str, message: str) -> None:
-    skip_without_deepspeed(strategy)
     assert all(said.startswith(message) for said in run_ranks(refuse, 2, strategy, wrong))

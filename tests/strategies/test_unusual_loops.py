@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,20 +12,16 @@ from torch import Tensor, nn
 
 from accel_trainer.errors import ConfigError
 from tests.ranks import preload, run_ranks
+from tests.strategy_configs import config_of, marked, needs_deepspeed
 
 preload("accel_trainer.accelerator")
 BATCH = 8
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
 
 def begin(strategy: str) -> Any:
     from accel_trainer import Accelerator
 
-    config: dict[str, Any] = {"strategy": strategy}
-    if strategy.startswith("zero"):
-        stage = {"zero_optimization": {"stage": int(strategy[4:])}, "train_micro_batch_size_per_gpu": BATCH // 2}
-        config = {"strategy": "deepspeed", "deepspeed": stage}
-    return Accelerator(cpu=True, config=config)
+    return Accelerator(cpu=True, config=config_of(strategy, BATCH // 2))
 
 
 def build(seed: int = 0, width: int = 4) -> nn.Module:
@@ -66,9 +61,7 @@ def adversaries(strategy: str, in_windows: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("in_windows", [True, False])
-@pytest.mark.parametrize(
-    "strategy", ["ddp", "fsdp2", *(pytest.param(f"zero{stage}", marks=needs_deepspeed) for stage in (2, 3))]
-)
+@pytest.mark.parametrize("strategy", marked("ddp", "fsdp2", "zero2", "zero3"))
 def test_two_models_that_train_against_each_other_are_those_of_one_process(strategy: str, in_windows: bool) -> None:
     [alone] = run_ranks(adversaries, 1, "single", in_windows)
     assert run_ranks(adversaries, 2, strategy, in_windows)[0] == pytest.approx(alone, rel=1e-5)

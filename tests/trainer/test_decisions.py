@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 import os
 from pathlib import Path
@@ -13,9 +12,9 @@ import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from tests.ranks import RankFailure, preload, run_ranks
+from tests.strategy_configs import HAS_DEEPSPEED, needs_deepspeed
 from tests.trainer_jobs import build_trainer
 
-HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 if HAS_DEEPSPEED:
     preload("deepspeed")
 
@@ -142,7 +141,7 @@ def test_a_flag_of_all_ranks_is_acted_on_where_one_process_would(tmp_path):
     assert main == other == [alone(tmp_path, decision) for decision in decisions]
 
 
-@pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
+@needs_deepspeed
 def test_under_an_engine_too(tmp_path):
     decisions = [("on_step_end", 2, flag) for flag in FLAGS]
     options: dict[str, Any] = {"deepspeed": ZERO_2, "timeout": 60}

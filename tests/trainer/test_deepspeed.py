@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
 import os
 import shutil
@@ -18,10 +17,11 @@ from transformers import TrainerCallback
 from accel_trainer.checkpoint.interop.export import export_hf_fsdp
 from accel_trainer.errors import AccelTrainerError, ConfigError, IncompatibleCheckpointError, MissingExtraError
 from tests.ranks import preload, run_ranks
+from tests.strategy_configs import needs_deepspeed
 from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer, summary, train
 
 # Not imported here: that takes seconds, and the ranks have it from their server.
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+pytestmark = needs_deepspeed
 preload("deepspeed")
 
 AUTO = {

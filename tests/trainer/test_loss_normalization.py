@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from accel_trainer.data.plan import permutation
 from accel_trainer.trainer import Trainer
 from accel_trainer.trainer.loss_normalization import LossKind
 from tests.ranks import run_ranks
+from tests.strategy_configs import needs_deepspeed
 from tests.trainer.test_training import GLOBAL_BATCH, assert_same_run, plain_loop
 from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer, on_ranks, strategy_arguments, train
 
@@ -258,10 +258,6 @@ def train_mixture(output_dir: str, strategy: str, accumulation: int) -> list[lis
     trainer = Trainer(mixture(), args, train_dataset=rows_for_a_mixture()[0])
     trainer.train()
     return [[entry[key] for entry in trainer.state.log_history if key in entry] for key in ("loss", "grad_norm")]
-
-
-HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
-needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
 
 
 @pytest.mark.multirank

@@ -20,6 +20,7 @@ from transformers.training_args import OptimizerNames
 from accel_trainer import Accelerator
 from accel_trainer.errors import ConfigError
 from tests.ranks import preload, run_ranks
+from tests.strategy_configs import HAS_DEEPSPEED
 from tests.trainer_jobs import build_trainer, weights_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
@@ -32,7 +33,6 @@ MODULES = {
     "torch-optimi": "optimi",
     "torchao": "torchao",
 }
-HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 if HAS_DEEPSPEED:
     preload("deepspeed")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from typing import Any
 
@@ -15,9 +14,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.trainer import Trainer
 from tests.ranks import preload, run_ranks
+from tests.strategy_configs import HAS_DEEPSPEED, needs_deepspeed
 from tests.trainer_jobs import TokenDataset, arguments, build_model, strategy_arguments, weights_of
 
-HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 STRATEGIES = ["ddp", "fsdp", *(("zero3",) if HAS_DEEPSPEED else ())]
 if HAS_DEEPSPEED:
     preload("deepspeed")
@@ -208,7 +207,7 @@ def replaced(output_dir: str) -> list[str]:
 
 
 @pytest.mark.multirank
-@pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
+@needs_deepspeed
 def test_a_method_that_the_engines_configuration_replaces_is_named(tmp_path):
     [seen, _] = run_ranks(replaced, 2, str(tmp_path))
     [message] = seen

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.trainer.epoch import WindowReader
 from accel_trainer.trainer.run_clock import RunClock
 from tests.ranks import preload, run_ranks
+from tests.strategy_configs import HAS_DEEPSPEED, needs_deepspeed
 from tests.trainer_jobs import TokenDataset, build_trainer, on_ranks, summary
 
-HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 if HAS_DEEPSPEED:
     preload("deepspeed")
 
@@ -126,7 +125,7 @@ def test_a_short_last_batch_gives_the_numbers_of_one_process(tmp_path, reference
 @pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
+@needs_deepspeed
 @pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeed_weighs_a_short_last_batch_alike(tmp_path, references, stage):
     names = ["bert 13 1", "bert 15 2", "llama 13 2"]

@@ -22,8 +22,7 @@ from accel_trainer.integrations.deepspeed.config import (
     hidden_size_of,
     resolve_engine_config,
 )
-
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+from tests.strategy_configs import needs_deepspeed
 
 # What Hugging Face's documentation gives for ZeRO-3 with offload: everything that it can leave to "auto" is.
 ALL_AUTO = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from safetensors.numpy import load_file
 from transformers import TrainerCallback
 
 from tests.ranks import preload, run_ranks
+from tests.strategy_configs import HAS_DEEPSPEED
 from tests.trainer_jobs import build_trainer, summary
 
-HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 if HAS_DEEPSPEED:
     preload("deepspeed")
 

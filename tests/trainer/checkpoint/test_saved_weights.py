@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.nn import functional
 from transformers import MixtralForCausalLM
 
 from tests.ranks import run_ranks
+from tests.strategy_configs import needs_deepspeed
 from tests.trainer_jobs import (
     TokenDataset,
     arguments,
@@ -25,9 +25,6 @@ from tests.trainer_jobs import (
     summary,
     weights_of,
 )
-
-HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
-needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
 
 
 def is_in_a_file(tensor: Tensor) -> bool:
